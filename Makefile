@@ -39,7 +39,7 @@ NEWEST_TORCH := $(lastword $(OTHER_TORCHES))
 # The quick ones of the tests whose subject depends on inner names of torch.
 TORCH_TESTS := $(addprefix tests/unit_tests/,test_doctor.py::test_the_torch_that_was_asked_for_is_tested \
 	$(addprefix cpu_backend/test_,capture.py graphed_callables.py) \
-	core/distributed/_graphs/test_pipelines.py core/transformer/_cuda_graphs/te/test_joined_collectives.py) \
+	core/distributed/_graphs/test_pipelines.py core/transformer/_cuda_graphs/test_agreement.py) \
 	tests/integration_tests/test_cpu_ranks.py::test_collectives_written_for_nccl_work
 # One integration test of each kind, and the scripts.
 TORCH_TRAININGS := $(addprefix tests/integration_tests/,benchmarks \

@@ -190,7 +190,7 @@ def _examine_gpus(report: Report) -> None:
         return
     if not torch.distributed.is_nccl_available():
         report.missing.append("This torch has no NCCL, which FSDP communicates through. Install a CUDA build of torch.")
-    checks = "megatron.core.transformer._cuda_graphs.flags.checks"
+    checks = "megatron.core.transformer._cuda_graphs.flags.table"
     if dict(report.modules).get(checks, "fails") != "fails":
         problem = importlib.import_module(checks).allocator_problem()
         report.missing += [problem] if problem else []

@@ -40,9 +40,9 @@ class CapturePhases:
         """Watch the functions, for the life of the process."""
         from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_units import RecordedUnits
         from megatron.core.transformer._cuda_graphs.engine import whole_passes
-        from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
+        from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
         from megatron.core.transformer._cuda_graphs.te import forward_graphs, helper, whole_model
-        from megatron.core.transformer._cuda_graphs.te.graph_choice import GraphChoice
+        from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureState
         from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 
         passes: Any = whole_passes.WholePasses
@@ -53,10 +53,10 @@ class CapturePhases:
             (torch._C, "_cuda_memorySnapshot", "the allocator asked for its settings or memory"),
             (torch.cuda.CUDAGraph, "capture_begin", "captures begun"),
             (torch.cuda.CUDAGraph, "capture_end", "graphs instantiated"),
-            (GraphChoice, "choose", "what to capture decided"),
+            (CaptureState, "choose", "what to capture decided"),
             (helper, "report_capture", "report"),
             (TECudaGraphHelper, "_reset_after_capture", "gradients zeroed afterwards"),
-            (ReplayConditions, "__init__", "what replays compare noted"),
+            (Snapshot, "__init__", "what replays compare noted"),
             (RecordedUnits, "__init__", "units listed"),
             (whole_model, "inputs_of_slots", "static inputs made"),
             (forward_graphs, "capture_passes", "random numbers and buffers restored, streams, quantization"),

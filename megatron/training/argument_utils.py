@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.transformer._cuda_graphs.flags.own import give_to_config
+from megatron.core.transformer._cuda_graphs.flags.options import give_to_config
 from megatron.training.cuda_graph_scalars import CudaGraphScalars
 from megatron_fsdp_cuda_graphs.overlay import extend
 

@@ -3,9 +3,8 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.transformer._cuda_graphs.flags import own
-from megatron.core.transformer._cuda_graphs.flags.checks import check_flags, check_grouped_tensor, warn_of_flags
-from megatron.core.transformer._cuda_graphs.flags.table import MODULES
+from megatron.core.transformer._cuda_graphs.flags.options import Options, add_arguments
+from megatron.core.transformer._cuda_graphs.flags.table import MODULES, check, warn
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -18,24 +17,19 @@ if TYPE_CHECKING:  # names that are megatron-core's own
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add megatron-core's arguments to ``parser``, and this project's own of CUDA graphs; return it."""
     parser = _upstream.add_megatron_arguments(parser)
-    return own.add_arguments(parser)
+    return add_arguments(parser)
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-    """Validate ``args`` as megatron-core does, and what CUDA graphs of a sharded model need.
-
-    Flags are checked first, as megatron-core's own refusals name neither flag nor remedy, and again with the defaults
-    and what flags imply.
+    """Validate ``args`` as megatron-core does, then check that they fit CUDA graphs and grouped experts.
 
     Raises:
-        ValueError: flags do not fit; names each, and says why and what to do.
+        ValueError: flags do not fit; names each, with the reason and the remedy.
     """
-    check_grouped_tensor(args)
-    check_flags(args)
     args = _upstream.validate_args(args, defaults or {})
-    own.check_arguments(args)
-    check_flags(args)
-    warn_of_flags(args)
+    options = Options(args)
+    check(options)
+    warn(options)
     if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
         args.align_grad_reduce = False  # else only the first stage learns which micro-batch is the last one
     return args

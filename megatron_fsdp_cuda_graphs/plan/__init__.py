@@ -1,1 +1,1 @@
-"""What flags would do, said without a GPU: whether they fit, what would be captured, how much memory it takes."""
+"""Shows without a GPU whether flags fit together, what would be captured and how much memory that takes."""

@@ -1,7 +1,7 @@
-"""A pipeline stage of the job, built by megatron-core and Megatron-FSDP with tensors that have no memory.
+"""One pipeline stage of a job, built by megatron-core and Megatron-FSDP from tensors without memory.
 
 This process is one rank of the job; its collectives move nothing. Layers are Megatron's own, whose parameters have the
-shapes of TransformerEngine's, without the restrictions of what they compute.
+shapes of TransformerEngine's.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
+from megatron.core.transformer._cuda_graphs.te.capture_state import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
@@ -33,11 +33,9 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from megatron.training.training import get_megatron_ddp_config
 from megatron.training.utils.common_utils import is_hybrid_model
 
-from .capture import choice_of
-from .parts import Part, parts_of
-from .quiet import quietly
+from .command import quietly
 
-# What TransformerEngine or Apex would do; none of it changes a parameter's shape.
+# Features of TransformerEngine or Apex that do not change a parameter's shape.
 _NEEDS_A_GPU = {
     "transformer_impl": "local",
     "no_persist_layer_norm": True,
@@ -52,7 +50,7 @@ _NEEDS_A_GPU = {
 
 
 class UnknownVocabularyError(Exception):
-    """No flag says how large the vocabulary is, and tokenizers are not loaded."""
+    """No flag gives the size of the vocabulary, and tokenizers are not loaded."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -62,15 +60,15 @@ class UnknownVocabularyError(Exception):
 
 @contextlib.contextmanager
 def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
-    """Build what the first rank of a pipeline stage has, and yield its ``TECudaGraphHelper``.
+    """Build the model of the first rank of a pipeline stage, and yield its ``TECudaGraphHelper``.
 
     Args:
         args: Validated arguments, with ``cuda_graph_impl`` ``transformer_engine``.
         stage: The stage, counted from 0.
 
     Raises:
-        UnknownVocabularyError: the vocabulary's size follows from a tokenizer.
-        Exception: megatron-core cannot build the model; whatever it raises.
+        UnknownVocabularyError: The size of the vocabulary follows from a tokenizer.
+        Exception: Any error of megatron-core, which cannot build the model.
     """
     if args.padded_vocab_size is None and args.vocab_size is None:
         raise UnknownVocabularyError
@@ -83,16 +81,11 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
         yield TECudaGraphHelper(models, config, args.seq_length, args.micro_batch_size)
 
 
-def fsdp_buffers(helper: TECudaGraphHelper) -> list[Any]:
-    """Return the ``ParamAndGradBuffer`` of each model chunk that is under Megatron-FSDP."""
-    return [chunk.fsdp.param_and_grad_buffer for chunk in helper.stage.chunks if chunk.fsdp is not None]
-
-
 def whole_model_blocker(args: argparse.Namespace, whole_layers: bool = False) -> str:
-    """Say why the whole model cannot be captured, in all of its pipeline stages; empty if it can.
+    """Return why the whole model cannot be captured in all of its pipeline stages; empty if it can.
 
     Args:
-        whole_layers: Whether to leave ``--cuda-graph-modules`` aside.
+        whole_layers: Whether to ignore ``--cuda-graph-modules``.
     """
     for stage in range(args.pipeline_model_parallel_size):
         with quietly(), dry_stage(args, stage) as helper:
@@ -105,17 +98,8 @@ def whole_model_blocker(args: argparse.Namespace, whole_layers: bool = False) ->
 
 
 def blocker_elsewhere(args: argparse.Namespace) -> str:
-    """Return ``whole_model_blocker`` of a pipeline, whose stages hold the same; empty without stages."""
+    """Return ``whole_model_blocker`` of a pipeline, whose stages capture the same; empty without a pipeline."""
     return whole_model_blocker(args) if args.pipeline_model_parallel_size > 1 else ""
-
-
-def parts_of_stages(args: argparse.Namespace) -> Iterator[list[Part]]:
-    """Yield the parts of each pipeline stage, with which of them run in graphs; see ``dry_stage``."""
-    elsewhere = blocker_elsewhere(args)
-    for stage in range(args.pipeline_model_parallel_size):
-        with quietly(), dry_stage(args, stage) as helper:
-            parts = parts_of(helper, choice_of(helper, elsewhere))
-        yield parts
 
 
 def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
@@ -138,7 +122,7 @@ def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
 
 @contextlib.contextmanager
 def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
-    """Let this process be one rank of the job."""
+    """Make this process one rank of the job."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     try:
         parallel_state.initialize_model_parallel(
@@ -165,7 +149,7 @@ def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """The context in which tensors have shapes, dtypes and storages, but no memory and no values."""
+    """Give tensors that are made in this context shapes, dtypes and storages, but no memory and no values."""
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
@@ -190,10 +174,7 @@ def without_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_transformer_engine() -> Iterator[None]:
-    """Let Megatron's own layers take what only TransformerEngine's do.
-
-    That is sequence parallelism (without Apex) and context parallelism.
-    """
+    """Let Megatron's own layers accept sequence parallelism (without Apex) and context parallelism."""
     with (
         mock.patch.object(WrappedTorchNorm, "__new__", _norm),
         mock.patch.object(DotProductAttention, "__init__", _attention),

@@ -1,4 +1,4 @@
-"""Reads the flags of a training as its ranks would, and collects what is said against them."""
+"""Reads and checks the flags of a training without starting it, and searches changes of flags that capture more."""
 
 import argparse
 import io
@@ -7,70 +7,51 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.transformer._cuda_graphs.flags import own
-from megatron.core.transformer._cuda_graphs.flags.checks import check_grouped_tensor, rows_of_flags
-from megatron.core.transformer._cuda_graphs.flags.table import Verdict
+from megatron.core.transformer._cuda_graphs.flags.options import GROUPED_FLAG, LAYERS_FLAG, WHOLE_MODEL, Options
+from megatron.core.transformer._cuda_graphs.flags.table import Verdict, rows_of
 from megatron.training import arguments as megatron_arguments
 
 from ..overlay import upstream
-from .quiet import quietly
+from .command import quietly
+
+MODULES = "--cuda-graph-modules"
+_PADDING = ("--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor", "1.0")
+# Values of --cuda-graph-modules that cannot stand together with, or without, another.
+_EXCLUDED = {"moe": ("moe_router", "moe_preprocess"), "moe_router": ("moe",), "moe_preprocess": ("moe",)}
+_NEEDED = {"moe_preprocess": ("moe_router",)}
 
 
 @dataclass
 class Flags:
-    """Flags of a training, checked.
+    """The checked flags of a training.
 
     Attributes:
-        args: Megatron's parsed arguments; validated, and complete, only if nothing is refused.
-        refused: Why no job would start, each with the flag and what to do.
-        remarks: What has no effect or was not tried.
+        args: Megatron's parsed arguments; complete only if nothing is refused.
+        refused: Why no job would start: the flags, and what to do.
+        remarks: Flags without effect, or not tried.
     """
 
     args: argparse.Namespace
     refused: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
-    def verdict(self) -> Iterator[str]:
-        """Yield lines that say whether the flags fit together, and of what job they are."""
-        yield "The flags do not fit together:" if self.refused else "The flags fit together."
-        yield from bulleted(self.refused)
-        if self.remarks:
-            yield from ("", "Remarks:", *bulleted(self.remarks))
-        if self.refused:
-            return
-        args = self.args
-        sizes = {
-            "data": args.data_parallel_size,
-            "tensor": args.tensor_model_parallel_size,
-            "pipeline": args.pipeline_model_parallel_size,
-            "context": args.context_parallel_size,
-            "expert": args.expert_model_parallel_size,
-        }
-        yield f"Ranks: {args.world_size} (--world-size); parallel: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
-
-
-def bulleted(texts: Sequence[str]) -> list[str]:
-    """Return ``texts`` as items of a list."""
-    return [f"- {text}" for text in texts]
-
 
 def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
-    """Parse and check flags, all checks of this project first, then megatron-core's own.
+    """Parse and check flags, as ``validate_args`` does; all that is refused is collected.
 
     Args:
-        arguments: Flags as ``pretrain_gpt`` takes them.
         world_size: Ranks of the job; None for as few as the parallel sizes allow.
 
     Raises:
-        SystemExit: with 2, after argparse's message: a flag is unknown, or has a value that it does not take.
+        SystemExit: 2, after argparse's message: a flag is unknown or has a wrong value.
     """
     args = _parse(arguments)
-    fewest = smallest_world(args)
+    fewest = _smallest_world(args)
     args.world_size = world_size or fewest
     flags = Flags(args)
     if args.world_size % fewest:
@@ -78,46 +59,92 @@ def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
             f"--world-size {args.world_size}: the parallel sizes and --num-distributed-optimizer-instances need a "
             f"multiple of {fewest} ranks"
         )
-    _check(flags)
-    for check in (own.check_arguments, check_grouped_tensor):
-        try:
-            check(args)
-        except ValueError as error:
-            flags.refused += str(error).split("\n")
     try:
         with quietly():
             upstream("megatron.training.arguments").validate_args(args, {})
     except (Exception, SystemExit) as error:
         flags.refused.append(f"megatron-core: {said_by(error)}")
-    else:
-        _check(flags)  # with the defaults and what flags imply, as validate_args does
+    options = Options(args)
+    flags.refused += options.problems()
+    for row in rows_of(options):
+        (flags.refused if row.verdict is Verdict.REFUSED else flags.remarks).append(row.words)
     return flags
 
 
-def smallest_world(args: argparse.Namespace) -> int:
-    """Return the fewest ranks that have room for the parallel sizes, in each instance of hybrid sharding."""
-    dense = args.tensor_model_parallel_size * args.context_parallel_size
-    experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
-    of_stage = math.lcm(dense, experts if args.num_experts else 1) * args.num_distributed_optimizer_instances
-    return of_stage * args.pipeline_model_parallel_size
-
-
 def said_by(error: BaseException) -> str:
-    """Return the message of ``error``; of an assertion without one, the flag it asks for, or what it asserts."""
+    """Return the message of ``error``; for a bare assertion, the missing flag or the asserted line."""
     if str(error):
         return f"{error}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     missing = re.fullmatch(r"assert args\.(\w+) is not None", last.line or "")
-    if missing:
-        return f"--{missing[1].replace('_', '-')} is required"
-    return f"{type(error).__name__}: {last.line}"
+    return f"--{missing[1].replace('_', '-')} is required" if missing else f"{type(error).__name__}: {last.line}"
 
 
-def _check(flags: Flags) -> None:
-    for row in rows_of_flags(flags.args):
-        lines = flags.refused if row.verdict is Verdict.REFUSED else flags.remarks
-        if row.words not in lines:
-            lines.append(row.words)
+def without(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return ``arguments`` without a flag and its values."""
+    kept, dropping = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            dropping = argument.partition("=")[0] == flag
+        if not dropping:
+            kept.append(argument)
+    return kept
+
+
+def change_to_graph(module: str, arguments: Sequence[str], args: argparse.Namespace) -> str | None:
+    """Return the smallest known change of flags that graphs a part of layers; None if every one is refused.
+
+    Args:
+        module: The part's value of ``--cuda-graph-modules``.
+        arguments: The flags.
+        args: The same, validated.
+    """
+    rest, given = without(arguments, MODULES), Options(args).modules
+    added = [[GROUPED_FLAG], [*_PADDING]]
+    changes = [(f"add {' '.join(flags)}", [*rest, *flags]) for flags in added]
+    if given:
+        kept = given.difference(_EXCLUDED.get(module, ()))
+        named = [MODULES, *sorted({*kept, module, *_NEEDED.get(module, ())})]
+        changes = [(f"drop {MODULES}, {words}", flags) for words, flags in changes]
+        changes.insert(1, (" ".join([*named, *_PADDING]), [*rest, *named, *_PADDING]))
+        changes[:0] = [(" ".join(named), [*rest, *named]), (f"drop {MODULES}", rest)]
+    for words, flags in changes:
+        after = read_flags(flags, args.world_size)
+        if not after.refused and Options(after.args).graphs(module):
+            return words
+    return None
+
+
+def change_to_graph_all(
+    arguments: Sequence[str], args: argparse.Namespace, blocker: Callable[[argparse.Namespace], str]
+) -> str | None:
+    """Return the smallest known change of flags that graphs the whole model; None if there is none.
+
+    Args:
+        blocker: Returns why the whole model cannot be captured with given arguments; empty if it can.
+    """
+    words, rest = [], [*arguments]
+    given = {MODULES: Options(args).modules, LAYERS_FLAG: args.cuda_graph_layers_per_graph is not None}
+    for flag in (flag for flag, is_given in given.items() if is_given):
+        words.append(f"drop {flag}")
+        rest = without(rest, flag)
+    if not args.cuda_graph_warmup_steps:  # without a step before capture the model is captured only on request
+        words.append(f"add {LAYERS_FLAG} {WHOLE_MODEL}")
+        rest += (LAYERS_FLAG, WHOLE_MODEL)
+    for added in ([], [GROUPED_FLAG]):
+        change = ", ".join([*words, *(f"add {flag}" for flag in added)])
+        after = read_flags([*rest, *added], args.world_size)
+        if change and not after.refused and not blocker(after.args):
+            return change
+    return None
+
+
+def _smallest_world(args: argparse.Namespace) -> int:
+    """Return the smallest number of ranks for the parallel sizes."""
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
+    experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
+    of_stage = math.lcm(dense, experts if args.num_experts else 1) * args.num_distributed_optimizer_instances
+    return of_stage * args.pipeline_model_parallel_size
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -128,7 +155,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         with redirect_stderr(said):
             args: Any = megatron_arguments.parse_args()
     except SystemExit:
-        _, error, message = said.getvalue().partition("pretrain_gpt: error: ")  # without the usage, of all flags
+        _, error, message = said.getvalue().partition("pretrain_gpt: error: ")  # without the usage of all flags
         print(error + message, end="", file=sys.stderr)
         raise
     finally:

@@ -1,8 +1,8 @@
-"""What a rank keeps in memory, in bytes, summed over the tensors that megatron-core makes for it."""
+"""The memory of one rank, summed over the tensors that megatron-core makes for it."""
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,16 +11,18 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import take_in_turn
 from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
-from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor, grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.options import alltoall_capacity_factor, grouped_tensor
 from megatron.core.transformer.moe.equal_splits import capacity_of_peer
 
 from ..overlay import upstream
+from .graphs import Planned
 
 # megatron-core's own, which plans no copies and so asks for no addresses.
 _ParamAndGradBuffer = upstream(
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 ).ParamAndGradBuffer
 
+MIB = 2**20
 # In the order in which they are shown.
 KINDS = {
     "weights": "weights: FSDP's shards",
@@ -35,14 +37,39 @@ KINDS = {
 }
 
 
-def fsdp_memory(buffers: Iterable[Any], args: argparse.Namespace) -> Counter[str]:
-    """Sum what Megatron-FSDP and the optimizer keep, by the names in ``KINDS``.
+def stage_memory(helper: Any, planned: Planned, args: argparse.Namespace) -> Iterator[str]:
+    """Yield the memory of one rank of a pipeline stage, a line for each kind, in MiB.
 
     Args:
-        buffers: The ``ParamAndGradBuffer`` of each model chunk, with no bucket in use.
+        helper: The ``TECudaGraphHelper`` of the stage.
+        planned: The graphs that it would capture.
     """
+    found = fsdp_memory(helper, args)
+    found["static_inputs"] = distinct_bytes(planned.static_inputs)
+    yield from (f"    {found[kind] / MIB:10.1f}  {words}" for kind, words in KINDS.items() if found[kind])
+    yield f"    {sum(found.values()) / MIB:10.1f}  in all"
+    if args.optimizer != "adam":
+        yield f"    the states of --optimizer {args.optimizer} are not known, and not counted"
+    if args.fp8_param_gather or args.fp4_param_gather:
+        yield "    quantized parameters are counted as if they were not quantized"
+    if not args.use_megatron_fsdp:
+        yield "    without --use-megatron-fsdp only static inputs are counted"
+    sizes = helper.config, helper.seq_length, helper.micro_batch_size
+    if room := rows_of_experts(*sizes):
+        yield f"    {room['bytes'] / MIB:10.1f}  not counted: {room['rows']} rows of tokens that experts have room for"
+        yield "                in each MoE layer, as often as activations of experts are kept"
+    pool = activation_bytes(*sizes, planned.most_in_flight)
+    if pool is None or args.cuda_graph_modules or not planned.graphs:
+        yield "    the graphs' pool is not estimated for these layers"
+        return
+    yield f"    {pool / MIB:10.1f}  estimated: activations in the graphs' pool. Where one graph holds all layers, the"
+    yield "                optimizer's gradients lie in the same memory, as activations are dead by then"
+
+
+def fsdp_memory(helper: Any, args: argparse.Namespace) -> Counter[str]:
+    """Sum the bytes that Megatron-FSDP and the optimizer keep, by the names in ``KINDS``; no bucket may be in use."""
     found: Counter[str] = Counter()
-    for buffer in buffers:
+    for buffer in fsdp_buffers(helper):
         for group in buffer.parameter_groups:
             # With hybrid sharding the former is a part of the latter.
             found["weights"] += _bytes(group.hfsdp_helper_wbuf or group.model_weight_buffer)
@@ -55,6 +82,11 @@ def fsdp_memory(buffers: Iterable[Any], args: argparse.Namespace) -> Counter[str
         found.update(temporary_buffers(buffer))
         found.update(_optimizer(buffer, args))
     return found
+
+
+def fsdp_buffers(helper: Any) -> list[Any]:
+    """Return the ``ParamAndGradBuffer`` of each model chunk that is under Megatron-FSDP."""
+    return [chunk.fsdp.param_and_grad_buffer for chunk in helper.stage.chunks if chunk.fsdp is not None]
 
 
 def temporary_buffers(buffer: Any) -> Counter[str]:

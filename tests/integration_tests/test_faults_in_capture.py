@@ -14,19 +14,16 @@ from tests.support.sample import mostly_long
 PLACES = {
     "anywhere": ("--stride", "401", "--layers-per-graph", "0", "1", "-1"),
     "somewhere": ("--stride", "503", "--layers-per-graph", "0"),
-    "collectives": ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "-1"),
-    "collectives of layers": ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1"),
     "torch's FSDP2": ("--case", '{"torch_fsdp": true, "tied": false}', "--layers-per-graph", "0", "--stride", "181"),
     "tensor parallel": ("--tp", "2", "--stride", "301", "--layers-per-graph", "1", "-1"),
     "instances": (
-        *("--case", '{"instances": 2, "outer": "optim"}', "--matching", "ProcessGroup", "--kinds", "exception"),
-        *("--layers-per-graph", "0", "-1"),
+        *("--case", '{"instances": 2, "outer": "optim"}', "--stride", "301", "--layers-per-graph", "0", "-1"),
     ),
     "expert parallel": (
         *("--ep", "2", "--case", '{"experts": 4, "capacity": 1.0}', "--layers-per-graph", "1", "--stride", "301"),
     ),
 }
-QUICK = ("somewhere", "collectives", "torch's FSDP2")
+QUICK = ("somewhere", "torch's FSDP2")
 # Layers that communicate in warm-up: on two tensor-parallel ranks, in attention and in the MLP.
 BETWEEN_COLLECTIVES: list[dict[str, Any]] = [
     {"control": f"failed_{phase}_between_collectives", "layers_per_graph": layers, "dropout": 0.1, "steps": 6}

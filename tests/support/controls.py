@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .case import Case
-from .training import Training, engine_callable, standing_in, whole_passes
+from .training import Training, distributed_optimizers, engine_callable, standing_in, whole_passes
 
 
 def dead_replay(training: Training) -> None:
@@ -104,7 +104,8 @@ def interrupted_on_one_rank(training: Training) -> None:
         _interrupt(training, helper.before_step)
     assert (helper.seq_length, helper.micro_batch_size) == (case.sequence, case.micro_batch)
     helper.create_cudagraphs()
-    _interrupt(training, training.evaluate)
+    if helper.model_graphs is not None:
+        _interrupt(training, training.evaluate)
     for chunk in training.chunks:
         chunk.train()
 
@@ -202,7 +203,7 @@ def hook_on_one_rank(training: Training) -> None:
     last = dist.get_world_size() - 1
     reason = "embedding has hooks, which do not run in replays"
     expected = reason if dist.get_rank() == last else f"{reason} (on rank {last})"
-    assert training.helper.choice.last.not_model == expected, training.helper.choice.last.not_model
+    assert training.helper._state.choice.not_model == expected, training.helper._state.choice.not_model
 
 
 def layer_hook_on_one_rank(training: Training) -> None:
@@ -269,7 +270,7 @@ def refused_on_one_stage(training: Training) -> None:
     training.helper.create_cudagraphs()
     assert training.helper.model_graphs is None
     reason = "output_layer has hooks, which do not run in replays"
-    assert training.helper.choice.last.not_model == (
+    assert training.helper._state.choice.not_model == (
         reason if last else f"{reason} (on rank {dist.get_world_size() - 1})"
     )
 
@@ -285,9 +286,9 @@ def captured_again(training: Training) -> None:
 def clipping_eager_on_one_rank(training: Training) -> None:
     """Capture; one rank then clips gradients eagerly where the others replay that."""
     training.helper.create_cudagraphs()
-    passes = training.chunks[0].module.graphs_of_model
     if dist.get_rank() == 1:
-        passes.clipping.run = lambda key, work: work()
+        for optimizer in distributed_optimizers(training.optimizer):
+            optimizer._whole_model_passes = lambda: None
 
 
 def captured_again_later(training: Training) -> None:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --stride 40
-    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --matching ProcessGroup
+    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --matching HeldWork.wait
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --case '{"torch_fsdp": true}'
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --tp 2 --layers-per-graph 1 -1
 
@@ -130,8 +130,8 @@ class Faults(TorchDispatchMode):
                 from megatron_fsdp_cuda_graphs.cpu_backend import held_results
                 from megatron_fsdp_cuda_graphs.cpu_backend.tape import Recorder
 
-                for name in held_results.WRITING:
-                    self._patch(stack, dist.ProcessGroup, name, counted=True, internal=True)
+                for name in held_results.WRITING:  # ranks have agreed to launch it
+                    self._patch(stack, dist.ProcessGroup, name, counted=False, internal=True)
                 self._patch(stack, held_results.HeldWork, "wait", counted=True, internal=True)
                 self._patch(stack, Recorder, "_record", counted=True, captured=True, internal=True)
             with self:

@@ -71,7 +71,7 @@ TESTS: dict[str, tuple[tuple[str, ...], str]] = {
         "",
     ),
     "Flags of CUDA graphs that do not fit are named before anything runs": (
-        (f"{GRAPHS}flags", "training/test_arguments.py"),
+        (f"{GRAPHS}test_flags.py",),
         "",
     ),
     "--moe-use-grouped-tensor: dropless experts of which the host knows no number of tokens": (

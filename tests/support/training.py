@@ -207,7 +207,7 @@ class Training:
         from megatron.core.transformer._cuda_graphs.te import helper as te_helper
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        check = mock.patch.object(te_helper, "check_fsdp_options")
+        check = mock.patch.object(te_helper, "check")
         with check if self.case.unchecked else nullcontext():
             self.helper = TECudaGraphHelper(
                 self.chunks, self.config, self.case.sequence, self.case.micro_batch, [self.optimizer]
@@ -321,16 +321,15 @@ class Training:
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers, self.helper)
         of_evaluations = self.evaluations, self.evaluation_replays
-        clipping = _clipping_replays(self.chunks)
+        clipping = sum(each._clipping.replays for each in distributed_optimizers(self.optimizer) if each._clipping)
         return Trace(
             self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations, clipping, self.logged
         )
 
 
-def _clipping_replays(chunks: list[Any]) -> int:
-    hooks = [getattr(chunk.module, "fsdp_hooks", None) for chunk in chunks]
-    passes = [hook.registry.whole_model for hook in hooks if hook is not None]
-    return sum(each.clipping.replays for each in passes if each is not None)
+def distributed_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers that clip gradients."""
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(each, "_clipping")]
 
 
 def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:
@@ -422,8 +421,7 @@ def whole_passes(helper: Any) -> list[Any]:
 def standing_in(helper: Any) -> list[Any]:
     """What stands for the forward of models or decoders."""
     helpers = [helper, getattr(helper, "vision", None), getattr(helper, "language", None)]
-    made = [each._graphs for each in helpers if hasattr(each, "_graphs")]
-    return [graphs for each in made for graphs in (*each.models, each.decoder) if graphs is not None]
+    return [graphs for each in helpers if hasattr(each, "_state") for graphs in each._state.whole]
 
 
 def _evaluation_graphs(helper: Any) -> list[Any]:

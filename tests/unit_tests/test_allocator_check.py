@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.flags.checks import allocator_problem
+from megatron.core.transformer._cuda_graphs.flags.table import allocator_problem
 
 VARIABLES = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
 EXPANDABLE = "max_split_size_mb:64,expandable_segments:True"

@@ -17,6 +17,7 @@ RUN_BY = {
     "pip install --no-deps": "tests/integration_tests/test_install.py",
     "pip uninstall": "tests/integration_tests/test_install.py",
     "python -m megatron_fsdp_cuda_graphs": "tests/integration_tests/test_install.py",
+    "python -m tools.patch_series": MAKEFILE,
     "git -C": MAKEFILE,
     "make demo": CI,
     "make test": CI,

@@ -16,8 +16,8 @@ from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_na
 from . import clip_grads
 from .clip_grads import count_zeros_fp32
 from .counted_ranks import CountedRanks
-from .kept_gradients import KeptGradients, gradients_of, local_tensor, stay
-from .local_shards import LocalShards
+from .local_shards import KeptGradients, LocalShards, gradients_of, local_tensor, stay
+from .repeated_work import RepeatedWork
 
 _upstream: Any = extend(__name__)
 
@@ -33,6 +33,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
     _local_shards: LocalShards | None = None
     _kept: KeptGradients | None = None
+    _clipping: RepeatedWork | None = None
+    _clips_beside: Any = None  # the graphs of the whole model that the gradients come from
 
     def get_loss_scale(self) -> torch.Tensor:
         """Return the loss scale, float32, shape (1,); see megatron-core.
@@ -55,11 +57,20 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """
         clip = super().clip_grad_norm
         passes = self._whole_model_passes()
-        self._kept = None if passes is None else self._kept_gradients()
-        kept = self._kept
+        self._kept = kept = None if passes is None else self._kept_gradients()
         if kept is None:
             return clip(clip_grad)
-        return passes.clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
+        if self._clipping is None or passes is not self._clips_beside:
+            self._clipping = RepeatedWork("The norm of gradients and their clipping")
+            self._clips_beside = passes
+            passes.on_forget.append(self._free_clipping)
+        return self._clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
+
+    def _free_clipping(self) -> None:
+        """Free the graph of the norm, before the communicators of its collectives."""
+        if self._clipping is not None:
+            self._clipping.reset()
+        self._clipping = self._clips_beside = None
 
     def _whole_model_passes(self) -> Any:
         """Return the graphs of the whole model's passes, if clipping can be captured beside them; None if not.

@@ -40,9 +40,8 @@ from ._cuda_graphs.local import memory as _memory
 from ._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
 from ._cuda_graphs.local.manager import CudaGraphManager, alloc_tensor_from_graph_mempool, delete_cuda_graphs
 from ._cuda_graphs.local.memory import TensorReusePool
-from ._cuda_graphs.local.nodes import _CudagraphRecordNode, _CudagraphReplayNode, _GraphStatus
 from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
-from ._cuda_graphs.local.runner import _CudaGraphRunner
+from ._cuda_graphs.local.runner import _CudagraphRecordNode, _CudagraphReplayNode, _CudaGraphRunner, _GraphStatus
 from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_runner_streams
 from ._cuda_graphs.te.helper import TECudaGraphHelper
 from ._cuda_graphs.te.layers import _layer_is_graphable, set_current_microbatch

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
-from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph, unchanged_dispatcher
 from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_offsets, to_inputs
+from megatron.core.transformer._cuda_graphs.replacements import TakenForward
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -27,7 +27,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     - Arguments of a replay are checked by the graph itself, and TransformerEngine is not needed for it.
     - Under pipeline parallelism another number of micro-batches than at capture is refused.
     - A pass that the graphs do not fit runs eagerly, where that is possible: one whose hidden states have another shape
-      than at capture, or one after something changed that only an eager pass reads (``ReplayConditions``).
+      than at capture, or one after something changed that only an eager pass reads (``Snapshot``).
     - With ``--cuda-graph-packed-sequences`` graphs of attention take the offsets of packed sequences.
 
     Attributes:
@@ -44,30 +44,24 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             replays = self.training and self.config.cuda_graph_impl == "transformer_engine"
         else:
             replays = decide(*args, **kwargs)
-        graph: Any = self.cuda_graphs[0]
-        if not isinstance(graph, LayerGraph):  # one that others made has no conditions
-            graph = None
         if not replays:
-            with DispatcherState(self):
+            with unchanged_dispatcher(self):
                 return super().__call__(*args, **kwargs)
-        if graph is not None:
+        graph = self.cuda_graphs[0]
+        if isinstance(graph, LayerGraph):  # others may put graphs there too
             hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
             if not graph.fits(hidden_states):  # megatron-core's own call would decide again
-                with DispatcherState(self):
+                with unchanged_dispatcher(self):
                     return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
             if graph.packed is not None:
                 kwargs = to_inputs(graph.name, kwargs, graph.packed, self._tokens(hidden_states))
-        # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
-        # `Module.compile` has compiled.
-        own = self.__dict__
-        before = own.get("forward")  # a compiled or wrapped one that a user set on this layer
-        own["forward"], own["replaying"] = self._te_cuda_graph_replay, True
-        try:
+        own, taken = self.__dict__, TakenForward(self, self._te_cuda_graph_replay)
+        own["replaying"] = True
+        try:  # not through __call__, which would run the eager layer that `Module.compile` has compiled
             return torch.nn.Module._call_impl(self, *args, **kwargs)
         finally:
-            del own["forward"], own["replaying"]
-            if before is not None:
-                own["forward"] = before
+            taken.end()
+            del own["replaying"]
 
     def _tokens(self, hidden_states: torch.Tensor) -> int:
         """The tokens of a micro-batch of one row, whose part on this rank is ``hidden_states``."""

@@ -1,5 +1,50 @@
-"""Fixtures of all tests of ``megatron.core``."""
+"""Fixtures of all tests of ``megatron.core``; those that capture ask for ``cpu_backend``."""
 
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("megatron.core")
+import torch
+from hypothesis import settings
+
+from tests.support.on_cpu_backend import on_cpu_backend
 from tests.support.rank_fixtures import cpu_backend_of_module, process_group
 
 __all__ = ["cpu_backend_of_module", "process_group"]
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
+
+@pytest.fixture(scope="module")
+def _installed_cpu_backend() -> Iterator[None]:
+    with on_cpu_backend():
+        yield
+
+
+@pytest.fixture
+def cpu_backend(_installed_cpu_backend: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A seeded process on the CPU backend, with a stream current that is not the legacy default one.
+
+    Megatron's RNG tracker is as in a fresh process, whatever other tests have put into it.
+    """
+    from megatron.core.tensor_parallel import random as tensor_parallel_random
+
+    for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+        monkeypatch.setattr(tensor_parallel_random, name, None)
+    torch.manual_seed(1234)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+@pytest.fixture
+def no_graphs(cpu_backend):
+    """No local graphs of another test, and none that outlives this one."""
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    delete_cuda_graphs()
+    yield
+    delete_cuda_graphs()

@@ -53,6 +53,6 @@ def flags():
 
 @pytest.fixture
 def without():
-    from megatron_fsdp_cuda_graphs.plan.changes import without
+    from megatron_fsdp_cuda_graphs.plan.flags import without
 
     return without

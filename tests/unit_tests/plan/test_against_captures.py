@@ -14,7 +14,7 @@ from _step_time.variants import FSDP as BENCHMARK_FSDP
 from megatron.core.transformer._cuda_graphs.engine.graphed_slot import GraphedSlot
 from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
-from megatron_fsdp_cuda_graphs.plan import capture, dry_stage, memory
+from megatron_fsdp_cuda_graphs.plan import dry_stage, graphs, memory
 from megatron_fsdp_cuda_graphs.plan.flags import read_flags
 
 from .conftest import DENSE, EXPERTS
@@ -88,15 +88,15 @@ def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, 
     flags = read_flags(command.split(), ranks)
     assert not flags.refused
     with dry_stage.dry_stage(flags.args, stage) as helper:
-        planned = capture.captured_by(helper)
-        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+        planned = graphs.planned(helper, graphs.choice_of(helper, ""))
+        found = memory.fsdp_memory(helper, flags.args)
     del helper
     gc.collect()
 
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
     monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
     with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
-        buffers = dry_stage.fsdp_buffers(helper)
+        buffers = memory.fsdp_buffers(helper)
         for group in (group for buffer in buffers for group in buffer.parameter_groups):
             group.model_weight_buffer.data.fill_(0.01)
         alone = flags.args.pipeline_model_parallel_size == 1
@@ -108,19 +108,16 @@ def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, 
         if not alone:
             del real["persistent_buffers"]  # no pass of the embedding or the output layer has run
         numbers = [layer.layer_number for layer in helper.flattened_callables]
-        graphs = [graph for layer in helper.flattened_callables for graph in layer.cuda_graphs]
+        attached = [graph for layer in helper.flattened_callables for graph in layer.cuda_graphs]
         decoder = [] if helper.decoder_graphs is None else list(helper.decoder_graphs.module.layers)
         helper.delete_cuda_graphs()
 
-    together = tuple(layer.layer_number for layer in decoder)
-    of_decoder = [("forward", together), ("backward", together[::-1])] if together else []
-    found_graphs = [(graph.kind.value, graph.layers) for graph in planned.graphs]
-    assert [graph for graph in found_graphs if graph in of_decoder] == of_decoder
-    apart = numbers[len(together) :]
-    assert [graph for graph in found_graphs if graph not in of_decoder] == [
-        (kind, (apart[index],)) for kind, index in recorded
-    ]
-    assert len(graphs) == len([kind for kind, _ in recorded if kind == "forward"])
+    count = len(decoder)
+    expected = [f"{kind} of layer {numbers[count:][index]}" for kind, index in recorded]
+    if decoder:
+        expected = [f"forward of layers 1 to {count}", *expected, f"backward of layers {count} to 1"]
+    assert [graph.replace("MTP ", "") for graph in planned.graphs] == expected
+    assert len(attached) == len([kind for kind, _ in recorded if kind == "forward"])
     assert {kind: found[kind] for kind in real} == real
     assert len(real) == (7 if alone else 4)
 
@@ -131,7 +128,7 @@ def test_order_and_static_inputs_of_whole_chunks_are_those_of_a_capture(command,
     assert not flags.refused
     elsewhere = dry_stage.blocker_elsewhere(flags.args)
     with dry_stage.dry_stage(flags.args, stage) as helper:
-        planned = capture.captured_by(helper, elsewhere)
+        planned = graphs.planned(helper, graphs.choice_of(helper, elsewhere))
         static = memory.distinct_bytes(planned.static_inputs)
     del helper
     gc.collect()
@@ -151,15 +148,18 @@ def test_order_and_static_inputs_of_whole_chunks_are_those_of_a_capture(command,
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
     monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
     with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
-        for group in (group for buffer in dry_stage.fsdp_buffers(helper) for group in buffer.parameter_groups):
+        for group in (group for buffer in memory.fsdp_buffers(helper) for group in buffer.parameter_groups):
             group.model_weight_buffer.data.fill_(0.01)
         helper.create_cudagraphs()
-        graphs = helper._graphs.models
-        chunk_of = {passes: number for number, own in enumerate(graphs, start=1) for passes in own.slots}
+        models = helper._state.models
+        chunk_of = {passes: number for number, own in enumerate(models, start=1) for passes in own.slots}
         chunks = [(kind, chunk_of[passes]) for kind, passes in recorded]
         assert memory.distinct_bytes([passes.inputs for passes in chunk_of]) == static
         helper.delete_cuda_graphs()
-    assert [(graph.kind.value, graph.chunk or 1) for graph in planned.graphs] == chunks
+    assert planned.graphs == [
+        f"{kind} of {'the whole model' if '--pipeline' not in command else f'chunk {chunk} as a whole'}"
+        for kind, chunk in chunks
+    ]
     assert [chunk if kind == "forward" else -chunk for kind, chunk in chunks] == planned.order
 
 
@@ -170,12 +170,12 @@ def test_weights_that_stay_in_place_are_those_of_a_capture(monkeypatch):
     flags = read_flags(command.split(), 2)
     assert not flags.refused
     with dry_stage.dry_stage(flags.args, 0) as helper:
-        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+        found = memory.fsdp_memory(helper, flags.args)
 
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
     monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
     with dry_stage.dry_stage(flags.args, 0) as helper, torch.cuda.stream(torch.cuda.Stream()):
-        (buffer,) = dry_stage.fsdp_buffers(helper)
+        (buffer,) = memory.fsdp_buffers(helper)
         for group in buffer.parameter_groups:
             group.model_weight_buffer.data.fill_(0.01)
         helper.create_cudagraphs()
@@ -193,10 +193,10 @@ def test_memory_is_within_a_tenth_of_what_was_measured_on_gpus(name, variant):
     runs = json.loads(RESULTS.read_text())["configurations"][name]
     measured = next(run["allocated_mib"] for run in runs if run["variant"] == variant)
     job = configuration(name, ranks=2, steps=30, expert_parallel=1, on_cpu=False)
-    graphs = ("--cuda-graph-impl", "transformer_engine", *filter(None, variant.partition("::")[2].split()))
-    flags = read_flags([*job.flags, *BENCHMARK_FSDP, *graphs], 2)
+    more = ("--cuda-graph-impl", "transformer_engine", *filter(None, variant.partition("::")[2].split()))
+    flags = read_flags([*job.flags, *BENCHMARK_FSDP, *more], 2)
     with dry_stage.dry_stage(flags.args, 0) as helper:
-        planned = capture.captured_by(helper)
-        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+        planned = graphs.planned(helper, graphs.choice_of(helper, ""))
+        found = memory.fsdp_memory(helper, flags.args)
         found["static_inputs"] = memory.distinct_bytes(planned.static_inputs)
     assert sum(found.values()) / 2**20 == pytest.approx(measured, rel=0.1)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.te import graph_choice
+from megatron.core.transformer._cuda_graphs.te import capture_state
 from megatron_fsdp_cuda_graphs import overlay
 from megatron_fsdp_cuda_graphs.plan import command
 
@@ -38,15 +38,15 @@ def test_a_dense_model(capsys, flags):
 @pytest.mark.parametrize(
     ("more", "advice"),
     [
-        ("--cuda-graph-layers-per-graph all", "- drop --cuda-graph-layers-per-graph: the embedding, "),
-        ("--cuda-graph-warmup-steps 0", "- --cuda-graph-layers-per-graph model: the embedding, "),
+        ("--cuda-graph-layers-per-graph all", "drop --cuda-graph-layers-per-graph"),
+        ("--cuda-graph-warmup-steps 0", "add --cuda-graph-layers-per-graph model"),
     ],
 )
 def test_all_layers(capsys, flags, more, advice):
     code, lines = planned(capsys, flags("--world-size 2", DENSE, "--num-layers 4", more))
     assert code == 0
     assert graphs(lines) == ["forward of layers 1 to 4", "backward of layers 4 to 1"]
-    assert lines[-1].startswith(advice)
+    assert lines[-1] == f"- to graph embedding; final norm; output layer and losses: {advice}"
 
 
 def test_one_layer_per_graph(capsys, flags):
@@ -56,20 +56,12 @@ def test_one_layer_per_graph(capsys, flags):
         *("forward of layer 1", "forward of layer 2"),
         *("backward of layer 2", "backward of layer 1"),
     ]
-    assert "- drop --cuda-graph-layers-per-graph: the embedding, the output layer and losses are captured too" in lines
 
 
 @pytest.fixture
 def layers_only(monkeypatch):
     """Something rules out the whole model, and nothing all layers of it."""
-    monkeypatch.setattr(graph_choice, "_TABLE", ((graph_choice.MODEL, "{} says so", lambda stage, chunk: "a test"),))
-
-
-@pytest.mark.usefixtures("layers_only")
-def test_one_layer_per_graph_of_a_model_that_cannot_be_captured_whole(capsys, flags):
-    more = "--num-layers 5 --cuda-graph-layers-per-graph 1 --mtp-num-layers 1"
-    _, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
-    assert "- drop --cuda-graph-layers-per-graph: all consecutive layers are captured in one graph" in lines
+    monkeypatch.setattr(capture_state, "_TABLE", ((capture_state.MODEL, "{} says so", lambda stage, chunk: "a test"),))
 
 
 @pytest.mark.parametrize(
@@ -161,9 +153,7 @@ def test_why_the_whole_model_cannot_be_captured(capsys, flags):
     code, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
     assert code == 0
     assert "forward of MTP layer 1" in graphs(lines)
-    assert lines[-1] == (
-        "- drop --cuda-graph-layers-per-graph model: layers are captured instead, because a test says so"
-    )
+    assert lines[-1].endswith("output layer and losses: not possible: a test says so")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +196,7 @@ def test_parts_of_layers(capsys, flags):
     assert code == 0
     assert graphs(lines) == ["forward of layer 1", "backward of layer 1"]
     assert "    the graphs' pool is not estimated for these layers" in lines
-    assert "- drop --cuda-graph-modules: whole layers are captured, consecutive ones in one graph" in lines
+    assert "- to graph embedding; final norm; output layer and losses: drop --cuda-graph-modules" in lines
 
 
 def test_parts_to_add_are_those_that_explain_names(capsys, flags):
@@ -214,12 +204,10 @@ def test_parts_to_add_are_those_that_explain_names(capsys, flags):
     code, lines = planned(capsys, given)
     assert code == 0
     added = lines[lines.index("Flags to add or drop:") + 1 :]
-    assert "- --cuda-graph-modules attn mlp: graphs then hold MLP of dense layers, with the norm before it" in added
+    assert "- to graph MLP of dense layers, with the norm before it: --cuda-graph-modules attn mlp" in added
     assert command.explain(given) == 0
-    named = {line.partition("to graph it: ")[2] for line in capsys.readouterr().out.splitlines()}
-    assert {line.removeprefix("- ").partition(":")[0] for line in added} == {
-        words for words in named if words.startswith(("--cuda-graph-modules", "drop --cuda-graph-modules"))
-    }
+    named = {line.partition("to graph it: ")[2] for line in capsys.readouterr().out.splitlines()} - {""}
+    assert {line.rpartition(": ")[2] for line in added} == named
 
 
 def test_instances_that_shard_among_them(capsys, flags):
@@ -244,19 +232,12 @@ def test_what_only_gpus_have_is_planned_without_one(capsys, flags, more):
     assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ("--context-parallel-size 2", "leave out --transformer-impl local"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", "sequence parallel not supported by torch LayerNorm"),
-        ("--optimizer sgd", "set --optimizer adam"),
-    ],
-)
-def test_what_layers_or_optimizers_do_not_take(capsys, flags, more, said):
-    """These end a job with local layers where it builds its model; sequence parallelism unless there is Apex."""
+def test_what_layers_do_not_take(capsys, flags):
+    """It ends a job with local layers where it builds its model, unless there is Apex."""
+    more = "--tensor-model-parallel-size 2 --sequence-parallel"
     assert command.plan(flags(DENSE, "--num-layers 2 --transformer-impl local --world-size 2", more)) == 1
     out, err = capsys.readouterr()
-    assert said in out + err
+    assert "sequence parallel not supported by torch LayerNorm" in out + err
 
 
 def test_long_lists_are_cut(capsys, flags):
@@ -291,7 +272,7 @@ def test_virtual_pipeline_stages(capsys, flags, layers_per_graph, first):
 
 
 def test_where_another_stage_is_not_captured_as_a_whole_layers_are(capsys, flags, monkeypatch):
-    monkeypatch.setattr("megatron_fsdp_cuda_graphs.plan.plan.blocker_elsewhere", lambda args: "of another")
+    monkeypatch.setattr("megatron_fsdp_cuda_graphs.plan.text.blocker_elsewhere", lambda args: "of another")
     more = "--num-layers 4 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
     _, lines = planned(capsys, flags(DENSE, more, "--world-size 2 --global-batch-size 4"))
     assert graphs(lines)[0] == "forward of layer 1"

@@ -2,10 +2,9 @@
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.flags.table import MEGATRON_FSDP
+from megatron.core.transformer._cuda_graphs.flags.options import MEGATRON_FSDP
 from megatron_fsdp_cuda_graphs.plan import command
-from tests.support.working_flags import WORKING
-from tests.unit_tests.training.test_flag_rows import EXAMPLES
+from tests.support.compatibility import WORKING, command_line
 
 # Their examples name a file that is not there, or need a package that is not installed.
 NOT_PLANNED = {"heterogeneous layers", "hybrid models"}
@@ -23,8 +22,8 @@ def held(lines: list[str], modules: bool) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name not in NOT_PLANNED], ids=lambda row: row.name)
 def test_a_graph_holds_what_the_row_says(capsys, row):
-    line = str(EXAMPLES[row.flags])
-    code = command.plan(["--world-size", "4", *line.split()])
+    line = command_line(row.example)
+    code = command.plan(["--world-size", "4", *line])
     text = capsys.readouterr()
     assert code == 0, text.out + text.err
     assert held(text.out.splitlines(), "--cuda-graph-modules" in line) == row.holds

@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.transformer._cuda_graphs.flags.table import MEGATRON_FSDP
-from tests.support import pairs, working_flags
+from megatron.core.transformer._cuda_graphs.flags.options import MEGATRON_FSDP
+from tests.support import compatibility, pairs
 
-WORKING = {row.name for row in working_flags.WORKING if row.sharding == MEGATRON_FSDP}
+WORKING = {row.name for row in compatibility.WORKING if row.sharding == MEGATRON_FSDP}
 
 
 def test_every_row_that_works_has_a_feature_or_needs_what_is_not_there():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.te.stage_graphs import GraphUse
+from megatron.core.transformer._cuda_graphs.te.capture_state import GraphUse
 from megatron.training import cuda_graph_scalars, global_vars
 from megatron.training.cuda_graph_scalars import PAUSE, CudaGraphScalars
 

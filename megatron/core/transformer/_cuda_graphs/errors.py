@@ -31,3 +31,7 @@ class CaptureFailedError(RuntimeError):
 
 class CaptureInterruptedError(RuntimeError):
     """A capture was interrupted on another rank, by Ctrl-C for example; no fallback catches it."""
+
+
+class ChangedSinceCaptureError(RuntimeError):
+    """Something that CUDA graphs rely on is not what it was at capture."""

@@ -18,7 +18,7 @@ layer's hooks become capture-time hooks in two phases:
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -82,6 +82,13 @@ def has_other_hooks(module: torch.nn.Module) -> bool:
     """Whether ``module`` has hooks beside those that shard it, or torch has hooks for all modules."""
     own = any(not (must_run_outside(hook) or _is_of_torch_fsdp(hook)) for hook in hooks_on(module))
     return own or torch.nn.modules.module._has_any_global_hook()
+
+
+def recorded_hooks(root: torch.nn.Module, modules: Mapping[torch.nn.Module, str]) -> list[str]:
+    """Return the names of the ``modules`` in ``root`` whose third-party hooks are recorded with it."""
+    if torch.nn.modules.module._has_any_global_hook():  # all modules would have hooks
+        return []
+    return [name for module, name in modules.items() if module is not root and has_other_hooks(module)]
 
 
 @dataclass(frozen=True)

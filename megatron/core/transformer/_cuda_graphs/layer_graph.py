@@ -1,7 +1,9 @@
 """What ``layer.cuda_graphs`` holds: graphs of a layer, and which calls they fit."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,11 +11,10 @@ import torch
 from megatron.core.utils import log_single_rank
 
 from .eager_passes import EagerPasses
-from .engine.addresses import AddressGuard
-from .errors import ArgumentError
-from .expected_inputs import DefaultInputs, ExpectedInputs
+from .errors import ArgumentError, ChangedSinceCaptureError
+from .expected_inputs import DefaultInputs
 from .packed_sequences import PackedUse
-from .replay_conditions import ReplayConditions
+from .snapshot import Snapshot
 
 # Inputs that only attention reads; layers without attention receive them too.
 ATTENTION_INPUTS = frozenset(
@@ -26,76 +27,48 @@ ATTENTION_INPUTS = frozenset(
         "sequence_len_offset",
     )
 )
-_ADVICE = ". CUDA graphs need the same --seq-length, --micro-batch-size and precision in every step."
 logger = logging.getLogger(__name__)
 
 # Not inputs of the layer: they tell the engine how to replay.
 _REPLAY_OPTIONS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
 
 
+@dataclass(eq=False)
 class LayerGraph:
-    """Replays the graphs of one layer for one micro-batch, from either engine.
-
-    Args:
-        sample_args: Its static positional inputs, tensors.
-        sample_kwargs: Its static keyword inputs, tensors.
-        has_attention: Whether the graphs hold attention; if not, inputs that only attention reads are ignored.
-        num_microbatches: The number of micro-batches that every step must have; None for any number.
-        absent: The values of keywords that are missing or None at a replay; by default ``sample_kwargs``.
-        defaults: Restores ``absent`` after replays that were given other values; one object for all layers of the same
-            type of attention mask.
-        guard: Checked at the first micro-batch of each step; None for no check.
-        conditions: What the captured passes read of the layer; None for no check.
-        may_run_eagerly: Whether a pass that the graphs do not fit may run eagerly among replays.
-        eager_passes: Counts passes of another shape than at capture, which run eagerly, one for all layers; None if
-            they may not.
-        packed: What the graphs do with packed sequences; None if there are none, or attention is not captured.
+    """Replays the graphs of one layer for one micro-batch.
 
     Attributes:
-        around: Called with the engine's callable, positional and keyword arguments in the place of it; None for itself.
+        graphed: The engine's callable.
+        run: Called with the arguments of a replay in the place of ``graphed``.
+        shape: The shape of hidden states at capture; None if passes of other shapes may not run eagerly.
+        num_args: The number of positional inputs.
+        keywords: The values of keyword inputs that are missing or None at a replay.
+        defaults: Restores ``keywords`` after replays that were given other values; one object for all layers of the
+            same type of attention mask.
+        ignored: Keywords that the graphs do without.
+        num_microbatches: The number of micro-batches that every step must have; None for any number.
+        snapshot: What the graphs rely on, compared before the layer's hooks run.
+        gathered: The same of what hooks gather, compared behind them at the first micro-batch of each step.
+        may_run_eagerly: Whether a pass that the graphs do not fit may run eagerly among replays. Passes without
+            gradients then do: without them routers, for example, neither count tokens nor add up losses.
+        eager_passes: Counts passes that run eagerly; one object for all layers.
+        packed: What the graphs do with packed sequences; None if there are none, or attention is not captured.
     """
 
-    def __init__(
-        self,
-        name: str,
-        graphed: Any,
-        sample_args: tuple[torch.Tensor, ...],
-        sample_kwargs: dict[str, torch.Tensor],
-        *,
-        has_attention: bool,
-        num_microbatches: int | None = None,
-        absent: dict[str, torch.Tensor] | None = None,
-        defaults: DefaultInputs | None = None,
-        guard: AddressGuard | None = None,
-        conditions: ReplayConditions | None = None,
-        may_run_eagerly: bool = False,
-        eager_passes: EagerPasses | None = None,
-        packed: PackedUse | None = None,
-    ):
-        self._eager_passes = EagerPasses() if eager_passes is None else eager_passes
-        self._only_shape = sample_args[0].shape if sample_args and eager_passes is not None else None
-        self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
-        # Without them routers, for one, neither count tokens nor add up losses.
-        self._only_with_gradients = may_run_eagerly
-        self.packed = packed
-        self.around: Callable[[Any, tuple, dict[str, Any]], Any] | None = None
-        self.name = name
-        self.graphed = graphed
-        self._num_args = len(sample_args)
-        self._ignored = frozenset() if has_attention else ATTENTION_INPUTS
-        self.num_microbatches = num_microbatches
-        absent = sample_kwargs if absent is None else absent
-        self._defaults = DefaultInputs() if defaults is None else defaults
-        self._keywords = [(key, absent[key]) for key in sample_kwargs]
-        self._guard = guard
-        self._expected: ExpectedInputs | None = None
-        names = _input_names(sample_args, sample_kwargs)
-        if hasattr(graphed, "name_inputs"):  # this project's engine, which checks its inputs itself
-            graphed.name_inputs(name, names, _ADVICE)
-        else:
-            self._expected = ExpectedInputs(name, (*sample_args, *sample_kwargs.values()), names.__getitem__, _ADVICE)
-        if hasattr(graphed, "backward_dw"):
-            self.backward_dw = graphed.backward_dw
+    name: str
+    graphed: Any
+    run: Callable[..., Any]
+    shape: torch.Size | None
+    num_args: int
+    keywords: dict[str, torch.Tensor]
+    defaults: DefaultInputs
+    ignored: frozenset[str]
+    num_microbatches: int | None
+    snapshot: Snapshot
+    gathered: Snapshot
+    may_run_eagerly: bool
+    eager_passes: EagerPasses
+    packed: PackedUse | None
 
     def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
         """Replay on ``args`` and ``kwargs``: see ``replay``."""
@@ -105,37 +78,32 @@ class LayerGraph:
         """Whether a replay on ``hidden_states`` computes what the layer would. If not, log why, once for each reason.
 
         Raises:
-            RuntimeError: it does not, and the layer must not run eagerly among replays.
+            ChangedSinceCaptureError: it does not, and the layer must not run eagerly among replays.
         """
-        if self._only_with_gradients and not torch.is_grad_enabled():
+        if self.may_run_eagerly and not torch.is_grad_enabled():
             return False
-        shape = self._only_shape
-        if shape is not None and getattr(hidden_states, "shape", shape) != shape:
+        if self.shape is not None and getattr(hidden_states, "shape", self.shape) != self.shape:
             self._warn_of_shape(hidden_states.shape)
             return False
-        conditions = self._conditions
-        if conditions is None or not conditions.have_changed():
+        if not self.snapshot.changed():
             return True
-        if not self._may_run_eagerly:
-            raise RuntimeError(
-                f"{self.name}: {conditions.changes()}. What these graphs hold cannot run eagerly for a while: change "
-                "it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()"
-            )
-        reason = f"{self.name} runs eagerly: {conditions.changes()}"
-        if self._eager_passes.note(reason):
+        if not self.may_run_eagerly:
+            raise ChangedSinceCaptureError(f"{self.name} cannot run eagerly among replays: {self.snapshot.reason()}")
+        reason = f"{self.name} runs eagerly: {self.snapshot.reason()}"
+        if self.eager_passes.note(reason):
             logger.warning(reason)
         return False
 
     def _warn_of_shape(self, shape: torch.Size) -> None:
-        """Note that a pass whose hidden states have another ``shape`` runs eagerly; warn of it once for each shape.
+        """Count a pass whose hidden states have another ``shape``; warn of it once for each shape.
 
-        So it does in every layer of the model, as hidden states keep their shape from one layer to the next.
+        Every layer of the model runs eagerly in it, as hidden states keep their shape from one layer to the next.
         """
         reason = (  # the same for all layers
-            f"captured with hidden_states of {tuple(self._only_shape or ())}. Passes with {tuple(shape)} run eagerly, "
-            f"in all layers{self._eager_passes.outlook}"
+            f"captured with hidden_states of {tuple(self.shape or ())}. Passes with {tuple(shape)} run eagerly, "
+            f"in all layers{self.eager_passes.outlook}"
         )
-        if self._eager_passes.note(reason, (shape[0], shape[1])):
+        if self.eager_passes.note(reason, (shape[0], shape[1])):
             log_single_rank(logger, logging.WARNING, f"{self.name} was {reason}")
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,63 +113,47 @@ class LayerGraph:
         mask, for example.
 
         Raises:
-            ArgumentTypeError: an input is not a tensor.
+            TypeError: an input is not a tensor.
             ValueError: the graph was captured without an input, or an input has another shape or dtype, or requires
                 grad and did not at capture.
-            MovedBufferError: a parameter, a main gradient that the graphs write, a buffer or a static input has moved
-                since capture.
+            ChangedSinceCaptureError: a parameter, or a main gradient that the graphs write, has moved since capture.
         """
-        if len(args) != self._num_args:
+        if len(args) != self.num_args:
             raise ArgumentError(
-                f"{self.name} was captured with {self._num_args} positional inputs and is called with {len(args)}"
+                f"{self.name} was captured with {self.num_args} positional inputs and is called with {len(args)}"
             )
-        if self._guard is not None and kwargs.get("is_first_microbatch"):
-            self._guard.check()
-        replay_kwargs: dict[str, Any] = {}
-        for name, absent in self._keywords:
-            given = kwargs.pop(name, None)
-            if given is None:
-                self._defaults.restore(name, absent)
-                given = absent
+        if kwargs.get("is_first_microbatch"):
+            self.gathered.check()
+        given: dict[str, Any] = {}
+        for name, absent in self.keywords.items():
+            value = kwargs.pop(name, None)
+            if value is None:
+                self.defaults.restore(name, absent)
+                value = absent
             else:
-                self._defaults.will_overwrite(name, absent)
-            replay_kwargs[name] = given
-        if self._expected is not None:
-            self._expected.check((*args, *replay_kwargs.values()))
+                self.defaults.will_overwrite(name, absent)
+            given[name] = value
         for name in _REPLAY_OPTIONS:
             if name in kwargs:
-                replay_kwargs[name] = kwargs.pop(name)
-        for name, given in kwargs.items():
-            if given is not None and name not in self._ignored:
+                given[name] = kwargs.pop(name)
+        for name, value in kwargs.items():
+            if value is not None and name not in self.ignored:
                 raise ArgumentError(
                     f"{self.name} was captured without {name}, so its CUDA graph cannot take it. Train with "
                     f"--cuda-graph-impl none, or leave out what makes {name} necessary."
                 )
-        if self.around is not None:
-            return self.around(self.graphed, args, replay_kwargs)
-        return self.graphed(*args, **replay_kwargs)
+        return self.run(*args, **given)
+
+    def backward_dw(self) -> None:
+        """Replay the weight gradients that the backward pass delayed."""
+        self.graphed.backward_dw()
 
     def reset(self) -> None:
         """Free the graphs."""
         self.graphed.reset()
-        self._guard = self._conditions = None
-        self._keywords = []
-
-
-def static_inputs(
-    graphed: Any, sample_args: tuple[torch.Tensor, ...], sample_kwargs: dict[str, torch.Tensor]
-) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that the graphs of ``graphed``, an engine's callable, read their inputs from, with names.
-
-    This project's engine has its own in the place of some samples.
-    """
-    inputs = getattr(graphed, "inputs", (*sample_args, *sample_kwargs.values()))
-    names = _input_names(sample_args, sample_kwargs)
-    return list(zip(names if len(names) == len(inputs) else map(str, range(len(inputs))), inputs, strict=True))
-
-
-def _input_names(sample_args: tuple[torch.Tensor, ...], sample_kwargs: dict[str, torch.Tensor]) -> tuple[str, ...]:
-    return (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(sample_args))), *sample_kwargs)
+        self.snapshot.forget()
+        self.gathered.forget()
+        self.keywords = {}
 
 
 class LayerGraphs(list[LayerGraph]):
@@ -209,3 +161,21 @@ class LayerGraphs(list[LayerGraph]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGraphs":
         return LayerGraphs()
+
+
+@contextmanager
+def unchanged_dispatcher(layer: Any) -> Iterator[None]:
+    """Restore the attributes of the token dispatcher of ``layer``, if it has one: shapes, counts, splits.
+
+    A replay runs no code of the parts that the graph holds, so what is eager after it reads what they set at capture,
+    and not in an eager pass of another shape.
+    """
+    dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+    owners = (dispatcher, getattr(dispatcher, "_comm_manager", None))
+    kept = [(vars(owner), dict(vars(owner))) for owner in owners if owner is not None]
+    try:
+        yield
+    finally:
+        for attributes, values in kept:
+            attributes.clear()
+            attributes.update(values)

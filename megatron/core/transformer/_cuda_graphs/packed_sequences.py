@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 
 from .errors import ArgumentError
-from .flags.own import PACKED_FLAG
+from .flags.options import PACKED_FLAG
 
 # What the graphs of a layer do with packed sequences: read their offsets, or do without, having no attention.
 PackedUse = Literal["read", "unused"]

@@ -67,6 +67,28 @@ def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any
     return replacements
 
 
+class TakenForward:
+    """Lets the calls of a module run ``forward`` until ``end``, with the module's hooks around it.
+
+    The one way in which graphs take the place of a module's code. What a user sets as ``module.forward`` meanwhile
+    stays, so that its calls run that.
+    """
+
+    def __init__(self, module: Any, forward: Callable[..., Any]):
+        self._own, self._forward = vars(module), forward
+        self._before = self._own.get("forward", _ABSENT)  # a compiled or wrapped one
+        self._own["forward"] = forward
+
+    def end(self) -> None:
+        """Give the module its own ``forward`` back."""
+        if self._own.get("forward") is not self._forward:
+            return
+        if self._before is _ABSENT:
+            del self._own["forward"]
+        else:
+            self._own["forward"] = self._before
+
+
 @contextmanager
 def between(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
     """Call ``begin`` now, and ``end`` when this context ends, also after an exception."""

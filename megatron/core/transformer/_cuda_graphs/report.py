@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -169,7 +169,7 @@ class CaptureRecorder:
 
     def __init__(self, active: bool):
         self.active = active
-        self.seconds: Counter[tuple[str, str]] = Counter()
+        self.seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.waited = 0.0
         self.memory: list[Memory] = []
         self._started = self._last_line = time.perf_counter()

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.flags.checks import check_grouped_tensor
-from megatron.core.transformer._cuda_graphs.flags.own import grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.options import grouped_tensor
 from megatron.core.transformer.moe.grouped_tensor import compute_experts, linears, run_pre_hooks
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -17,7 +16,6 @@ class TEGroupedMLP(_upstream.TEGroupedMLP):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        check_grouped_tensor(self.config)
         self.calls_no_inner_modules = grouped_tensor(self.config)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -34,7 +32,6 @@ class SequentialMLP(_upstream.SequentialMLP):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        check_grouped_tensor(self.config)
         self.calls_no_inner_modules = grouped_tensor(self.config)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

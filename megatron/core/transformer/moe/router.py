@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.token_bounds import token_bounds
-from megatron.core.transformer._cuda_graphs.flags.checks import check_grouped_tensor
-from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor
+from megatron.core.transformer._cuda_graphs.flags.options import Options, alltoall_capacity_factor, grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.table import check
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -16,7 +16,8 @@ class TopKRouter(_upstream.TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        check_grouped_tensor(self.config)
+        if grouped_tensor(self.config) or alltoall_capacity_factor(self.config) is not None:
+            check(Options(self.config))
         validates = get_rerun_state_machine().get_mode() == RerunMode.VALIDATE_RESULTS
         if validates and alltoall_capacity_factor(self.config) is not None:
             token_bounds.add(self)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatron.core.token_bounds import token_bounds
-from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor, grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.options import alltoall_capacity_factor, grouped_tensor
 from megatron.core.transformer.moe.equal_splits import Places, capacity_of_peer, cut, places
 from megatron.core.transformer.moe.moe_utils import permute
 from megatron_fsdp_cuda_graphs.overlay import extend
@@ -102,8 +102,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         return sent.from_buffers(combined) if sent else combined
 
     def _capacity_factor(self) -> float | None:
-        factor = alltoall_capacity_factor(self.config)  # read in any case: replays compare it
-        return factor if token_bounds and token_bounds.in_force else None
+        return alltoall_capacity_factor(self.config) if token_bounds and token_bounds.in_force else None
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None):
         if grouped_tensor(self.config):

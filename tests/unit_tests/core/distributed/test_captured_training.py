@@ -724,7 +724,10 @@ class LeftOut(torch.nn.Module):
         return output * (random.random() < 0.5), bias
 
 
-REASONS = {Counting: "reads and changes passes of Counting", LeftOut: "draws random numbers from Python's random"}
+REASONS = {
+    Counting: "each forward pass changes passes of Counting",
+    LeftOut: "draws random numbers from Python's random",
+}
 
 
 @pytest.mark.parametrize(("layers_per_graph", "kind"), each_once([MODEL, ALL, ONE, None], REASONS))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.transformer._cuda_graphs import replay_conditions
+from megatron.core.transformer._cuda_graphs import snapshot
 
 from .captured_training import WARMED_UP, captured
 from .fsdp_variants import small
@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):
                 self._replaying = False
 
         # or all would run eagerly, as operators may compute something else in such a mode
-        unnoticed = mock.patch.dict(replay_conditions._CONTEXTS, {"TorchDispatchMode": lambda: 0})
+        unnoticed = mock.patch.dict(snapshot.CONTEXTS, {"TorchDispatchMode": lambda: 0})
         with mock.patch.object(torch.cuda.CUDAGraph, "replay", replayed), unnoticed, self:
             yield
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.engine import whole_passes
 from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
-from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from tests.support.training import Training
 
 from .captured_training import graphed
@@ -51,7 +51,5 @@ def test_the_model_does_not_run_again_where_training_has_run_it_three_times(warm
 
 
 def test_it_runs_where_training_has_not_run_it_on_another_rank(warm_ups, monkeypatch):
-    # Whether passes run in turn, whether the whole model can be captured, and whether it has run.
-    answers = iter(["", "", "not on rank 1"])
-    monkeypatch.setattr(CaptureAgreement, "objection", lambda self, reason: next(answers))
+    monkeypatch.setattr(CaptureAgreement, "objections", lambda self, own: own | {"COLD": "not on rank 1"})
     assert warm_ups(3) == (1, 2)

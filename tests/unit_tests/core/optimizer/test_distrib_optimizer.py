@@ -66,14 +66,10 @@ def test_states_that_a_step_makes_before_graphs_are_captured_get_memory_of_their
 
 
 class Passes:
-    """Graphs of the whole model's passes; notes the keys of what would run beside them."""
+    """Graphs of the whole model's passes; notes the keys of the work that would run beside them."""
 
     def __init__(self):
-        self.clipping, self.keys = self, []
-
-    def run(self, key, work):
-        self.keys.append(key)
-        return work()
+        self.on_forget, self.keys = [], []
 
 
 @pytest.fixture
@@ -92,6 +88,8 @@ def clipping(optimizer, monkeypatch, mesh):
         upstream = next(kind for kind in type(made).__mro__[1:] if "clip_grad_norm" in vars(kind))
         monkeypatch.setattr(upstream, "clip_grad_norm", lambda self, clip_grad: ("norm", clip_grad))
         passes = Passes()
+        noted = lambda self, key, work: passes.keys.append(key) or work()  # noqa: E731
+        monkeypatch.setattr("megatron.core.optimizer.repeated_work.RepeatedWork.run", noted)
         made.model_chunks = [SimpleNamespace(module=SimpleNamespace(graphs_of_model=passes))]
         return made, passes
 
@@ -109,6 +107,10 @@ def test_gradients_are_clipped_in_a_graph_as_long_as_they_are_the_same(clipping)
     same, again, other_bound, other_memory, other_tensor = passes.keys
     assert same == again
     assert all(key != same for key in (other_bound, other_memory, other_tensor))
+    (free,) = passes.on_forget
+    free()
+    made.clip_grad_norm(1.0)
+    assert len(passes.on_forget) == 2, "another graph, which is to be freed too"
 
 
 def without_fsdp(made, passes, monkeypatch):

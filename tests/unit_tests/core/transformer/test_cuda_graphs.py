@@ -25,8 +25,6 @@ from megatron.core.transformer._cuda_graphs.te import capture_session, helper
 from megatron_fsdp_cuda_graphs import overlay
 from tests.support.sample import asked, mostly_long
 
-from ._cuda_graphs.local.local_graph_cases import batch, runners, stack
-
 TABLES = Path(__file__).parents[4] / "docs" / "cuda_graphs_names.md"
 PACKAGE = Path(_cuda_graphs.__path__[0])
 UPSTREAM = Path(megatron.core.__path__[0]) / "transformer" / "cuda_graphs.py"
@@ -46,9 +44,6 @@ def table(heading):
 
 
 DEFINED, IMPORTED, ABSENT = table("Defined"), table("Imported"), table("Not here")
-ATTRIBUTES = table("Attributes there")
-ABSENT_ATTRIBUTES = [(name.split(".")[0], name.split(".")[1]) for _, name in table("Attributes not there")]
-CLASSES = sorted({owner for owner, _ in ATTRIBUTES})
 
 
 def names(rows):
@@ -265,57 +260,7 @@ def test_the_reuse_pool_is_that_of_the_session(no_graphs):
     pools = [record.tensor_reuse_pool]
     record.forget_graphs()
     pools.append(record.tensor_reuse_pool)
-    assert pools[0] is not pools[1] is record.session.buffers.pool
-
-
-# ------------------------------------------------------------------------------------------------------ attributes
-
-
-def attributes_by_class(source):
-    """What the classes of a module have: methods, names of the class body, and what methods use of ``self``."""
-    found: dict[str, set[str]] = {}
-    for owner in ast.parse(source).body:
-        if not isinstance(owner, ast.ClassDef):
-            continue
-        used = [node for node in ast.walk(owner) if isinstance(node, ast.Attribute)]
-        found[owner.name] = bound_in(owner.body) | {
-            node.attr for node in used if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        }
-    return found
-
-
-@pytest.fixture(params=["recorded", "captured"])
-def instances(request, cpu_backend, no_graphs):
-    """An instance of each class, before and after a capture."""
-    model = stack(count=1)
-    model(batch(0)).sum().backward()
-    if request.param == "captured":
-        cuda_graphs.create_cudagraphs()
-    tensor = torch.ones(2)
-    tensor.cg_buffer_metadata = cuda_graphs.CudagraphBufferMetadata()
-    return {
-        "_CudaGraphRunner": runners(model)[0],
-        "CudaGraphManager": model.layers[0].cudagraph_manager,
-        "_CudagraphGlobalRecord": cuda_graphs._CudagraphGlobalRecord,
-        "ArgMetadata": cuda_graphs.ArgMetadata(tensor),
-        "CudagraphBufferMetadata": tensor.cg_buffer_metadata,
-    }
-
-
-def test_every_attribute_of_megatron_cores_classes_is_in_a_table():
-    theirs = attributes_by_class(UPSTREAM.read_text())
-    expected = sorted((owner, name) for owner in CLASSES for name in theirs[owner])
-    assert sorted([*ATTRIBUTES, *ABSENT_ATTRIBUTES]) == expected
-
-
-def test_attributes_of_the_table_are_there(instances):
-    assert sorted(instances) == CLASSES
-    assert [pair for pair in ATTRIBUTES if not hasattr(instances[pair[0]], pair[1])] == []
-
-
-def test_attributes_of_the_table_of_missing_ones_are_missing(instances):
-    assert ABSENT_ATTRIBUTES != []
-    assert [pair for pair in ABSENT_ATTRIBUTES if hasattr(instances[pair[0]], pair[1])] == []
+    assert pools[0] is not pools[1] is record.recording.buffers.pool
 
 
 # -------------------------------------------------------------------------------------------------------- patching

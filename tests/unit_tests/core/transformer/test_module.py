@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.core.transformer import module
-from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer.module import GraphableMegatronModule
+from tests.unit_tests.core.transformer._cuda_graphs.layer_graphs import layer_graph
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
@@ -112,31 +112,17 @@ def test_an_eager_pass_of_an_moe_layer_with_graphs_leaves_its_token_dispatcher_a
     assert dispatcher.hidden_shape == "of the graphs"
 
 
-class Kept(LayerGraph):
-    """Graphs that tell what they were given."""
-
-    def __init__(self):
-        super().__init__("layer", None, (X,), {}, has_attention=True)
-
-        self.asked = []
-
-    def fits(self, hidden_states):
-        self.asked.append(hidden_states)
-        return hidden_states.shape == X.shape
-
-    def replay(self, args, kwargs):
-        return args, kwargs
+def kept(**changes):
+    """Graphs that return what they are given."""
+    return layer_graph(graphed=lambda *args, **kwargs: (args, kwargs), shape=X.shape, **changes)
 
 
-def test_a_call_that_does_not_fit_the_graphs_runs_eagerly_with_hooks_to_which_other_calls_say_what_they_replay(layer):
-    graphs = Kept()
-    asked = graphs.asked = []
-    layer.cuda_graphs = [graphs]
+def test_a_call_that_does_not_fit_runs_eagerly_with_hooks(layer):
+    layer.cuda_graphs = [kept()]
     layer.register_forward_hook(lambda module, args, output: layer.events.append(vars(module).get("replaying")))
-    other = torch.zeros(3)
+    other = torch.zeros(3, 1)
     assert layer(other) is other
     assert layer.events == ["eager", None]
-    assert len(asked) == 1 and asked[0] is other
     (given,), _ = layer(X)
     assert given is X
     assert layer.events[2:] == [True]
@@ -169,14 +155,14 @@ def test_with_another_implementation_of_graphs_a_layer_runs_eagerly(layer):
 
 @pytest.mark.parametrize("microbatch", [0, 1])
 def test_the_graphs_are_given_hidden_states_by_position_and_whether_it_is_the_first_micro_batch(layer, microbatch):
-    layer.cuda_graphs, layer.current_microbatch = [Kept()], microbatch
-    expected = ((X,), {"mask": None, "is_first_microbatch": microbatch == 0})
+    layer.cuda_graphs, layer.current_microbatch = [kept(keywords={"mask": X})], microbatch
+    expected = ((X,), {"mask": X, "is_first_microbatch": microbatch == 0})
     assert layer(hidden_states=X, mask=None) == expected
     assert layer(X, mask=None) == expected
 
 
 def test_hidden_states_given_twice_are_refused(layer):
-    layer.cuda_graphs = [Kept()]
+    layer.cuda_graphs = [kept(keywords={"mask": X})]
     with pytest.raises(AssertionError, match="either a positional or keyword argument"):
         layer(X, hidden_states=X)
 
@@ -250,17 +236,7 @@ def test_static_hidden_states_are_leaves_that_require_grad():
 
 
 def layer_graphs(count, num_microbatches):
-    return [
-        LayerGraph(
-            "layer",
-            lambda *args, i=i, **kwargs: i,
-            (X,),
-            {},
-            has_attention=True,
-            num_microbatches=num_microbatches,
-        )
-        for i in range(count)
-    ]
+    return [layer_graph(lambda *args, i=i, **kwargs: i, num_microbatches=num_microbatches) for i in range(count)]
 
 
 def replays(layer, microbatches, monkeypatch):

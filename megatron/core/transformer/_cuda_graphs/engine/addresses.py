@@ -5,9 +5,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..errors import ChangedSinceCaptureError
 
-class MovedBufferError(RuntimeError):
-    """A tensor that a CUDA graph uses has another address than at capture."""
+MovedBufferError = ChangedSinceCaptureError
 
 
 class AddressGuard:

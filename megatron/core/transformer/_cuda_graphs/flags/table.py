@@ -1,15 +1,23 @@
-"""The flags that do not fit a sharded model with CUDA graphs, or were not tried: one table for checks and docs."""
+"""The flags that do not work with CUDA graphs or grouped experts, or were not tried: one table for checks and docs."""
 
 import enum
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .options import Options
-from .own import WHOLE_MODEL
+import torch
 
-MEGATRON_FSDP = "--use-megatron-fsdp"
-TORCH_FSDP = "--use-torch-fsdp2"
+from megatron.core.utils import log_single_rank
+
+from ..errors import OptionsError
+from ..hooks import must_run_outside
+from .options import FACTOR_FLAG, GROUPED_FLAG, MEGATRON_FSDP, TORCH_FSDP, WHOLE_MODEL, Options
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+# torch reads both spellings; the second is the older one.
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 Condition = Callable[[Options], object]
 
 
@@ -23,35 +31,38 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """What happens to some flags together with a sharded model and CUDA graphs.
+    """A combination of flags, and what happens to it.
 
     Attributes:
-        flags: What the row is about, in one line; no other row has the same.
+        flags: The combination in one line, which no other row has.
         words: The line that a user gets: the flag at fault, why, and what to do.
-        when: Whether options are of this row.
-        graphs: The values of ``--cuda-graph-impl`` that the row is about.
+        when: Whether options have the combination.
+        graphs: The values of ``--cuda-graph-impl`` that the row is about; None for all.
+        sharding: The flag that shards the model; None for any model.
     """
 
     flags: str
     verdict: Verdict
     words: str
     when: Condition
-    graphs: tuple[str, ...] = ("transformer_engine",)
-    sharding: str = MEGATRON_FSDP
+    graphs: tuple[str, ...] | None = ("transformer_engine",)
+    sharding: str | None = MEGATRON_FSDP
 
-    def applies(self, options: Options, sharding: str) -> bool:
-        """Whether something is to be said of ``options`` of a model that the flag ``sharding`` shards."""
-        if sharding != self.sharding or options.implementation not in self.graphs:
+    def applies(self, options: Options) -> bool:
+        """Whether ``options`` have the combination."""
+        if self.sharding not in (None, options.sharding):
+            return False
+        if self.graphs is not None and options.implementation not in self.graphs:
             return False
         return bool(self.when(options))
 
 
-PARTS_OF_OVERLAP = (
-    "--overlap-moe-expert-parallel-comm runs layers in parts, of which graphs can hold those before the tokens are "
-    "dispatched: set --cuda-graph-modules attn moe_router moe_preprocess"
-)
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
+_PARTS_OF_OVERLAP = (
+    "--overlap-moe-expert-parallel-comm runs layers in parts, and graphs can hold those before the tokens are "
+    "dispatched: set --cuda-graph-modules attn moe_router moe_preprocess"
+)
 _PACKED = "cuda_graph_packed_sequences"
 
 
@@ -65,6 +76,23 @@ def _not_tried(flags: str, when: Condition, words: str = "", **other: Any) -> Ro
 
 def _no_effect(flags: str, when: Condition, words: str) -> Row:
     return Row(flags, Verdict.NO_EFFECT, words, when)
+
+
+def _grouped(flags: str, when: Condition, words: str) -> Row:
+    """Return a row of grouped experts, with or without graphs."""
+    both = f"{GROUPED_FLAG}, {flags}"
+    return _refused(both, lambda o: o.grouped_tensor and when(o), f"{GROUPED_FLAG} {words}", graphs=None, sharding=None)
+
+
+def _bounded(flags: str, when: Condition, words: str) -> Row:
+    """Return a row of bounded all-to-alls, with or without graphs."""
+    return _refused(
+        f"{FACTOR_FLAG}, {flags}",
+        lambda o: o.get("moe_alltoall_capacity_factor") is not None and when(o),
+        f"{FACTOR_FLAG} {words}",
+        graphs=None,
+        sharding=None,
+    )
 
 
 def _warmup(options: Options) -> int:
@@ -112,25 +140,9 @@ def _packed_in_graphs(options: Options) -> bool:
     return bool(options.get(_PACKED)) and options.graphs("attn")
 
 
-def _uses_embedding_twice(options: Options) -> bool:
-    """Whether the last stage uses the embedding's weights too; configurations alone do not say that of its output."""
-    untied = "untie_embeddings_and_output_weights"
-    return (options.knows(untied) and not options.get(untied)) or bool(options.get("mtp_num_layers"))
-
-
-def _predicts_nothing(options: Options) -> bool:
-    """Whether a hybrid model is asked for further tokens and its pattern has no layers for them."""
-    pattern = options.hybrid_pattern
-    return bool(pattern) and "/" not in pattern and not options.get("mtp_hybrid_override_pattern")
-
-
 def _overlaps(options: Options) -> bool:
     """Whether the experts' tokens of one micro-batch travel while another one is computed."""
     return bool(options.get("overlap_moe_expert_parallel_comm"))
-
-
-def _has_instances(options: Options) -> bool:
-    return options.several("num_distributed_optimizer_instances")
 
 
 def _routes_by_sinkhorn(options: Options) -> bool:
@@ -138,24 +150,14 @@ def _routes_by_sinkhorn(options: Options) -> bool:
     return options.has_experts and "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds)
 
 
-def _groups_too_large(options: Options) -> bool:
-    """Whether stages compute more micro-batches in a row than there are; configurations alone do not say."""
-    at_once, ranks = options.get("microbatch_group_size_per_vp_stage"), options.get("world_size")
-    samples = options.get("global_batch_size")
-    if not options.interleaves or None in (at_once, samples, ranks):
-        return False
-    of_batch = options.get("tensor_model_parallel_size", 1) * options.get("context_parallel_size", 1) * options.stages
-    return bool(at_once > samples // (options.get("micro_batch_size", 1) * max(ranks // of_batch, 1)))
+def _tensor_parallel_experts(options: Options) -> bool:
+    size = options.get("expert_tensor_parallel_size")
+    return options.several("tensor_model_parallel_size") if size is None else int(size) > 1
 
 
 def _shards_all(options: Options) -> bool:
     """Whether parameters are sharded too."""
     return bool(options.get("data_parallel_sharding_strategy", "no_shard") == "optim_grads_params")
-
-
-def _shards_outside(options: Options) -> bool:
-    """Whether instances of hybrid sharding shard gradients among them."""
-    return bool(options.get("outer_dp_sharding_strategy", "no_shard") != "no_shard")
 
 
 _REFUSED = [
@@ -190,11 +192,6 @@ _REFUSED = [
         "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
         "optim_grads_params: only then do the main gradients that a graph would write stay in place",
         graphs=("transformer_engine", "local"),
-    ),
-    _refused(
-        "--cuda-graph-modules with another name",
-        lambda options: not options.modules <= {*MODULES},
-        f"--cuda-graph-modules takes {', '.join(MODULES)}, or is left out for whole layers",
     ),
     _refused(
         "--cuda-graph-modules moe moe_router",
@@ -257,8 +254,7 @@ _REFUSED = [
         "--moe-pad-expert-input-to-capacity",
     ),
     _refused(
-        "--recompute-granularity full, a graph for each layer: --cuda-graph-modules, --cuda-graph-layers-per-graph 1, "
-        "or all in a pipeline, another sharding than optim_grads_params",
+        "--recompute-granularity full, where only graphs of single layers or their parts are possible",
         lambda options: options.recomputes_layers and _captures_each_layer(options),
         "--recompute-granularity full computes layers again outside of graphs of single layers: use "
         "--recompute-granularity selective, or leave out what rules out graphs of all layers (--cuda-graph-modules, "
@@ -286,40 +282,6 @@ _REFUSED = [
         "set --hidden-dropout 0 and --attention-dropout 0, and leave --moe-input-jitter-eps out",
     ),
     _refused(
-        "--distribute-saved-activations",
-        lambda options: options.get("distribute_saved_activations"),
-        "--distribute-saved-activations: Megatron-FSDP's hooks hand on views of hidden states, which megatron-core "
-        "does not divide, with or without graphs; leave it out",
-    ),
-    _refused(
-        "--recompute-modules mlp, --disable-bias-linear missing",
-        lambda options: options.recomputes("mlp") and options.get("add_bias_linear", True),
-        "--recompute-modules has mlp, whose bias is a parameter that the recomputation returns; its backward pass then "
-        "never ends, with or without graphs: add --disable-bias-linear, or leave mlp out",
-    ),
-    _refused(
-        "--num-distributed-optimizer-instances above 1, --overlap-grad-reduce missing",
-        # not where a configuration says so: its loop may tell the last micro-batch itself
-        lambda options: (
-            _has_instances(options) and options.get("overlap_grad_reduce") is False and options.knows("train_iters")
-        ),
-        "--num-distributed-optimizer-instances: without --overlap-grad-reduce megatron-core tells Megatron-FSDP of no "
-        "last micro-batch, and gradients are never reduced between instances; add --overlap-grad-reduce",
-    ),
-    _refused(
-        "--outer-dp-sharding-strategy optim, one instance",
-        lambda options: _shards_outside(options) and not _has_instances(options),
-        "--outer-dp-sharding-strategy optim shards between instances, of which there is one, and megatron-core then "
-        "lacks their buffers: set --num-distributed-optimizer-instances above 1, or --outer-dp-sharding-strategy "
-        "no_shard",
-    ),
-    _refused(
-        "--outer-dp-sharding-strategy optim, --data-parallel-sharding-strategy other than optim_grads_params",
-        lambda options: _shards_outside(options) and not _shards_all(options),
-        "--outer-dp-sharding-strategy optim shards further what an instance shards: set "
-        "--data-parallel-sharding-strategy optim_grads_params, or --outer-dp-sharding-strategy no_shard",
-    ),
-    _refused(
         "--overlap-moe-expert-parallel-comm, --fsdp-double-buffer",
         lambda options: _overlaps(options) and options.double_buffer,
         "--overlap-moe-expert-parallel-comm computes two micro-batches at a time, in more layers than a double buffer "
@@ -327,9 +289,15 @@ _REFUSED = [
         "which imply it; the weights that graphs read stay in place without it",
     ),
     _refused(
-        "--overlap-moe-expert-parallel-comm, whole layers or --cuda-graph-modules mlp or moe",
-        lambda options: _overlaps(options) and options.graphs("mlp", "moe"),
-        PARTS_OF_OVERLAP,
+        "--overlap-moe-expert-parallel-comm, whole layers",
+        lambda options: _overlaps(options) and not options.modules,
+        _PARTS_OF_OVERLAP,
+        sharding=None,
+    ),
+    _refused(
+        "--overlap-moe-expert-parallel-comm, --cuda-graph-modules mlp or moe",
+        lambda options: _overlaps(options) and not options.modules.isdisjoint(("mlp", "moe")),
+        _PARTS_OF_OVERLAP,
     ),
     _refused(
         "--overlap-moe-expert-parallel-comm, fused gradient accumulation",
@@ -342,18 +310,6 @@ _REFUSED = [
         lambda options: options.get("delay_wgrad_compute"),
         "--delay-wgrad-compute does not work with graphs under Megatron-FSDP: with --overlap-moe-expert-parallel-comm, "
         "which it needs, main gradients that graphs would add to do not stay in place; leave it out",
-    ),
-    _refused(
-        "--overlap-moe-expert-parallel-comm, --pipeline-model-parallel-size above 1",
-        lambda options: _overlaps(options) and options.stages > 1,
-        "--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size: megatron-core's schedule for both "
-        "does not support Megatron-FSDP, with or without graphs; leave one out",
-    ),
-    _refused(
-        "--overlap-moe-expert-parallel-comm, --moe-shared-expert-overlap",
-        lambda options: _overlaps(options) and options.get("moe_shared_expert_overlap"),
-        "--overlap-moe-expert-parallel-comm lets experts run beside another micro-batch, and megatron-core then takes "
-        "no --moe-shared-expert-overlap, with or without graphs: leave one out",
     ),
     _refused(
         "--overlap-moe-expert-parallel-comm, --cuda-graph-packed-sequences",
@@ -447,70 +403,105 @@ _REFUSED = [
         lambda options: _warmup(options) < 0,
         "--cuda-graph-warmup-steps must be 0 or more",
     ),
-    _refused(
-        "--optimizer sgd",
-        lambda options: options.get("optimizer") == "sgd" and not options.get("optimizer_cpu_offload"),
-        "--optimizer sgd: megatron-core's distributed optimizer, which Megatron-FSDP needs, does not take it, with or "
-        "without graphs; set --optimizer adam",
+]
+
+_GROUPED = [
+    _grouped("--num-experts missing", lambda o: not o.has_experts, "needs --num-experts above 1"),
+    _grouped(
+        "--moe-expert-capacity-factor",
+        lambda o: o.get("moe_expert_capacity_factor") is not None,
+        "drops and pads no tokens: leave out --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity",
     ),
-    _refused(
-        "--num-experts, --tensor-model-parallel-size above 1, --sequence-parallel missing",
-        lambda options: (
-            options.has_experts
-            and options.several("tensor_model_parallel_size")
-            and not options.get("sequence_parallel")
+    _grouped(
+        "--fp8-format, --fp4-format or --fp16",
+        lambda o: o.any("fp8", "fp4", "fp16"),
+        "computes in --bf16 or fp32: leave out --fp8-format, --fp4-format and --fp16",
+    ),
+    _grouped(
+        "sizes that are no multiples of 8",
+        lambda o: any((o.get(size) or 0) % 8 for size in ("hidden_size", "moe_ffn_hidden_size", "moe_latent_size")),
+        "needs rows of 16 bytes or multiples: set --hidden-size, --moe-ffn-hidden-size and --moe-latent-size to "
+        "multiples of 8",
+    ),
+    _grouped(
+        "--moe-token-dispatcher-type flex",
+        lambda o: o.get("moe_token_dispatcher_type") == "flex",
+        "needs --moe-token-dispatcher-type alltoall or allgather: the kernels of flex ask the host",
+    ),
+    _grouped(
+        "--expert-tensor-parallel-size above 1",
+        _tensor_parallel_experts,
+        "needs experts that are whole on a rank: set --expert-tensor-parallel-size 1",
+    ),
+    _grouped(
+        "--delay-wgrad-compute, --overlap-moe-expert-parallel-comm or --overlap-dispatch-backward-with-experts-wgrad",
+        lambda o: o.any(
+            "delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad"
         ),
-        "--num-experts with --tensor-model-parallel-size: megatron-core's MoE layers train with --sequence-parallel "
-        "only, with or without graphs; add it",
+        "computes weight gradients in the backward pass of their layer: leave out --delay-wgrad-compute, "
+        "--overlap-moe-expert-parallel-comm and --overlap-dispatch-backward-with-experts-wgrad",
     ),
-    _refused(
-        "--save, --swiglu, --data-parallel-sharding-strategy no_shard",
-        lambda options: (
-            options.get("save")
-            and options.get("swiglu")
-            and options.get("data_parallel_sharding_strategy", "no_shard") == "no_shard"
+    _grouped(
+        "--recompute-modules moe_act, or --offload-modules of experts",
+        lambda o: (
+            o.recomputes("moe_act")
+            or (
+                o.get("fine_grained_activation_offloading")
+                and not {"expert_fc1", "moe_act", "fused_group_mlp"}.isdisjoint(o.get("offload_modules", ()))
+            )
         ),
-        "--save with --swiglu and --data-parallel-sharding-strategy no_shard: megatron-core cannot save these layers, "
-        "with or without graphs; set another strategy, or leave --save out",
+        "keeps activations of experts: leave moe_act out of --recompute-modules, and expert_fc1, moe_act and "
+        "fused_group_mlp out of --offload-modules",
     ),
-    _refused(
-        "--non-persistent-save-interval",
-        lambda options: options.get("non_persistent_save_interval") is not None,
-        "--non-persistent-save-interval: megatron-core cannot load what this saves under Megatron-FSDP, with or "
-        "without graphs; set a shorter --save-interval, and --save-retain-interval to keep few",
+    _grouped(
+        "--use-transformer-engine-op-fuser or --moe-mlp-glu-interleave-size",
+        lambda o: o.any("use_transformer_engine_op_fuser", "moe_mlp_glu_interleave_size"),
+        "replaces TransformerEngine's fused experts: leave out --use-transformer-engine-op-fuser and "
+        "--moe-mlp-glu-interleave-size",
     ),
-    _refused(
-        "--microbatch-group-size-per-virtual-pipeline-stage above the number of micro-batches",
-        _groups_too_large,
-        "--microbatch-group-size-per-virtual-pipeline-stage is more than a step has micro-batches: set it to as many "
-        "at most, or a larger --global-batch-size",
+    _grouped(
+        "--moe-single-grouped-weight or --moe-single-grouped-bias",
+        lambda o: o.any("moe_single_grouped_weight", "moe_single_grouped_bias"),
+        "reads a parameter of each expert: leave out --moe-single-grouped-weight and --moe-single-grouped-bias",
     ),
-    _refused(
-        "--transformer-impl local with --context-parallel-size above 1, --spec missing",
-        lambda options: (
-            options.get("transformer_impl") == "local"
-            and options.several("context_parallel_size")
-            and options.knows("spec")  # configurations do not
-            and not options.get("spec")
+    _grouped(
+        "--transformer-impl inference_optimized",
+        lambda o: o.get("transformer_impl") == "inference_optimized",
+        "is for training: leave out --transformer-impl inference_optimized",
+    ),
+    _grouped(
+        "--use-torch-fsdp2 or --tensor-parallel-num-weight-shards",
+        lambda o: o.sharding == TORCH_FSDP or o.several("gtp_weight_remat_size"),
+        "was not tried with --use-torch-fsdp2 and sharded weights (--tensor-parallel-num-weight-shards): leave it out",
+    ),
+    _bounded(
+        "--moe-use-grouped-tensor, an all-to-all or several expert-parallel ranks missing",
+        lambda o: (
+            not o.grouped_tensor
+            or o.get("moe_token_dispatcher_type", "allgather") != "alltoall"
+            or not o.several("expert_model_parallel_size")
         ),
-        "--context-parallel-size needs TransformerEngine's attention, or another that takes parts of sequences, with "
-        "or without graphs: leave out --transformer-impl local, or set --spec",
+        f"needs {GROUPED_FLAG}, --moe-token-dispatcher-type alltoall and --expert-model-parallel-size above 1",
     ),
-    _refused(
-        "--pipeline-model-parallel-size above 1, --init-model-with-meta-device, tied embeddings or --mtp-num-layers",
-        lambda options: (
-            options.get("init_model_with_meta_device") and options.stages > 1 and _uses_embedding_twice(options)
-        ),
-        "--init-model-with-meta-device gives each of two pipeline stages that have the embedding other weights of it, "
-        "with or without graphs: leave it out, or add --untie-embeddings-and-output-weights and leave --mtp-num-layers "
-        "out",
+    _bounded(
+        "--rerun-mode other than validate_results",
+        lambda o: o.get("rerun_mode", "validate_results") != "validate_results",
+        "runs steps again: set --rerun-mode validate_results",
     ),
-    _refused(
-        "--mtp-num-layers, --pipeline-model-parallel-size above 1, --hybrid-layer-pattern without a / and its layers",
-        lambda options: options.stages > 1 and options.get("mtp_num_layers") and _predicts_nothing(options),
-        "--mtp-num-layers: --hybrid-layer-pattern has no layers that predict further tokens, and megatron-core adds up "
-        "gradients of the first stage's embedding and of the last stage's output layer, with or without graphs: give "
-        "these layers after a / (such as M*-/M*), or leave --mtp-num-layers out",
+    _bounded(
+        "--cuda-graph-impl local or full_iteration",
+        lambda o: o.implementation not in ("none", "transformer_engine"),
+        "runs steps again eagerly, which graphs of --cuda-graph-impl local and full_iteration do not allow",
+    ),
+    _bounded(
+        "--pipeline-model-parallel-size above 1 or --fine-grained-activation-offloading",
+        lambda o: o.stages > 1 or o.get("fine_grained_activation_offloading"),
+        "was not tried with --pipeline-model-parallel-size and --fine-grained-activation-offloading: leave it out",
+    ),
+    _bounded(
+        "--qk-clip or --log-max-attention-logit",
+        lambda o: o.any("qk_clip", "log_max_attention_logit"),
+        "cannot take back what --qk-clip and --log-max-attention-logit have seen: leave it or these out",
     ),
 ]
 
@@ -540,12 +531,6 @@ _NO_EFFECT = [
         "optim_grads_params: layers are captured; leave it out",
     ),
     _no_effect(
-        "--ddp-reduce-scatter-with-fp32-accumulation",
-        lambda options: options.get("reduce_scatter_with_fp32_accumulation"),
-        "--ddp-reduce-scatter-with-fp32-accumulation has no effect with --use-megatron-fsdp, with graphs or without: "
-        "set --megatron-fsdp-main-grads-dtype fp32 to sum gradients in fp32",
-    ),
-    _no_effect(
         "--optimizer-cuda-graph, --weight-decay-incr-style linear or cosine",
         lambda options: (
             options.get("optimizer_cuda_graph")
@@ -558,10 +543,7 @@ _NO_EFFECT = [
 ]
 
 _NOT_TRIED = [
-    _not_tried(
-        "--optimizer lion, soap or a kind of muon, --optimizer-cpu-offload",
-        lambda o: o.get("optimizer", "adam") not in ("adam", "sgd") or o.get("optimizer_cpu_offload"),
-    ),
+    _not_tried("--optimizer-cpu-offload", lambda options: options.get("optimizer_cpu_offload")),
     _not_tried(
         "--fp4-format or --fp8-recipe mxfp8",
         lambda options: options.get("fp4") or options.fp8_recipe == "mxfp8",
@@ -585,14 +567,61 @@ _NOT_TRIED = [
         ": look whether a resumed run goes on with the same losses",
         sharding=TORCH_FSDP,
     ),
-    _not_tried(
-        "--tensor-parallel-num-weight-shards",
-        # megatron-core's validation sets it to the tensor-parallel size where it is not given
-        lambda options: (
-            int(options.get("tensor_parallel_num_weight_shards", 1)) > int(options.get("tensor_model_parallel_size", 1))
-        ),
-        "; it is generalized tensor parallelism beside Megatron-FSDP",
-    ),
 ]
 
-TABLE = (*_REFUSED, *_NO_EFFECT, *_NOT_TRIED)
+TABLE = (*_REFUSED, *_GROUPED, *_NO_EFFECT, *_NOT_TRIED)
+_NO_LOCAL_GRAPHS = next(row.words for row in TABLE if row.graphs == ("local",))
+
+
+def rows_of(options: Options) -> list[Row]:
+    """Return the rows of the table that ``options`` are in."""
+    return [row for row in TABLE if row.applies(options)]
+
+
+def check(options: Options) -> None:
+    """Refuse options that do not fit.
+
+    Raises:
+        OptionsError: something does not fit; lists all of it, with reasons and remedies.
+    """
+    refused = (row.words for row in rows_of(options) if row.verdict is Verdict.REFUSED)
+    problems = [*options.problems(), *refused]
+    if problems:
+        kind = f"{options.sharding} with " if options.sharding else ""
+        raise OptionsError("\n- ".join([f"{kind}--cuda-graph-impl {options.implementation}:", *problems]))
+
+
+def warn(options: Options) -> None:
+    """Log a warning for each flag without effect, and for each that was not tried."""
+    for row in rows_of(options):
+        if row.verdict is not Verdict.REFUSED:
+            log_single_rank(logger, logging.WARNING, row.words)
+
+
+def refuse_fsdp_hooks(module: torch.nn.Module) -> None:
+    """Refuse local graphs of a module that Megatron-FSDP has hooks on, or on its submodules.
+
+    Raises:
+        ValueError: Megatron-FSDP has such a hook.
+    """
+    for part in module.modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if must_run_outside(hook):
+                raise ValueError(f"--use-megatron-fsdp with --cuda-graph-impl local: {_NO_LOCAL_GRAPHS}")
+
+
+def allocator_problem() -> str | None:
+    """Say what is wrong with the allocator's settings in the environment, and what to do; None if nothing is.
+
+    Memory segments that expand are mapped anew as they grow, and NCCL registers the memory that it finds in a graph by
+    its address.
+    """
+    if os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return None
+    for variable in _ALLOCATOR_SETTINGS:
+        if "expandable_segments:True" in "".join(os.environ.get(variable, "").split()):
+            return (
+                f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs: NCCL would "
+                "register memory that moves. Set NCCL_GRAPH_REGISTER=0."
+            )
+    return None

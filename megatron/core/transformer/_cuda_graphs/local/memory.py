@@ -1,11 +1,11 @@
-"""The memory of local graphs: their pool, and static tensors, which graphs use in turn.
+"""Memory of local graphs: their pool, and the static tensors that graphs use in turn.
 
-Static tensors are lent during capture, in the order in which the graphs will be replayed. One is free once the last
-graph that may read it has been captured: graphs that are captured later replay later.
+Static tensors are lent during capture, in the order of the replays. A tensor is free once the last graph that reads it
+is captured: graphs that are captured later replay later.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,30 +17,30 @@ from .arguments import ArgMetadata, metadata_of
 
 # By pool: an empty graph, which holds no memory.
 _placeholders: dict[tuple, torch.cuda.CUDAGraph] = {}
-# The numbers of static values and static gradients that graphs still to be captured will read. At the end of a capture
-# the first is zero; so is the second, unless the graph that would read a gradient has no recorded backward pass.
+# Numbers of static values and of static gradients that graphs still to be captured will read. Both are 0 after a
+# capture, except for gradients of graphs without a recorded backward pass.
 fwd_buffer_reuse_ref_count = 0
 bwd_buffer_reuse_ref_count = 0
 
 
 def hold_pool(pool: tuple) -> None:
-    """Keep ``pool`` usable until ``let_go_of_pools``; to be called before the first capture into it.
+    """Keep ``pool`` usable until ``release_pools``. Call it before the first capture into the pool.
 
     torch refuses to capture into a pool all of whose graphs have been freed (an internal assertion of its allocators
-    for the device and for pinned memory). Models come and go, and the pool stays: an empty graph keeps it in use.
+    for the device and for pinned memory). An empty graph keeps the pool in use while models come and go.
     """
     if pool not in _placeholders:
         _placeholders[pool] = record_nothing(torch.cuda.CUDAGraph, pool)
 
 
-def let_go_of_pools() -> None:
+def release_pools() -> None:
     """Let torch free the memory of the pools once no graph and no tensor uses it."""
     while _placeholders:
         _placeholders.popitem()[1].reset()
 
 
 class TensorReusePool:
-    """Lends static inputs and gradients, and keeps all of them alive.
+    """Lends static tensors, and keeps all of them alive.
 
     A returned tensor serves the next request for the same shape, strides, dtype and device. Returning a tensor asserts
     that from then on only replays of its next borrower read or write it.
@@ -52,86 +52,82 @@ class TensorReusePool:
 
     @property
     def tensor_strong_refs(self) -> list[torch.Tensor]:
-        """Every tensor that the pool has made."""
+        """All tensors of the pool."""
         return [lease.buffers for lease in self._leases.values()]
 
     @property
     def tensor_strong_refs_dataptrs(self) -> set[int]:
-        """Their addresses."""
+        """Addresses of all tensors of the pool."""
         return set(self._leases)
 
     @property
     def pool(self) -> list[torch.Tensor]:
-        """The tensors that are free."""
+        """The free tensors."""
         return self._buffers.free()
 
     def insert(self, tensor: torch.Tensor) -> None:
-        """Return ``tensor`` to the pool; its memory is free after the last holder has done so.
+        """Return ``tensor`` to the pool. It is free once every holder has released it.
 
         Raises:
-            ValueError: it is not from this pool, or was returned already.
+            ValueError: The tensor is not from this pool, or is free already.
         """
         if not self.owns(tensor):
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is given back to a pool that did not lend it")
-        self.let_go(tensor)
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is returned to a pool that did not lend it")
+        self.release(tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the address of one of this pool's tensors."""
+        """Whether ``tensor`` has the address of a tensor of this pool."""
         return tensor.data_ptr() in self._leases
 
     def get(self, meta: ArgMetadata) -> torch.Tensor:
-        """Lend a tensor described by ``meta``: the one that has been free for longest, or a new one."""
+        """Lend a tensor like ``meta``: the one that has been free for longest, or a new one."""
         key = meta.shape, meta.stride, meta.dtype, meta.device
         lease = self._buffers.acquire(key, lambda: meta.zeros_like().detach())
-        tensor = lease.buffers
-        if tensor.numel() and not self.owns(tensor):  # empty tensors have no distinct address
-            self._leases[tensor.data_ptr()] = lease
-        return tensor.detach().requires_grad_(meta.requires_grad)
+        if lease.buffers.numel():  # empty tensors have no distinct address
+            self._leases[lease.buffers.data_ptr()] = lease
+        return lease.buffers.detach().requires_grad_(meta.requires_grad)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Add a holder of the memory of ``tensor``, if it is a view of a tensor of this pool.
+        """Add a holder to the memory of ``tensor``, if it belongs to this pool.
 
         Raises:
-            ValueError: the memory is free already.
+            ValueError: The memory is free.
         """
-        lease = self._leases.get(storage_address(tensor))
-        if lease is not None:
+        if (lease := self._leases.get(storage_address(tensor))) is not None:
             self._buffers.retain(lease)
 
-    def let_go(self, tensor: torch.Tensor) -> None:
-        """Remove a holder of the memory of ``tensor``, if it is a view of a tensor of this pool.
+    def release(self, tensor: torch.Tensor) -> None:
+        """Remove a holder from the memory of ``tensor``, if it belongs to this pool.
 
         Raises:
-            ValueError: the memory is free already.
+            ValueError: The memory is free already.
         """
-        lease = self._leases.get(storage_address(tensor))
-        if lease is not None:
+        if (lease := self._leases.get(storage_address(tensor))) is not None:
             self._buffers.release(lease)
 
 
 @dataclass(slots=True, eq=False)
 class StaticInput:
-    """A static input; one object for all graphs that read it.
+    """A static input, shared by all graphs that read it.
 
     Attributes:
         tensor: The static tensor, without grad.
-        only_copied_to: Whether only ``put`` writes it. A tensor that several graphs of a step take is then copied once,
-            unless its version changes in between.
-        given: The tensor that was copied to it, with its version; None if it may hold something else.
+        only_copied_to: Whether only ``put`` writes the tensor. A value that several graphs take is then copied once.
+        given: The tensor that was copied last, and its version; None if the static tensor may hold something else.
     """
 
     tensor: torch.Tensor
     only_copied_to: bool
     given: tuple[weakref.ref, int] | None = None
 
-    def put(self, given: torch.Tensor, in_use: bool) -> bool:
-        """Copy ``given`` to the static tensor, unless that holds its value already.
+    def put(self, given: torch.Tensor, in_use: Callable[[], bool]) -> bool:
+        """Copy ``given`` to the static tensor, unless it holds that value already.
 
         Args:
-            in_use: Whether the current value will still be read.
+            in_use: Whether a backward pass still reads the current value.
 
         Returns:
-            False, with nothing copied, if that would overwrite a value in use.
+            False, with nothing copied, if the copy would overwrite a value in use.
         """
         here = given.data_ptr() == self.tensor.data_ptr()
         if here and given.stride() == self.tensor.stride() and not (given.is_conj() or given.is_neg()):
@@ -140,7 +136,7 @@ class StaticInput:
         last = self.given
         if last is not None and last[0]() is given and last[1] == version >= 0:
             return True
-        if in_use:
+        if in_use():
             return False
         self.tensor.copy_(given.clone() if here else given)
         if self.only_copied_to:
@@ -149,10 +145,10 @@ class StaticInput:
 
 
 class StaticBuffers:
-    """Finds the static inputs of graphs and the static gradients of their outputs.
+    """The static inputs of graphs and the static gradients of their outputs.
 
-    If a graph returns a tensor that another takes, both use the first graph's output; its gradient is the output of the
-    second one's backward graph. All others come from ``pool``.
+    If one graph takes the output of another, it reads that output in place, and its backward graph writes the gradient
+    where the other one reads it. All other static tensors come from ``pool``.
     """
 
     def __init__(self) -> None:
@@ -174,22 +170,20 @@ class StaticBuffers:
         return tensors
 
     def inputs_read(self, metas: Iterable[ArgMetadata]) -> None:
-        """Release the static inputs for ``metas``, after the capture of the last graph of a runner that reads them."""
+        """Release the static inputs for ``metas`` after the last graph of a runner that reads them is captured."""
         global fwd_buffer_reuse_ref_count
-        for meta in metas:
-            known = metadata_of(meta)
+        for known in map(metadata_of, metas):
             known.capture_reuse_count -= 1
             if known.capture_reuse_count == 0 and known.fwd_cudagraph_buffer is not None:
-                self.pool.let_go(known.fwd_cudagraph_buffer)
+                self.pool.release(known.fwd_cudagraph_buffer)
                 known.fwd_cudagraph_buffer = None
                 fwd_buffer_reuse_ref_count -= 1
 
     def lend_outputs(self, metas: Sequence[ArgMetadata], outputs: Sequence[torch.Tensor]) -> None:
         """Hold ``outputs``, described by ``metas``, and let graphs that take them read them in place."""
         global fwd_buffer_reuse_ref_count
-        for meta, output in zip(metas, outputs, strict=True):
+        for known, output in zip(map(metadata_of, metas), outputs, strict=True):
             self.pool.hold(output)
-            known = metadata_of(meta)
             if known.cudagraph_reuse_ref_count and known.fwd_cudagraph_buffer is None:
                 self.pool.hold(output)
                 known.fwd_cudagraph_buffer = output.detach()
@@ -200,38 +194,36 @@ class StaticBuffers:
         """Return the static gradients of the outputs described by ``metas``, all of which require grad."""
         grads = []
         for meta in metas:
-            lent = metadata_of(meta).bwd_cudagraph_buffer
-            if lent is None:
-                lent = self.pool.get(meta).detach()
-                self._gradients.add(lent.data_ptr())
-            grads.append(lent)
+            grad = metadata_of(meta).bwd_cudagraph_buffer
+            if grad is None:
+                grad = self.pool.get(meta).detach()
+                self._gradients.add(grad.data_ptr())
+            grads.append(grad)
         return grads
 
     def grads_of_outputs_read(self, metas: Sequence[ArgMetadata], grads: Iterable[torch.Tensor]) -> None:
-        """Release ``grads``, from ``grads_of_outputs``, after the capture of the backward graph that reads them."""
+        """Release ``grads``, from ``grads_of_outputs``, after the backward graph that reads them is captured."""
         global bwd_buffer_reuse_ref_count
-        for meta, grad in zip(metas, grads, strict=True):
-            known = metadata_of(meta)
+        for known, grad in zip(map(metadata_of, metas), grads, strict=True):
             if known.bwd_cudagraph_buffer is not None:
                 known.bwd_cudagraph_buffer = None
                 bwd_buffer_reuse_ref_count -= 1
-            self.pool.let_go(grad)
+            self.pool.release(grad)
 
     def lend_grads(self, metas: Sequence[ArgMetadata], grads: Sequence[torch.Tensor | None]) -> set[int]:
         """Hold ``grads``, which a backward graph computes, and let the graphs that return ``metas`` read them in place.
 
         Returns:
-            The indices of the gradients that no graph reads; their last reader is not known. A gradient that is shared
-            by two inputs is read in place for one only, as autograd may add to that of the other.
+            Indices of the gradients that no graph reads; their last reader is unknown. A gradient of two inputs is
+            read in place for one of them only, since autograd may add to the gradient of the other.
         """
         global bwd_buffer_reuse_ref_count
         escaping: set[int] = set()
         lent: set[int] = set()
-        for index, (meta, grad) in enumerate(zip(metas, grads, strict=True)):
+        for index, (known, grad) in enumerate(zip(map(metadata_of, metas), grads, strict=True)):
             if grad is None:
                 continue
             self.pool.hold(grad)
-            known = metadata_of(meta)
             if known.is_cudagraph_output and known.bwd_cudagraph_buffer is None and storage_address(grad) not in lent:
                 lent.add(storage_address(grad))
                 known.bwd_cudagraph_buffer = grad
@@ -241,7 +233,7 @@ class StaticBuffers:
         return escaping
 
     def input_of(self, tensor: torch.Tensor, is_written: bool) -> StaticInput:
-        """Return the ``StaticInput`` for ``tensor``, from ``inputs``: one object for all graphs that read it.
+        """Return the one ``StaticInput`` for ``tensor``, from ``inputs``.
 
         Args:
             is_written: Whether the graph writes its inputs.
@@ -253,12 +245,12 @@ class StaticBuffers:
         return static
 
     def forget_values(self) -> None:
-        """Forget what static inputs hold, at the end of a step: optimizers may change tensors, not their versions."""
+        """Copy every input again in the next step: optimizers may change tensors but not their versions."""
         for static in self._inputs.values():
             static.given = None
 
 
 def reset_counts() -> None:
-    """Set the counts to zero, for a new recording."""
+    """Set the counts to zero for a new recording."""
     global fwd_buffer_reuse_ref_count, bwd_buffer_reuse_ref_count
     fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0

@@ -1,64 +1,237 @@
-"""The recorded passes of the process; captures and frees their graphs."""
+"""The recorded passes of the process, and the capture of their graphs."""
 
 import logging
 import time
 import weakref
-from typing import Any
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.core.utils import log_single_rank
 
+from .. import state
+from ..attribute_reads import AttributeReads
+from ..engine.capture import capturing
+from ..engine.memory import release_cached_memory, reuse_across_streams
+from ..engine.preserve import preserve_tensors
+from ..engine.replay import ReplayOrder
+from ..engine.rng import GraphStates, make_generators_safe
+from ..engine.slot import WarmupRecord
 from ..engine.streams import return_to_default_stream
+from ..engine.te_engine import transformer_engine_flag
 from ..errors import CallOrderError
-from .capture import capture_mode
-from .inference import InferenceGraphs
-from .memory import reset_counts
-from .session import CaptureSession
+from ..replacements import between
+from .arguments import metadata_of, tensors_of, with_tensors
+from .guards import FunctionGuard
+from .memory import StaticBuffers, reset_counts
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
+class RecordedOrder(ReplayOrder):
+    """The order in which passes were recorded and captured."""
+
+    def refuse(self, number: int) -> NoReturn:
+        raise CallOrderError(
+            f"{self.name_of(number)} cannot run its backward pass: {self.name_of(self.last)} has overwritten its "
+            "memory. Passes do not follow each other as in the recorded step: with --cuda-graph-impl local every step "
+            "needs the same schedule, one backward pass for each forward pass, and under pipeline "
+            "parallelism no more micro-batches than the first step (--global-batch-size, --rampup-batch-size)."
+        )
+
+
+class Recording:
+    """Graphs that are captured together: the state that their runners share.
+
+    Attributes:
+        token: Identifies the recording in the metadata of tensors, which may outlive it.
+        buffers: Static tensors of the graphs.
+        order: Order of the passes.
+        guards: By function, the comparison of its module with its state at capture. Graphs for inference have none.
+        users: By the ``id`` of buffer metadata, the runners whose graphs take or return that tensor.
+        capturing: The pass that is being warmed up or captured, for errors.
+    """
+
+    def __init__(self) -> None:
+        self.token = object()
+        self.buffers = StaticBuffers()
+        self.order = RecordedOrder()
+        self.guards: dict[Hashable, FunctionGuard] = {}
+        self.users: defaultdict[int, list[Any]] = defaultdict(list)
+        self.capturing: str | None = None
+        self.rng_states: GraphStates | None = None
+
+    def capture(self, record: Sequence[tuple]) -> None:
+        """Warm up all functions, then capture ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``.
+
+        Raises:
+            RuntimeError: A pass cannot be captured; ``capturing`` names it.
+        """
+        runners = [entry[0] for entry in record if entry[1] == "fwd"]
+        reads = AttributeReads()
+        with reads.noted({runner.module for runner in runners}), reuse_across_streams():
+            self._warm_up(record)
+            release_cached_memory()
+            self._capture_passes(record)
+        self.capturing = None
+        for runner in runners:
+            for known in {id(metadata_of(meta)) for meta in (*runner.inputs, *runner.outputs)}:
+                self.users[known].append(runner)
+        self.guards = {
+            function: FunctionGuard(runner.name, runner.module, reads, runner.autocast)
+            for function, runner in {runner.function: runner for runner in runners}.items()
+        }
+        for runner in runners:
+            runner.finish()
+        self.users.clear()
+        self.rng_states = GraphStates()
+
+    def _warm_up(self, record: Sequence[tuple]) -> None:
+        """Run every function once for each kind of arguments, so that no graph captures the setup of a first call."""
+        alike: defaultdict[Hashable, list[Any]] = defaultdict(list)
+        for runner, kind, *_ in record:
+            if kind == "fwd":
+                kinds = ((meta.shape, meta.dtype) for meta in runner.metas)
+                alike[runner.function, runner.bwd_graph_recorded, *kinds].append(runner)
+        users: defaultdict[tuple[int, torch.Tensor], list[Any]] = defaultdict(list)
+        for runners in alike.values():
+            warmup = WarmupRecord()
+            for runner in runners:
+                runner.begin_capture(self, warmup)
+            first = runners[0]
+            self.capturing = str(first)
+            trained = first.warm_up([meta.zeros_like() for meta in first.metas])
+            for runner in runners:
+                for param in trained if runner.bwd_graph_recorded else ():
+                    users[runner.backward_pass, param].append(runner)
+        # A layer that is called twice in a pass has two runners; layers may share weights.
+        for (_, param), together in users.items():
+            for runner in together if len(together) > 1 else ():
+                runner.shared_params += (param,)
+
+    def _capture_passes(self, record: Sequence[tuple]) -> None:
+        last_backward: dict[Hashable, Any] = {}
+        for runner, kind, *arguments in record:
+            if kind == "fwd":
+                self.capturing = str(runner)
+                runner.create_fwd_graph(*arguments)
+            else:
+                self.capturing = f"the backward pass of {runner}"
+                runner.create_bwd_graph()
+                if (previous := last_backward.get(runner.function)) is not None:
+                    previous.release_escaping_gradients()
+                last_backward[runner.function] = runner
+
+
+class InferenceRecording(Recording):
+    """Graphs for inference. Each is captured at its first call, and they are replayed in any order.
+
+    Attributes:
+        output_addresses: Addresses of their outputs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output_addresses: set[int] = set()
+        self._inputs = WeakTensorKeyDictionary()
+
+    def capture_call(self, runner: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Capture the forward graph of ``runner`` for a call with these arguments."""
+        runner.begin_capture(self, WarmupRecord())
+        given = tensors_of(args, {name: kwargs[name] for name in runner.kwargs})
+        try:
+            with capture_mode():
+                with preserve_tensors(_states_of(kwargs.get("inference_context"), runner.base_module)):
+                    runner.warm_up([tensor.detach().clone() for tensor in given])
+                values, named = with_tensors((args, kwargs), map(self._input_for, given))
+                runner.create_fwd_graph(values, named, clone_inputs=False)
+        except BaseException:
+            runner.reset()
+            raise
+        runner.finish()
+        self.output_addresses |= {output.data_ptr() for output in tensors_of(runner.slot.outputs) if output.numel()}
+
+    def _input_for(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the static input for ``given``: the output of another graph, or a tensor of its own.
+
+        Graphs that were captured with the same tensor share its static tensor: every replay copies its inputs first.
+        A graph that was captured on another graph's output, and is replayed on another tensor, overwrites that output.
+        """
+        if given.data_ptr() in self.output_addresses:
+            return given.detach()
+        static = self._inputs.get(given)
+        if static is None or (static.shape, static.stride()) != (given.shape, given.stride()):
+            with torch.inference_mode(False):
+                static = torch.empty_like(given, requires_grad=False).copy_(given)
+            self._inputs[given] = static
+        return static
+
+
+def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
+    """Return the states of ``module`` in a static-batching context: Mamba advances them in every call.
+
+    Return the states of all layers if ``module`` has no layer number, or no states under it.
+    """
+    states = getattr(context, "key_value_memory_dict", {})
+    number = getattr(module, "layer_number", None)
+    return tensors_of((states[number],) if number in states else tuple(states.values()))
+
+
+@contextmanager
+def capture_mode() -> Iterator[None]:
+    """Run on the capture stream with the capture flags set; restore generators and garbage collection.
+
+    Garbage is not collected first: inference captures many graphs one by one, and a collection takes longer.
+    """
+    with between(state._set_capture_start, state._set_capture_end), capturing(transformer_engine_flag()):
+        make_generators_safe()
+        yield
+
+
 class _CudagraphGlobalRecord:
-    """The order of all runners' first passes.
+    """The first passes of all runners, in their order.
 
     Graphs share one memory pool, so they must be captured in the order in which they will run: a graph may use memory
-    that earlier graphs have freed. All attributes belong to the class; the first three may be assigned.
+    that earlier graphs have freed. The first three attributes may be assigned.
 
     Attributes:
         cudagraph_created: Whether the recorded graphs were captured; modules then replay.
-        cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)``, with metadata in place of tensors, and
-            ``(runner, "bwd")``.
-        cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of graphs for inference, which were captured at
-            their first call; with metadata in place of tensors.
-        session: The session of the runners of ``cudagraph_record``, or of those that were captured last.
-        tensor_reuse_pool: The static tensors of ``session``.
+        cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``, with described arguments.
+        cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of the graphs for inference, likewise.
+        recording: What the runners of ``cudagraph_record``, or of the last capture, share.
+        tensor_reuse_pool: Static tensors of ``recording``.
+        inference: What the runners for inference share.
+        managers: All managers that exist.
     """
 
     cudagraph_created = False
     cudagraph_record: list[tuple] = []
     cudagraph_inference_record: list[tuple] = []
-    session = CaptureSession()
-    tensor_reuse_pool = session.buffers.pool
-    inference = InferenceGraphs()
+    recording = Recording()
+    tensor_reuse_pool = recording.buffers.pool
+    inference = InferenceRecording()
     managers: weakref.WeakSet = weakref.WeakSet()
 
     @classmethod
-    def recording_session(cls) -> CaptureSession:
-        """Return the session of the step that is being recorded; a new one at its first pass."""
+    def open_recording(cls) -> Recording:
+        """Return what the runners of the step that is being recorded share; start anew at its first pass."""
         if not cls.cudagraph_record:
-            cls._open_session()
-        return cls.session
+            cls._start_recording()
+        return cls.recording
 
     @classmethod
-    def _open_session(cls) -> None:
-        cls.session = CaptureSession()
-        cls.tensor_reuse_pool = cls.session.buffers.pool
+    def _start_recording(cls) -> None:
+        cls.recording = Recording()
+        cls.tensor_reuse_pool = cls.recording.buffers.pool
         reset_counts()
 
     @classmethod
     def record_fwd_graph(cls, runner: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record the first forward pass of ``runner``; see ``cudagraph_record``."""
+        """Record the first forward pass of ``runner``, with described arguments and outputs."""
         cls.cudagraph_record.append((runner, "fwd", args, kwargs, out))
 
     @classmethod
@@ -68,14 +241,14 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def create_cudagraphs(cls) -> dict[str, float] | None:
-        """Capture the recorded passes, in their order; if they were captured already, only begin the next step.
+        """Capture the recorded passes in their order. After that, begin the next step at each call.
 
         Returns:
-            ``time`` in seconds, ``allocated_bytes`` and ``reserved_bytes``, or None if nothing was captured.
+            ``time`` in seconds, ``allocated_bytes`` and ``reserved_bytes``; None if nothing was captured.
 
         Raises:
-            CallOrderError: something was recorded after capture.
-            RuntimeError: a module cannot be captured.
+            CallOrderError: A pass was recorded after the capture.
+            RuntimeError: A module cannot be captured.
         """
         if cls.cudagraph_created:
             if cls.cudagraph_record:
@@ -85,14 +258,14 @@ class _CudagraphGlobalRecord:
                 )
             cls._begin_step()
             return None
-        cls._forget_forward_only_record()
+        cls._forget_record_without_grad()
         if not cls.cudagraph_record:
             return None
         start = time.perf_counter()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         try:
             with capture_mode():
-                cls.session.capture(cls.cudagraph_record)
+                cls.recording.capture(cls.cudagraph_record)
         except BaseException as error:
             cls._abandon(error)
             raise
@@ -116,11 +289,8 @@ class _CudagraphGlobalRecord:
         return stats
 
     @classmethod
-    def _forget_forward_only_record(cls) -> None:
-        """Forget a record of passes without grad only: log-probabilities before the first training step, say.
-
-        Their graphs would have no backward pass, and no training step could be recorded any more.
-        """
+    def _forget_record_without_grad(cls) -> None:
+        """Forget a record of passes without grad only: their graphs would keep training steps from being recorded."""
         runners = {entry[0] for entry in cls.cudagraph_record}
         if all(runner.is_forward_only for runner in runners):
             cls.cudagraph_record = []
@@ -130,11 +300,11 @@ class _CudagraphGlobalRecord:
     @classmethod
     def _abandon(cls, error: BaseException) -> None:
         """After a failed capture, run the recorded modules eagerly, with a warning."""
-        if cls.session.capturing is not None:
+        if cls.recording.capturing is not None:
             error.add_note(
-                f"{cls.session.capturing} cannot run in a CUDA graph (--cuda-graph-impl local). --cuda-graph-modules "
-                "chooses the modules that do; MoE layers can be captured up to their all-to-all only "
-                "(moe_router), and only as MoETransformerLayer."
+                f"{cls.recording.capturing} cannot run in a CUDA graph (--cuda-graph-impl local). "
+                "--cuda-graph-modules chooses the modules that do; MoE layers can be captured up to their all-to-all "
+                "only (moe_router), and only as MoETransformerLayer."
             )
         recorded = {entry[0] for entry in cls.cudagraph_record}
         failed = [
@@ -157,16 +327,15 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def _begin_step(cls) -> None:
-        """Begin the next step: passes that have not run will not run any more."""
-        cls.session.begin_step()
+        cls.recording.buffers.forget_values()
         for manager in cls.managers:
             manager.begin_step()
 
     @classmethod
     def forget_graphs(cls) -> None:
         """Free all graphs and clear the record."""
-        cls.inference = InferenceGraphs()
-        cls._open_session()
+        cls.inference = InferenceRecording()
+        cls._start_recording()
         for manager in cls.managers:
             manager.reset()
         for entry in (*cls.cudagraph_record, *cls.cudagraph_inference_record):

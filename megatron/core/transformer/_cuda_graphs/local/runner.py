@@ -1,16 +1,25 @@
-"""One module, or function of one, for one micro-batch as CUDA graphs that its first training step recorded."""
+"""One call of a module or function: recorded in the first training step, and replayed as CUDA graphs from then on."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..engine.quantization import current_quantization
-from ..engine.replay import ReplayOptions
+from .. import state
+from ..engine.capture import Capture, not_recording
+from ..engine.connected_leaves import connected_leaves
+from ..engine.plan import Pass
+from ..engine.preserve import moe_metrics, preserve_buffers, preserve_tensors
+from ..engine.quantization import Quantization, current_quantization
+from ..engine.replay import Replay, ReplayNode, ReplayOptions, fast_apply
+from ..engine.rng import current_rng_state, use_rng_state
 from ..engine.slot import SlotCapture, WarmupRecord
-from ..errors import ArgumentError, CallOrderError
+from ..errors import ArgumentError, CallOrderError, NoGraphError
+from ..replacements import between, replaced_attribute
+from ..replay_conditions import autocast_in_force
 from .arguments import (
     ArgMetadata,
     CudagraphBufferMetadata,
@@ -22,64 +31,146 @@ from .arguments import (
     tensors_of,
     with_tensors,
 )
-from .capture import RecordedCall, connected_params
 from .guards import FunctionGuard
-from .nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
-from .record import _CudagraphGlobalRecord
-from .session import CaptureSession
-from .turns import Turn
+from .memory import StaticInput, hold_pool
+from .record import Recording, _CudagraphGlobalRecord
+from .sharded_weights import ShardedWeights
 
 
-def _graph_attribute(name: str, doc: str) -> Any:
-    """An attribute that holds one of a runner's graphs; to delete it, or assign None, frees both."""
+class _GraphStatus(Enum):
+    """Which pass of a runner comes next."""
 
-    def assign(runner: "_CudaGraphRunner", graph: Any) -> None:
-        setattr(runner, name, graph)
-        if graph is None:
-            runner.free_graphs()
-
-    return property(lambda runner: getattr(runner, name), assign, lambda runner: runner.free_graphs(), doc)
+    FWD_READY = 0
+    BWD_READY = 1
 
 
-def _static_tensors(read: Callable[["_CudaGraphRunner", SlotCapture], Any], otherwise: Any = ()) -> Any:
-    """An attribute that is read off the static tensors of a runner's graphs; ``otherwise`` where there are none."""
-    return property(lambda runner: otherwise if runner.call.slot is None else read(runner, runner.call.slot))
+class _CudagraphRecordNode(torch.autograd.Function):
+    """An identity on the outputs of a recorded call, whose backward runs when that of a replay would."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Any, *inputs: torch.Tensor) -> Any:
+        """Return ``inputs``, the differentiable outputs of the call, unchanged."""
+        ctx.runner = runner
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Record the runner's first backward pass; return ``grads`` unchanged."""
+        ctx.runner.record_backward()
+        return None, *grads
+
+
+class _CudagraphReplayNode(ReplayNode):
+    """Replays the graphs of a runner with autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Any, is_first_microbatch: bool, *inputs: torch.Tensor) -> Any:
+        """Replay the forward graph.
+
+        Args:
+            inputs: The tensors among the arguments, then the parameters that get a gradient.
+        """
+        ctx.runner = runner
+        quantized = runner.slot.quantized
+        after = None if quantized is None else quantized.before_forward(is_first_microbatch)
+        options = None if after is None else ReplayOptions(after_backward=after)
+        return ReplayNode.forward(ctx, runner.replayed, options, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Replay the backward graph.
+
+        Raises:
+            RuntimeError: The graphs were deleted, or a later replay has overwritten what the graph reads.
+        """
+        results = ReplayNode.backward(ctx, *grads)
+        ctx.runner.end_backward()
+        return results
+
+
+_replay_runner: Callable[..., tuple[torch.Tensor, ...]] = fast_apply(_CudagraphReplayNode)
+
+
+class LocalReplay(Replay):
+    """A ``Replay`` that may share its static inputs with other graphs.
+
+    Args:
+        static_inputs: The static inputs. Each comes with a function that tells whether its current value is in use.
+        captured, options: Arguments of ``Replay``.
+    """
+
+    def __init__(
+        self, static_inputs: Sequence[tuple[StaticInput, Callable[[], bool]]], *captured: Any, **options: Any
+    ) -> None:
+        super().__init__(*captured, **options)
+        self.static_inputs = static_inputs
+
+    def place(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Copy ``inputs`` to the static inputs of the forward graph.
+
+        Raises:
+            NoGraphError: The copy would overwrite a value that another graph's backward pass still reads.
+        """
+        for (static, in_use), given in zip(self.static_inputs, inputs):  # noqa: B905
+            if not static.put(given, in_use):
+                raise NoGraphError(
+                    f"{self.name}: at capture an input of shape {tuple(given.shape)} was one tensor for several graphs "
+                    "or came straight from another graph, and now it is another tensor. With --cuda-graph-impl local "
+                    "every step must pass tensors from layer to layer as the first one did."
+                )
+
+    def reset(self) -> None:
+        super().reset()
+        self.static_inputs = []
+
+
+def _graph(name: str, doc: str) -> Any:
+    """An attribute for one of a runner's graphs. Deleting it, or assigning None, frees both graphs."""
+    return property(
+        lambda runner: None if runner.slot is None else getattr(runner.slot, name),
+        lambda runner, none: runner.free_graphs(),
+        lambda runner: runner.free_graphs(),
+        doc,
+    )
 
 
 class _CudaGraphRunner(torch.nn.Module):
     """Runs ``func`` of ``base_module`` eagerly while a step is recorded, and as CUDA graphs from then on.
 
-    It serves one micro-batch at a time: from a forward pass to its backward pass it is busy. Its ``CudaGraphManager``
-    makes as many as are busy at once.
+    A runner serves one micro-batch at a time: it is busy from a forward pass to its backward pass. A
+    ``CudaGraphManager`` makes as many runners as are busy at once.
 
     Args:
-        mempool: The memory pool of the graphs, a handle of ``torch.cuda.graph_pool_handle``.
-        fwd_graph_input_args, fwd_graph_input_kwargs: Arguments of the call to record; calls to replay must be like it.
-        func: What to run; None for the module's own call. With a function the base may be any object: the modules
-            among its attributes are those that the function uses.
-        need_backward: Whether gradients may be wanted; without, graphs are captured under ``torch.no_grad``.
-        cache_key: The key by which the manager finds it; None if it is found by its arguments.
+        base_module: The module, or another object that has modules as attributes.
+        mempool: Memory pool of the graphs, a handle of ``torch.cuda.graph_pool_handle``.
+        fwd_graph_input_args, fwd_graph_input_kwargs: Arguments of the recorded call.
+        func: The function to run; None for the module's own call.
+        need_backward: Whether gradients may be computed. If not, the graph is captured under ``torch.no_grad``.
+        cache_key: Key under which the manager finds the runner; None if it compares arguments instead.
+
+    Attributes:
+        args, kwargs: The described arguments of the recorded call.
+        returned: What the function returned in the last warm-up or capture, described.
+        grad_enabled: Whether there is, or will be, a backward graph.
+        is_forward_only: Whether the call was recorded without grad.
+        is_frozen: Whether the call was recorded with grad, and nothing required grad.
+        backward_pass: Autograd's number of the backward pass in which the recorded one ran.
+        shared_params: Parameters that other runners use in the same backward pass: autograd sums their gradients.
+        inputs, outputs: Descriptions of the graph's input and output tensors.
+        slot: The graphs with their static tensors; None before the capture and after ``free_graphs``.
+        replayed: What replays ``slot``; None until all graphs are captured.
+        status: The pass that comes next.
 
     Raises:
-        ArgumentTypeError: an argument is of a type that no graph takes.
+        ArgumentTypeError: An argument has a type that graphs cannot take.
     """
 
     # torch.nn.Module's __setattr__ looks for parameters and submodules, which takes time in every replay.
     __setattr__ = object.__setattr__
 
-    call: RecordedCall
-    fwd_graph = _graph_attribute("_fwd_graph", "The forward graph, if it was captured.")
-    bwd_graph = _graph_attribute("_bwd_graph", "The backward graph, if it was captured.")
-    fwd_graph_input_surface = _static_tensors(
-        lambda runner, slot: (*(tensor.detach() for tensor in slot.inputs), *runner.params_to_backprop)
-    )
-    num_dgrads = _static_tensors(lambda runner, slot: len(slot.inputs), 0)  # how many of these are inputs
-    fwd_graph_output_surface = _static_tensors(lambda runner, slot: tensors_of(slot.outputs))
-    fwd_graph_outputs = _static_tensors(  # what the captured call returned, with the static outputs
-        lambda runner, slot: with_tensors(runner.call.returned, iter(tensors_of(slot.outputs))), None
-    )
-    static_grad_outputs = _static_tensors(lambda runner, slot: tensors_of(slot.grad_outputs))
-    static_grad_inputs = _static_tensors(lambda runner, slot: slot.grad_inputs)  # None for an input that gets none
+    fwd_graph = _graph("forward_graph", "The forward graph; None before the capture.")
+    bwd_graph = _graph("backward_graph", "The backward graph; None before the capture, and without grad.")
 
     def __init__(
         self,
@@ -92,84 +183,82 @@ class _CudaGraphRunner(torch.nn.Module):
         cache_key: Hashable | None = None,
     ):
         super().__init__()
-        # What it runs.
+        for value in (*fwd_graph_input_args, *fwd_graph_input_kwargs.values()):
+            _check_supported_type(ArgMetadata(value))
         self.base_module, self.mempool, self.cache_key = base_module, mempool, cache_key
-        self.is_first_layer = getattr(base_module, "is_first_layer", True)  # annotate_first_last_layer says so
-        self.is_last_layer = getattr(base_module, "is_last_layer", True)
+        self.function = base_module, func
+        self.func: Callable = func or partial(torch.nn.Module.__call__, base_module)
+        self.module = base_module
+        if not isinstance(base_module, torch.nn.Module):
+            parts = (value for value in vars(base_module).values() if isinstance(value, torch.nn.Module))
+            self.module = torch.nn.ModuleList(parts)
+        number, own = getattr(base_module, "layer_number", None), getattr(func, "__name__", None)
+        layer, suffix = "" if number is None else f"layer {number} ", "" if own is None else f".{own}"
+        self.name = f"{layer}({type(base_module).__name__}){suffix}"
+        self.args, self.kwargs = described(tuple(fwd_graph_input_args)), described(dict(fwd_graph_input_kwargs))
+        self.metas = metas_of(self.args, self.kwargs)
+        self.is_last_layer = getattr(base_module, "is_last_layer", True)  # set by annotate_first_last_layer
         config = getattr(base_module, "config", None)
         self.num_warmup_steps = getattr(config, "cuda_graph_warmup_steps", 0)
-        self.backward_retain_grad = getattr(config, "cuda_graph_retain_backward_graph", False)
-        self.fp8_enabled = getattr(config, "fp8", None) is not None
-        self.fp4_enabled = getattr(config, "fp4", None) is not None
-        self.call = call = RecordedCall(
-            base_module,
-            func,
-            fwd_graph_input_args,
-            fwd_graph_input_kwargs,
-            pool=mempool,
-            retain_graph=self.backward_retain_grad,
-        )
-        self.name, self.module, self.function, self.func = call.name, call.module, call.function, call.func
-        self.fwd_graph_input_arg_metas = [_as_meta(value) for value in call.args]
-        self.fwd_graph_input_kwarg_metas = {name: _as_meta(value) for name, value in call.kwargs.items()}
-        self.gtp_remat = bool(call.sharded)  # --tensor-parallel-num-weight-shards
+        self.retain_graph = getattr(config, "cuda_graph_retain_backward_graph", False)
+        self.sharded = ShardedWeights(self.module)
+        self.gtp_remat = bool(self.sharded)  # --tensor-parallel-num-weight-shards
 
-        # What was recorded. `backward_pass`: the backward pass of autograd in which its own was; others share it.
-        self.grad_enabled = need_backward and torch.is_grad_enabled()  # there is a backward graph, or will be
+        # Modes and state around the call.
+        self.quantization: Quantization | None = None
+        self.autocast = autocast_in_force()
+        kind = self.metas[0].device.type if self.metas else "cuda"
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._as_autocast = partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+        self._rng_state = current_rng_state()
+        self.grad_enabled = need_backward and torch.is_grad_enabled()
         self.is_forward_only = need_backward and not torch.is_grad_enabled()
-        self.is_frozen = False  # nothing to differentiate
-        self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
+        self._return_to_recording()
+
+    def _return_to_recording(self) -> None:
+        self.fwd_graph_recorded = self.bwd_graph_recorded = self.is_frozen = False
         self.backward_pass = -1
-        self._session = _CudagraphGlobalRecord.session
-
-        # Its graphs; none before the capture, and after `free_graphs`.
-        self._fwd_graph: Any = None
-        self._bwd_graph: Any = None
-        self._replay: LocalReplay | None = None
-        self._guard: FunctionGuard | None = None  # inference has none
+        self.returned: Any = None
+        self.slot: SlotCapture | None = None
+        self.replayed: LocalReplay | None = None
+        self._recording: Recording = _CudagraphGlobalRecord.recording
+        self._warmup = WarmupRecord()
+        self._guard: FunctionGuard | None = None
+        self.inputs: list[ArgMetadata] = []
+        self.outputs: list[ArgMetadata] = []
+        self.shared_params: tuple[torch.Tensor, ...] = ()
         self.params_to_backprop: tuple[torch.Tensor, ...] = ()  # those that get a gradient
-        self._unread_outputs: set[int] = set()  # by no graph
-
-        # Its replays.
-        self.status = _GraphStatus.FWD_READY  # which pass comes next
-        self.turn = Turn()  # when they are due
+        self._writes_inputs = False
+        self._output_addresses: list[int] = []
+        self._escaping: set[int] = set()  # indices of input gradients that no graph reads
+        self._unread_outputs: set[int] = set()  # indices of outputs that no graph reads
+        self.status = _GraphStatus.FWD_READY
         self.bwd_graph_replay_complete_event = torch.cuda.Event()
 
     def __str__(self) -> str:
-        return str(self.call)
-
-    def expect(self, status: _GraphStatus) -> None:
-        """Refuse a pass that is not due.
-
-        Raises:
-            CallOrderError: the other pass comes next.
-        """
-        if self.status is not status:
-            due, called = ("backward", "forward") if status is _GraphStatus.FWD_READY else ("forward", "backward")
-            raise CallOrderError(f"{self.name}: a {called} pass, but its {due} pass comes next")
+        shapes = ", ".join(str(tuple(meta.shape)) for meta in self.metas)
+        return f"{self.name} on {shapes or 'no tensors'}"
 
     def reset(self) -> None:
         """Free the graphs and return to the state before recording."""
         self.free_graphs()
-        self.call.sharded.forget()
-        self._session = _CudagraphGlobalRecord.session
-        self.turn = Turn()
-        self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
-        self.status = _GraphStatus.FWD_READY
+        self.sharded.forget()
+        self._return_to_recording()
 
     def free_graphs(self) -> None:
         """Free both graphs and their static tensors."""
         for param in self.params_to_backprop:
             if getattr(param, "_cudagraph_wgrad_ready_event", None) is self.bwd_graph_replay_complete_event:
                 del param._cudagraph_wgrad_ready_event
-        self.call.reset()
-        self._fwd_graph = self._bwd_graph = self._replay = self._guard = None
+        if self.slot is not None:
+            self.slot.reset()
+        self.slot = self.replayed = self._guard = None
         self.params_to_backprop = ()
 
     # -------------------------------------------------------------------------------------------------- recording
 
     def record_graph_capture(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run eagerly, and record the first call and its backward pass. Returns what ``func`` returns."""
+        """Run eagerly, record the first call and its backward pass, and return what ``func`` returns."""
         output = self.func(*args, **kwargs)
         differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad] if self.grad_enabled else []
         if differentiable and torch.is_grad_enabled():
@@ -181,37 +270,28 @@ class _CudaGraphRunner(torch.nn.Module):
         if not self.fwd_graph_recorded:
             self.is_frozen = torch.is_grad_enabled() and not differentiable
             self.apply_cudagraph_record_metadata(args, kwargs, output)
-            self.call.quantization = current_quantization()
-            self._session = _CudagraphGlobalRecord.session
-            self.turn = self._session.turns.record_forward(self.name)
+            self.quantization = current_quantization()
+            self._recording = _CudagraphGlobalRecord.recording
             _CudagraphGlobalRecord.record_fwd_graph(self, described(args), described(kwargs), described(output))
             self.fwd_graph_recorded = True
         return output
 
     def record_backward(self) -> None:
-        """Note a backward pass of the recorded step; the first is recorded.
-
-        Raises:
-            RuntimeError: the runner waits for its forward pass.
-        """
-        self.expect(_GraphStatus.BWD_READY)
+        """Note a backward pass of the recorded step; record the first one."""
         self.status = _GraphStatus.FWD_READY
         if not self.bwd_graph_recorded:
             self.backward_pass = torch._C._current_graph_task_id()
-            self._session.turns.record_backward(self.turn)
             _CudagraphGlobalRecord.record_bwd_graph(self)
             self.bwd_graph_recorded = True
 
     def apply_cudagraph_record_metadata(self, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
         """Attach ``cg_buffer_metadata`` to all tensors that a recorded call takes or returns."""
-        recording = _CudagraphGlobalRecord.recording_session().recording
-        with_backward = any(tensor.requires_grad for tensor in tensors_of(outputs))
+        recording = _CudagraphGlobalRecord.open_recording().token
         for tensor in tensors_of(args, kwargs):
             known = getattr(tensor, "cg_buffer_metadata", None)
             if known is None or known.recording is not recording:
                 known = tensor.cg_buffer_metadata = CudagraphBufferMetadata(recording=recording)
             known.is_cudagraph_input = True
-            known.is_saved_for_backward |= with_backward
             known.input_use_count += 1
             known.cudagraph_reuse_ref_count += known.is_cudagraph_output
         for tensor in tensors_of(outputs):
@@ -219,98 +299,228 @@ class _CudaGraphRunner(torch.nn.Module):
 
     # ---------------------------------------------------------------------------------------------------- capture
 
-    def begin_capture(self, session: CaptureSession, warmup: WarmupRecord) -> None:
+    def begin_capture(self, recording: Recording, warmup: WarmupRecord) -> None:
         """Begin the capture of the recorded passes.
 
         Args:
-            session: What is shared with the runners of the same capture.
-            warmup: What passes of the same function have shown, or will show; shared with its other runners.
+            recording: Shared with the runners of the same capture.
+            warmup: What passes of the same function have shown; shared with its other runners.
         """
-        self._session = session
+        self._recording, self._warmup = recording, warmup
         self.grad_enabled = self.bwd_graph_recorded
-        self.call.begin(session.buffers, warmup, self.grad_enabled)
+
+    def warm_up(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run forward and backward ``num_warmup_steps`` times on ``inputs``, and keep none of their results.
+
+        Returns:
+            The parameters that got a gradient; all parameters if nothing ran.
+        """
+        slot = self._new_slot(inputs)
+        trained = slot.params
+        with (
+            self._passes(),
+            preserve_buffers([self.module] if self.grad_enabled else []),
+            preserve_tensors(moe_metrics()),
+            replaced_attribute(self._having("main_grad", slot.params), "main_grad", torch.zeros_like),
+            between(state._set_warmup_start, state._set_warmup_end),
+        ):
+            # The second step finds sharded weights gathered by the first.
+            for _ in range(max(self.num_warmup_steps, 2) if self.sharded else self.num_warmup_steps):
+                with self._surroundings():
+                    slot.forward(self.sharded.completing(not_recording, reductions=False))
+                if self.grad_enabled:
+                    backward = self.sharded.completing(not_recording, reductions=True, finalizes=False)
+                    slot.backward(backward, lambda outputs: tuple(map(torch.zeros_like, outputs)))
+                    trained = slot.trained_params
+                slot.drop_results()
+            self.sharded.settle()
+        return trained
 
     def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
-        """Capture the forward graph; see ``RecordedCall.forward``."""
-        if not self.call.begun:
-            self.begin_capture(self._session, WarmupRecord())
-        self._fwd_graph = self.call.forward(args, kwargs, outputs, clone_inputs)
+        """Capture the forward graph.
 
-    def create_bwd_graph(self) -> None:
-        """Capture the backward graph, after the forward graph; see ``RecordedCall.backward``.
+        Args:
+            args, kwargs: The arguments, or their descriptions.
+            outputs: Descriptions of what the recorded call returned; None if nothing was recorded.
+            clone_inputs: Whether the graph gets static inputs of its own, or reads the tensors among the arguments.
 
         Raises:
-            CallOrderError: there is no forward graph, or it was captured without grad.
+            ValueError: Modules delay their weight gradients.
+            RuntimeError: The function returns other tensors than when it was recorded.
         """
-        if self._fwd_graph is None or not self.grad_enabled:
+        hold_pool(self.mempool)
+        buffers = self._recording.buffers
+        self.inputs = metas_of(described(args), described(kwargs))
+        static = buffers.inputs(self.inputs) if clone_inputs else [t.detach() for t in tensors_of(args, kwargs)]
+        versions = _versions(static)
+        self.slot = slot = self._new_slot(static)
+        with self._passes(), self._surroundings(), torch.profiler.record_function(f"{self.name} forward for capture"):
+            capture = Capture(self.mempool)  # its graphs know the generator state that is in use now
+            slot.forward(self.sharded.completing(capture.recording, reductions=False), capture.new_graph())
+        slot.take_turn(self._recording.order, Pass.FORWARD)
+        if slot.delays_weight_gradients:
+            raise ValueError(f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
+        self._writes_inputs = versions != _versions(static)
+        captured = list(map(ArgMetadata, slot.outputs))
+        self.outputs = captured if outputs is None else metas_of(outputs)
+        kinds, recorded = ([(tuple(m.shape), m.dtype) for m in metas] for metas in (captured, self.outputs))
+        if kinds != recorded:
+            raise RuntimeError(
+                f"{self.name} returned {kinds} in capture and {recorded} when it was recorded: what it returns must "
+                "not depend on whether graphs are captured"
+            )
+        self._output_addresses = [output.data_ptr() for output in tensors_of(slot.outputs)]
+        buffers.lend_outputs(self.outputs, tensors_of(slot.outputs))
+        if not self.grad_enabled:  # outputs stay held: they may alias inputs and have no known last reader
+            buffers.inputs_read(self.inputs)
+
+    def create_bwd_graph(self) -> None:
+        """Capture the backward graph, after the forward graph.
+
+        Raises:
+            CallOrderError: There is no forward graph, or it was captured without grad.
+            ValueError: The backward pass moves what the forward pass returned.
+        """
+        slot, buffers = self.slot, self._recording.buffers
+        if slot is None or not self.grad_enabled:
             raise CallOrderError(f"{self.name}: no backward graph without a forward graph that was captured with grad")
-        self._bwd_graph = self.call.backward()
+        outputs = tensors_of(slot.outputs)
+        metas = [meta for meta, output in zip(self.outputs, outputs, strict=True) if output.requires_grad]
+        grads = buffers.grads_of_outputs(metas)
+        capture = Capture(self.mempool)
+        if self.sharded:  # autograd's graph does not show parameters of what is computed again in backward
+            own = (param for part in self.parts for param in part.parameters(recurse=False))
+            self.sharded.note_backward((*self.get_connected_params(outputs), *own))
+        with (
+            self._passes(),
+            replaced_attribute(self._having(_ADDED, slot.params), _ADDED, lambda flag: False),
+            torch.profiler.record_function(f"{self.name} backward for capture"),
+        ):
+            recording = self.sharded.completing(capture.recording, reductions=True)
+            slot.backward(recording, lambda outputs: tuple(grads), capture.new_graph())
+        slot.take_turn(self._recording.order, Pass.BACKWARD)
+        if self._output_addresses != [output.data_ptr() for output in outputs]:
+            raise ValueError(
+                f"{self.name} returns memory that is taken away before its backward pass and computed again "
+                "elsewhere, where replays would look for it. Leave layernorm out of --recompute-modules."
+            )
+        self._escaping = buffers.lend_grads(self.inputs, slot.grad_inputs)
+        buffers.grads_of_outputs_read(metas, grads)  # last: a gradient may be passed on as it is
+        buffers.inputs_read(self.inputs)
+        for output in outputs:
+            buffers.pool.release(output)
+        slot.release_outputs()
+        slot.release_inputs()
+        slot.release_grad_outputs()
+        slot.release_gradients(keep=self._escaping)
+
+    @property
+    def parts(self) -> tuple[torch.nn.Module, ...]:
+        """The modules that ran in the first pass of the function."""
+        return self._warmup.ran or ()
+
+    def release_escaping_gradients(self) -> None:
+        """Let later captures use the memory of the input gradients that no graph reads.
+
+        They have been read once a later backward pass of the same function runs.
+        """
+        if self.slot is not None and self._escaping:
+            for index in self._escaping:
+                self._recording.buffers.pool.release(self.slot.grad_inputs[index])
+            self.slot.release_gradients()
+            self._escaping = set()
 
     def finish(self) -> None:
-        """Make ready to replay, once all graphs of the session are captured."""
-        call, session, slot = self.call, self._session, self.call.slot
+        """Make ready to replay, once all graphs of the recording are captured."""
+        recording, slot = self._recording, self.slot
         assert slot is not None
-        self._guard = session.guards.get(self.function)
+        self._guard = recording.guards.get(self.function)
         places = [
-            (session.buffers.input_of(tensor, call.writes_inputs), metadata_of(meta).users)
-            for meta, tensor in zip(call.inputs, slot.inputs, strict=True)
+            (
+                recording.buffers.input_of(tensor, self._writes_inputs),
+                partial(_any_in_flight, tuple(recording.users.get(id(metadata_of(meta)), ()))),
+            )
+            for meta, tensor in zip(self.inputs, slot.inputs, strict=True)
         ]
-        self._replay = slot.finish(partial(LocalReplay, session.turns, places))
+        self.replayed = slot.finish(partial(LocalReplay, places))
         if self._guard is not None:
-            outputs = enumerate(map(metadata_of, call.outputs))
+            outputs = enumerate(map(metadata_of, self.outputs))
             self._unread_outputs = {i for i, known in outputs if not known.is_cudagraph_input}
-        self.params_to_backprop = slot.params if self._bwd_graph is not None else ()
-        self.fwd_graph_recorded = self.cudagraph_created = True
+        self.params_to_backprop = slot.params if slot.backward_graph is not None else ()
+        self.fwd_graph_recorded = True
+
+    def _new_slot(self, inputs: Sequence[torch.Tensor]) -> SlotCapture:
+        return SlotCapture(
+            self.name,
+            self._repeat,
+            tuple(inputs),
+            {},
+            allow_unused_input=True,
+            retain_graph=self.retain_graph,
+            autocast=self.get_quantization_context,
+            quantized=None if self.quantization is None else self.quantization.new_replay(),
+            module=self.module,
+            keep_param_grads=partial(accumulate_into_main_grads, shared=self.shared_params),
+            warmup_record=self._warmup,
+        )
+
+    def _repeat(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Call the function with ``inputs`` in place of the call's tensors; return the tensors that it returns."""
+        args, kwargs = with_tensors((self.args, self.kwargs), iter(inputs))
+        output = self.func(*args, **kwargs)
+        self.returned = described(output)
+        return tensors_of(output)
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Restore the generator state and autocast of the recorded call."""
+        with use_rng_state(self._rng_state), self._as_autocast():
+            yield
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Set the grad mode of warm-up and capture, and preserve statistics of quantization."""
+        quantization = self.quantization
+        kept = nullcontext() if quantization is None else quantization.preserve_statistics([self.module])
+        with nullcontext() if self.grad_enabled else torch.no_grad(), kept:
+            yield
+
+    def _having(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters, and the sharded weights that a pass may change, that have a value of ``attribute``."""
+        changed = (*params, *self.sharded.with_neighbors())
+        return [param for param in changed if getattr(param, attribute, None) is not None]
 
     def get_connected_params(self, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
-        """The parameters of the module from which ``outputs`` were computed, by autograd's graph, in their order."""
-        return connected_params(self.module, outputs)
+        """Return the parameters of the module from which ``outputs`` were computed, by autograd's graph."""
+        leaves = {id(leaf) for leaf in connected_leaves(tensors_of(outputs))}
+        return tuple(param for param in self.module.parameters() if id(param) in leaves)
 
     def get_quantization_context(self) -> AbstractContextManager:
-        """The context of FP8 or FP4 in which the recorded call ran; none without quantization."""
-        return self.call.quantized_context()
+        """Return the FP8 or FP4 context of the recorded call; an empty one without quantization."""
+        return nullcontext() if self.quantization is None else self.quantization.autocast()
 
-    # ------------------------------------------------------------------------------------- which calls can be replayed
+    # ----------------------------------------------------------------------------------------------------- replay
 
     def get_mismatch_errors(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-        """Return a line for each argument that is not like the captured one; none if the graphs can be replayed."""
-        call = self.call
-        return mismatches(args, kwargs, call.args, call.kwargs, self.grad_enabled and torch.is_grad_enabled())
+        """Return a line for each argument that differs from the captured one; none if the graphs can be replayed."""
+        return mismatches(args, kwargs, (self.args, self.kwargs), self.grad_enabled and torch.is_grad_enabled())
 
-    def can_differentiate(self, wants_grad: bool, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a replay on these arguments has the gradients that ``wants_grad`` asks for, or needs none."""
-        if self.grad_enabled or not wants_grad:
+    def fits_grad_mode(self, wants_grad: bool, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the graphs compute the gradients that a call with these arguments needs, and no others."""
+        if wants_grad == self.grad_enabled:
             return True
         trained = (*tensors_of(args, kwargs), *self.module.parameters())
         return self.is_frozen and not any(tensor.requires_grad for tensor in trained)
 
-    def must_run_eagerly_without_grad(self) -> bool:
-        """Whether a pass without grad may not be replayed, since only one with grad changes buffers or metrics.
-
-        Raises:
-            RuntimeError: it must not run eagerly either, as its weights are sharded.
-        """
-        if torch.is_grad_enabled() or not (self.grad_enabled and self.call.changes_state):
-            return False
-        if self.gtp_remat:
-            raise RuntimeError(
-                f"{self.name} changes buffers in training, so a pass without grad cannot replay its CUDA graph "
-                "(--cuda-graph-impl local), and weights that are sharded (--tensor-parallel-num-weight-shards) let no "
-                "single layer run eagerly. Call eval() on the model before passes without grad."
-            )
-        return True
-
-    # ----------------------------------------------------------------------------------------------------- replay
-
     def replay_graph_capture(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """Replay the forward graph on arguments like those at capture, with autograd.
+        """Compare the arguments, and replay the forward graph with autograd.
 
         Returns:
-            What ``func`` returned at capture, in a tuple if it was none.
+            What ``func`` returned at capture, in a tuple.
 
         Raises:
-            ArgumentError: arguments do not match; says which, and how.
-            RuntimeError: a replay is not possible now; see ``_CudagraphReplayNode``.
+            ArgumentError: Arguments differ from those at capture.
+            RuntimeError: See ``replay``.
         """
         problems = self.get_mismatch_errors(args, kwargs)
         if problems:
@@ -319,61 +529,36 @@ class _CudaGraphRunner(torch.nn.Module):
         return output if isinstance(output, tuple) else (output,)
 
     def replay(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replay on arguments that were compared already; return what ``func`` returns."""
+        """Replay with arguments that were compared already, and return what ``func`` returns.
+
+        Raises:
+            RuntimeError: There is no graph, the module has changed since capture, or the replay would overwrite what
+                other runners still read.
+        """
+        if self.replayed is None:
+            raise CallOrderError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
         if self._guard is not None:
             self._guard.check()
-        self._session.follow_rng_tracker()
-        inputs = tensors_of(args, {name: kwargs[name] for name in self.call.kwargs})
-        outputs = replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
-        # Nothing says when what no graph reads was read, and later replays write there. With grad that is so from the
-        # backward pass on: what leaves the layers may be kept for longer, as a loss is for the log.
-        if self.is_last_layer or not torch.is_grad_enabled():
+        if self._recording.rng_states is not None:
+            self._recording.rng_states.adopt()
+        inputs = tensors_of(args, {name: kwargs[name] for name in self.kwargs})
+        outputs = _replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
+        # The last reader of what no graph reads is unknown, and later replays write there. With grad that is after the
+        # backward pass; what leaves the last layer may be kept longer, as a loss is for the log.
+        if self.is_last_layer or not self.grad_enabled:
             outputs = tuple(each.clone() if i in self._unread_outputs else each for i, each in enumerate(outputs))
         if any(output.requires_grad for output in outputs):
             self.status = _GraphStatus.BWD_READY
-            self._session.turns.begin(self.turn)
-        return with_tensors(self.call.returned, iter(outputs))
-
-    def begin_forward(self, is_first_microbatch: bool) -> tuple[LocalReplay, ReplayOptions | None]:
-        """Make ready for a replay of the forward graph and return what replays it, and how.
-
-        Raises:
-            RuntimeError: there is no graph, the backward pass comes next, or the replay would overwrite what other
-                runners wait for.
-        """
-        slot = self.call.slot
-        if self._replay is None or slot is None:
-            raise CallOrderError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
-        self.expect(_GraphStatus.FWD_READY)
-        self._session.turns.check_forward(self.turn)
-        if slot.quantized is None:
-            return self._replay, None
-        return self._replay, ReplayOptions(after_backward=slot.quantized.before_forward(is_first_microbatch))
-
-    def begin_backward(self) -> None:
-        """Make ready for a replay of the backward graph.
-
-        Raises:
-            RuntimeError: the graphs were deleted after the forward pass, the forward pass comes next, or the replay
-                would overwrite what other runners wait for.
-        """
-        if self._replay is None:
-            raise CallOrderError(
-                f"{self.name}: its CUDA graphs were deleted after the forward pass, so there is no backward graph. "
-                "Call delete_cuda_graphs() between steps."
-            )
-        self.expect(_GraphStatus.BWD_READY)
-        self._session.turns.check_backward(self.turn)
+        return with_tensors(self.returned, iter(outputs))
 
     def end_backward(self) -> None:
-        """Note that the backward graph was replayed: weight gradients are complete after this point of the stream."""
+        """Note that the backward graph was replayed: weight gradients are complete at this point of the stream."""
         event = self.bwd_graph_replay_complete_event
         event.record()
         for param in self.params_to_backprop:
             param._cudagraph_wgrad_ready_event = event
         self.status = _GraphStatus.FWD_READY
-        self._session.turns.end(self.turn)
-        self.call.sharded.end_backward_replay()
+        self.sharded.end_backward_replay()
 
     # --------------------------------------------------------------------------------- for callers of megatron-core's
 
@@ -384,20 +569,53 @@ class _CudaGraphRunner(torch.nn.Module):
     def get_tensors(
         self, args: Any, kwargs: dict[str, Any] | None = None, check_types: bool = True
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tensors among the arguments, those in dataclasses and containers too.
+        """Return the tensors among the arguments, including those in dataclasses and containers.
 
         Raises:
-            ArgumentTypeError: with ``check_types``, an argument is of a type that no graph takes.
+            ArgumentTypeError: With ``check_types``, an argument has a type that graphs cannot take.
         """
         if check_types:
-            for value in [args] if isinstance(args, torch.Tensor) else [*(args or ()), *(kwargs or {}).values()]:
-                _check_supported_type(ArgMetadata(value))
+            _check_supported_type(ArgMetadata((args, kwargs)))
         return tensors_of(args, kwargs)
 
     def to_list(self, x: Any) -> list[Any]:
-        """Return a tensor in a list, and what can be iterated over as one."""
+        """Return a tensor in a list, and the items of any other iterable as a list."""
         return [x] if isinstance(x, torch.Tensor) else list(x)
 
 
-def _as_meta(value: Any) -> ArgMetadata:
-    return value if isinstance(value, ArgMetadata) else ArgMetadata(value)
+# Set on a parameter whose layer has added its gradient to the main gradient.
+_ADDED = "grad_added_to_main_grad"
+
+
+def accumulate_into_main_grads(
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], shared: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does eagerly.
+
+    A gradient is skipped if the layer has added it: with ``--gradient-accumulation-fusion`` the layer sets
+    ``param.grad_added_to_main_grad``; for sharded weights (``--tensor-parallel-num-weight-shards``) it always does.
+
+    Returns:
+        The gradients of ``shared`` parameters, which autograd sums before that hook, and of parameters without a main
+        gradient; None for all others.
+    """
+    left: list[torch.Tensor | None] = []
+    for param, grad in zip(params, grads, strict=True):
+        main_grad = getattr(param, "main_grad", None)
+        if main_grad is not None and grad is not None:
+            if getattr(param, _ADDED, False) or getattr(param, "is_gtp_weight_remat", False):
+                grad = None
+            elif not any(param is each for each in shared):
+                with torch.no_grad():
+                    main_grad.add_(grad)
+                grad = None
+        left.append(grad)
+    return left
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+def _any_in_flight(runners: Sequence[_CudaGraphRunner]) -> bool:
+    return any(runner.status is _GraphStatus.BWD_READY for runner in runners)

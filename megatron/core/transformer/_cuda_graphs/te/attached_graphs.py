@@ -1,22 +1,23 @@
-"""Graphs attached to layers, with what guards them, and taken away again."""
+"""Graphs attached to layers, with the snapshots that guard them, and taken away again."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..eager_passes import EagerPasses
-from ..engine.addresses import guard_module, places_of
 from ..engine.plan import Plan
 from ..expected_inputs import DefaultInputs
-from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
-from ..replay_conditions import ReplayConditions
+from ..layer_graph import ATTENTION_INPUTS, LayerGraph, LayerGraphs
+from ..snapshot import Snapshot, memory_aspects, named
 from .layers import layer_name
 from .sample_inputs import SampleArguments, attention_mask_type, captures_attention, default_kwargs, packed_use
 from .stage import Chunk, Layers, Stage
 
-_ADVICE = (
-    "Parameters, main gradients, buffers and static inputs must not be replaced, moved or offloaded while there are "
-    "graphs: call delete_cuda_graphs first, and create_cudagraphs afterwards."
+_INPUTS = ". CUDA graphs need the same --seq-length, --micro-batch-size and precision in every step."
+_MOVED = (
+    "call delete_cuda_graphs before parameters or main gradients are replaced, moved or offloaded, and "
+    "create_cudagraphs afterwards"
 )
 
 
@@ -26,56 +27,63 @@ def attach_graphs(
     plan: Plan,
     graphs: Sequence[Any],
     samples: Sequence[SampleArguments],
-    conditions: Sequence[ReplayConditions],
+    snapshots: Sequence[Snapshot],
     eager_passes: EagerPasses | None,
 ) -> None:
-    """Give layers their graphs, with what guards them. Megatron-FSDP guards parameters itself.
+    """Give layers their graphs. Megatron-FSDP guards parameters itself.
 
     Where a schedule does not call layers, so that no hooks run, replays gather parameters under Megatron-FSDP.
 
     Args:
         layers: The captured layers of each chunk.
         graphs: The engine's callables, one for each slot of ``plan``.
-        conditions: For each layer what its passes read.
+        snapshots: For each layer what its graphs rely on.
         eager_passes: Counts passes of other shapes; None if these may not run eagerly.
     """
     wrappers = [chunk.fsdp for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
     every = [layer for own in layers for layer in own]
     absent = default_kwargs(every, [kwargs for _, kwargs in samples])
     defaults: defaultdict[Any, DefaultInputs] = defaultdict(DefaultInputs)
-    guarded: set[int] = set()  # layers share static inputs
+    counted = eager_passes or EagerPasses()
     for index, (layer, fsdp, slots) in enumerate(zip(every, wrappers, plan.slots_of_callables, strict=True)):
-        name = layer_name(layer, index)
-        inputs = {id(each[1]): each for slot in slots for each in static_inputs(graphs[slot], *samples[slot])}
-        guard = guard_module(
-            name,
-            layer,
-            _ADVICE,
-            params=places_of(layer, "_parameters") if fsdp is None else [],
-            main_grads=stage.config.gradient_accumulation_fusion,
-            inputs=[each for key, each in inputs.items() if key not in guarded],
-        )
-        guarded |= inputs.keys()
-        layer.cuda_graphs = LayerGraphs(
-            LayerGraph(
-                name,
-                stage.role.wrap(graphs[slot]),
-                *samples[slot],
-                has_attention=captures_attention(layer),
-                num_microbatches=None if stage.one_graph_serves_all else len(slots),
-                absent=absent[slot],
-                defaults=defaults[attention_mask_type(layer)],
-                guard=guard,
-                conditions=conditions[index],
-                may_run_eagerly=stage.may_skip_replays,
-                eager_passes=eager_passes,
-                packed=packed_use(layer),
-            )
-            for slot in slots
-        )
+        name, apart = layer_name(layer, index), fsdp is None
+        fused = stage.config.gradient_accumulation_fusion and apart
+        memory = memory_aspects(named(layer, name), buffers=False, parameters=apart, main_grads=fused)
+        gathered = Snapshot(_MOVED, *memory)
+        around = None
         if stage.config.overlap_moe_expert_parallel_comm and fsdp is not None:
-            for graph in layer.cuda_graphs:
-                graph.around = fsdp.fsdp_hooks.around_part(layer)
+            around = fsdp.fsdp_hooks.around_part(layer)
+        layer.cuda_graphs = LayerGraphs()
+        for slot in slots:
+            args, kwargs = samples[slot]
+            graphed = stage.role.wrap(graphs[slot])
+            graphed.name_inputs(name, _input_names(args, kwargs), _INPUTS)
+            layer.cuda_graphs.append(
+                LayerGraph(
+                    name,
+                    graphed,
+                    run=graphed if around is None else partial(_run_around, around, graphed),
+                    shape=None if eager_passes is None else args[0].shape,
+                    num_args=len(args),
+                    keywords={key: absent[slot][key] for key in kwargs},
+                    defaults=defaults[attention_mask_type(layer)],
+                    ignored=frozenset() if captures_attention(layer) else ATTENTION_INPUTS,
+                    num_microbatches=None if stage.one_graph_serves_all else len(slots),
+                    snapshot=snapshots[index],
+                    gathered=gathered,
+                    may_run_eagerly=stage.may_skip_replays,
+                    eager_passes=counted,
+                    packed=packed_use(layer),
+                )
+            )
+
+
+def _run_around(around: Callable[..., Any], graphed: Any, *args: Any, **kwargs: Any) -> Any:
+    return around(graphed, args, kwargs)
+
+
+def _input_names(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    return (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(args))), *kwargs)
 
 
 def detach_graphs(chunks: Sequence[Chunk]) -> None:

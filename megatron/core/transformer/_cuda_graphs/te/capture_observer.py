@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from ..report import KINDS, Captured, CaptureRecorder, CaptureReport, Eager
+from .capture_state import CaptureState, graphs_of, pools_of
 from .layers import language_layers, layer_name, why_not_graphable
 from .stage import Stage
-from .stage_graphs import StageGraphs, graphs_of, pools_of
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 def report_capture(
-    stage: Stage, graphs: StageGraphs, recorder: CaptureRecorder, whole_model_refused: str, number: int
+    stage: Stage, graphs: CaptureState, recorder: CaptureRecorder, whole_model_refused: str, number: int
 ) -> None:
     """Log the report of a capture on rank 0, and write it to ``--cuda-graph-report``.
 
@@ -28,7 +28,7 @@ def report_capture(
         whole_model_refused: Why the whole model was not captured; empty if --cuda-graph-layers-per-graph says so.
         number: The number of this capture, counted from 1; later ones have files of their own.
     """
-    if graphs.none_because or not recorder.active:
+    if graphs.eager_because or not recorder.active:
         return
     folder = getattr(stage.config, "cuda_graph_report", None)
     try:
@@ -45,7 +45,7 @@ def report_capture(
         logger.warning("there will be no report on CUDA graphs", exc_info=error)
 
 
-def _report(stage: Stage, graphs: StageGraphs, recorder: CaptureRecorder, whole_model_refused: str) -> CaptureReport:
+def _report(stage: Stage, graphs: CaptureState, recorder: CaptureRecorder, whole_model_refused: str) -> CaptureReport:
     def captured(timed_as: str, graphed: Sequence[Any], names: Sequence[str] = ()) -> Captured:
         every.extend(graphed)
         counts = Counter(
@@ -85,7 +85,7 @@ def _report(stage: Stage, graphs: StageGraphs, recorder: CaptureRecorder, whole_
     )
 
 
-def eager_parts(stage: Stage, graphs: StageGraphs, whole_model_refused: str) -> Iterator[Eager]:
+def eager_parts(stage: Stage, graphs: CaptureState, whole_model_refused: str) -> Iterator[Eager]:
     """Yield what runs eagerly, and why; see ``report_capture`` for the arguments."""
     if graphs.models:
         yield Eager("calls without labels or with tensors of other shapes", "graphs of the whole model do not fit them")

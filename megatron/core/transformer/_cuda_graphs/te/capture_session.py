@@ -12,27 +12,25 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from .. import state
-from ..attribute_reads import AttributeReads
+from ..agreement import CaptureAgreement
 from ..eager_passes import EagerPasses
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
 from ..engine.plan import Pass, ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
-from ..hooks import extracted_hooks
+from ..hooks import extracted_hooks, recorded_hooks
 from ..replacements import between
-from ..replay_conditions import ReplayConditions
 from ..report import CaptureRecorder
-from .agreement import CaptureAgreement, naming_hooks
+from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named
 from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
+from .capture_state import CaptureState, Holds
 from .changed_shapes import Recaptures
 from .decoder_graphs import capture_decoder
 from .evaluation import capture_for_evaluation
-from .graph_choice import Choice, Holds
 from .layers import layer_name
 from .stage import Stage
-from .stage_graphs import StageGraphs
 from .torch_fsdp import kept_parameters
 from .whole_model import capture_whole_models
 
@@ -49,20 +47,20 @@ class CaptureSession:
     """
 
     stage: Stage
-    graphs: StageGraphs
+    graphs: CaptureState
     agreement: CaptureAgreement
     recorder: CaptureRecorder
     recaptures: Recaptures
     shape: tuple[int, int]
 
-    def capture(self, choice: Choice, input_data: Callable[[], InputData]) -> None:
+    def capture(self, input_data: Callable[[], InputData]) -> None:
         """Capture.
 
         Args:
-            choice: What graphs are to hold.
             input_data: Returns the positional inputs and the keyword arguments of ``make_graphed_callables`` for the
                 layers that have graphs of their own.
         """
+        choice = self.graphs.choice
         if choice.holds is Holds.MODEL:
             self._capture_model(choice.needs_warmup)
         else:
@@ -77,7 +75,7 @@ class CaptureSession:
         for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):  # the first evaluation captures
             chunk.fsdp.graphs.expect_evaluation(partial(capture_for_evaluation, self.stage, chunk, graphs))
         self.graphs.follow_rng_tracker()
-        self.graphs.none_because = ""
+        self.graphs.eager_because = ""
 
     # ------------------------------------------------------------------------------------------------ several layers
 
@@ -94,10 +92,10 @@ class CaptureSession:
         eager_passes = self._watch_shapes(tokens=self.shape[0] // stage.config.context_parallel_size, calls=1)
         quantized = [recorded_quantization(stage, model) for model in models]
         with self._several_layers([chunk.module for chunk in chunks]):
-            self.graphs.models = capture_whole_models(
+            self.graphs.whole = capture_whole_models(
                 models, owners, order, *self.shape, warmup_iters, eager_passes, quantized
             )
-        self._warn_of_hooks(graphs.hooked for graphs in self.graphs.models)
+        self._warn_of_hooks((model, named(model)) for model in models)
         self.recorder.end()
 
     def _capture_decoder(self) -> None:
@@ -111,10 +109,11 @@ class CaptureSession:
         eager_passes = self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others)
         quantized = recorded_quantization(stage, decoder.layers)
         with self._several_layers([decoder]):
-            self.graphs.decoder = capture_decoder(
+            graphs = capture_decoder(
                 decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), eager_passes, quantized
             )
-        self._warn_of_hooks([self.graphs.decoder.hooked])
+            self.graphs.whole = [graphs]
+        self._warn_of_hooks([(decoder, named(decoder, parts=[decoder.layers]))])
         self.recorder.end()
 
     @contextmanager
@@ -132,9 +131,9 @@ class CaptureSession:
         self.graphs.shapes = self.recaptures.watch(tokens, calls)
         return self.graphs.shapes.passes
 
-    def _warn_of_hooks(self, hooked: Iterable[list[str]]) -> None:
-        """Warn of third-party hooks that are in graphs, given the names of modules that have them."""
-        names = ", ".join(name for own in hooked for name in own)
+    def _warn_of_hooks(self, captured: Iterable[tuple[torch.nn.Module, dict[torch.nn.Module, str]]]) -> None:
+        """Warn of third-party hooks that are in graphs, given each captured module and the names of those in it."""
+        names = ", ".join(name for root, held in captured for name in recorded_hooks(root, held))
         if names:
             self.stage.log(
                 logging.WARNING,
@@ -157,22 +156,32 @@ class CaptureSession:
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
         elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # have other parameters in calls
-        reads = AttributeReads()
+        state = PassState(layers)
         with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
-            with reads.noted(layers, stateless=True), extracted_hooks(layers) as hooks, rng:
-                arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
+            with state, extracted_hooks(layers) as hooks, rng:
+                arguments["capture_time_hooks"] = [
+                    self.agreement.naming(own, name) for own, name in zip(hooks, names, strict=True)
+                ]
                 if all(chunk.fsdp is not None for chunk in stage.chunks):
                     arguments["gradient_sinks"] = self._gradient_sinks()
                 graphs = make_graphed_callables(layers, sample_args, **arguments)
                 self.recorder.end()
-            conditions = [
-                ReplayConditions(layer, reads, name, parameters=layer not in elsewhere, buffers=True)
+            held = [
+                named(layer, name, layer._get_submodules_under_cudagraphs())
                 for layer, name in zip(layers, names, strict=True)
             ]
-        self._warn_of_hooks(each.hooked for each in conditions)
+            snapshots = [
+                Snapshot(
+                    "change it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()",
+                    *module_aspects(modules, around=layer, parameters=layer not in elsewhere, volatile=state.volatile),
+                    *memory_aspects(modules),
+                )
+                for layer, modules in zip(layers, held, strict=True)
+            ]
+        self._warn_of_hooks(zip(layers, held, strict=True))
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
         eager_passes = self._eager_passes_of_layers(tokens=sample_args[0][0].shape[0])
-        attach_graphs(stage, apart, plan, graphs, samples, conditions, eager_passes)
+        attach_graphs(stage, apart, plan, graphs, samples, snapshots, eager_passes)
 
     def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
         if self.graphs.shapes is not None:  # those of the decoder count as well

@@ -9,7 +9,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from ..eager_passes import EagerPasses
-from ..flags.own import CAPTURES_FLAG, max_captures
+from ..flags.options import CAPTURES_FLAG, max_captures
 from .stage import Stage
 
 # Ranks agree on a new shape once so many steps in succession had it, in all micro-batches. It is about the number of

@@ -126,11 +126,11 @@ def capture_decoder(
     passes = WholePasses(type(decoder).__name__, inputs, owner, copies_output=False, quantized=quantized)
     turns = (passes, run), (passes, None)
     slots, part = {decoder: [passes]}, decoder.layers
-    with captured(slots, [owner], turns, num_warmup_iters, nullcontext(), part) as conditions:
+    with captured(slots, [owner], turns, num_warmup_iters, nullcontext(), part) as snapshots:
         return DecoderGraphs(
             decoder,
             [passes],
             eager_passes,
-            conditions[decoder],
+            snapshots[decoder],
             unused=() if any(map(captures_attention, decoder.layers)) else ATTENTION_INPUTS,
         )

@@ -6,11 +6,10 @@ from typing import Any
 
 from megatron.core.utils import log_single_rank
 
+from ..agreement import CaptureAgreement, warn_of_failure
 from ..errors import CaptureFailedError
 from ..hooks import has_other_hooks
-from .agreement import warn_of_failure
 from .capture_arguments import WARMUP_ITERATIONS, recorded_quantization
-from .joined_collectives import joined_collectives
 from .stage import Chunk, Stage
 from .training_calls import call_blocker, shape_of
 from .whole_model import ModelGraphs, capture_evaluation
@@ -45,26 +44,21 @@ def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, ar
 def _capture(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> str:
     """Capture on all ranks, or return why on none; raise the same error on every rank."""
     model, given = training.module, training.by_name(args, kwargs)
-    agreement = stage.agreement(with_other_stages=False)  # later stages wait for this one's output
-    graphs: ModelGraphs | None = None
-    try:
+    agreement = CaptureAgreement(stage.groups, with_other_stages=False)  # later stages wait for this one's output
+
+    def undo() -> None:
+        if training.evaluation is not None:
+            training.evaluation.reset()
+            training.evaluation = None
+
+    with agreement.together(undo):
         hooked = any(has_other_hooks(module) for layer in chunk.layers for module in layer.modules())
         reason = "layers, or modules in them, have hooks of others" if hooked else call_blocker(model, given)
-        if refused := agreement.objection(reason):
+        if refused := agreement.objections({"evaluation": reason})["evaluation"]:
             return refused
         sequences, tokens = shape_of(model, given) or (0, 0)
         shape = tokens * stage.config.context_parallel_size, sequences
-        with joined_collectives(agreement.join):
-            owner = chunk.fsdp.graphs.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
-            quantized = recorded_quantization(stage, model)
-            graphs = capture_evaluation(model, owner, *shape, WARMUP_ITERATIONS, quantized)
-        agreement.finish()
-    except BaseException as error:
-        failed = agreement.failed(error)  # first: cleanup can fail too, and others wait for this rank
-        if graphs is not None:
-            graphs.reset()
-        if isinstance(error, Exception):
-            raise failed from error
-        raise  # Ctrl-C
-    training.evaluation = graphs
+        owner = chunk.fsdp.graphs.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
+        quantized = recorded_quantization(stage, model)
+        training.evaluation = capture_evaluation(model, owner, *shape, WARMUP_ITERATIONS, quantized)
     return ""

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses, capture_passes
 from ..expected_inputs import DefaultInputs, ExpectedInputs
 from ..packed_sequences import ADVICE, OFFSETS, unpack
-from ..replay_conditions import ReplayConditions
+from ..replacements import TakenForward
+from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named, quantized_aspect
 from .training_calls import arguments_by_name
 
 _MASK = "attention_mask"
@@ -33,8 +33,8 @@ def captured(
     num_warmup_iters: int,
     around: AbstractContextManager[None],
     part: torch.nn.Module | None = None,
-) -> Iterator[dict[torch.nn.Module, ReplayConditions]]:
-    """Capture passes, and yield what those of each module have read; reset them after an exception.
+) -> Iterator[dict[torch.nn.Module, Snapshot]]:
+    """Capture passes, and yield a snapshot for each module; reset them after an exception.
 
     Args:
         slots: The passes of each module whose ``forward`` they will stand for.
@@ -45,20 +45,23 @@ def captured(
         part: What of the module is captured; None for all of it.
     """
     module_of = {passes: module if part is None else part for module, own in slots.items() for passes in own}
-    reads = AttributeReads()
+    state = PassState(slots)
     try:
         with ExitStack() as capturing:
             for owner in owners:
                 capturing.enter_context(owner.capture())
-            with reads.noted(slots, stateless=True), around:
+            with state, around:
                 capture_passes(turns, module_of, num_warmup_iters)
-            conditions = {}
+            snapshots = {}
             for module, (passes, *_) in slots.items():
-                held = None if passes.quantized is None else passes.quantized.tensors
-                conditions[module] = ReplayConditions(
-                    module, reads, forward_replaced=True, buffers=True, quantized=held
+                modules = named(module, parts=None if part is None else [part])
+                snapshots[module] = Snapshot(
+                    "replays go on once it is changed back",
+                    *module_aspects(modules, around=module, replaced=module, volatile=state.volatile),
+                    *memory_aspects(modules),
+                    *(() if passes.quantized is None else [quantized_aspect(passes.quantized.tensors)]),
                 )
-        yield conditions
+        yield snapshots
     except BaseException:
         for passes in module_of:
             passes.reset()
@@ -74,7 +77,7 @@ class ForwardGraphs:
         slots: The graphs, captured: one pair, or one for each micro-batch of a step. Their static inputs have the names
             of arguments of ``forward``.
         eager_passes: Counts calls for training that the graphs do not fit.
-        conditions: What the captured passes read of modules.
+        snapshot: What the graphs rely on.
         unused: Arguments that what is captured does not depend on.
         kept: Tensors that the graphs read and others may let go of.
         stands: Whether the module's calls come here.
@@ -85,14 +88,14 @@ class ForwardGraphs:
         module: Any,
         slots: Sequence[WholePasses],
         eager_passes: EagerPasses,
-        conditions: ReplayConditions,
+        snapshot: Snapshot,
         *,
         unused: Collection[str] = (),
         kept: Sequence[Any] = (),
         stands: bool = True,
     ):
         self.module, self.slots = module, slots
-        self._eager_passes, self._conditions, self._kept = eager_passes, conditions, kept
+        self._eager_passes, self._snapshot, self._kept = eager_passes, snapshot, kept
         self._order = list(inspect.signature(type(module).forward).parameters)[1:]
         inputs = slots[0].inputs
         self._names = list(inputs)
@@ -101,8 +104,7 @@ class ForwardGraphs:
         self._expected = ExpectedInputs(type(module).__name__, list(inputs.values()), self._names.__getitem__)
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
-        if stands:
-            module.__dict__["forward"] = self
+        self._taken = TakenForward(module, self) if stands else None
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         """Return the tokens of a sequence on this rank and the sequences of a micro-batch, given arguments by name."""
@@ -111,11 +113,6 @@ class ForwardGraphs:
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
         return arguments_by_name(self._order, args, kwargs)
-
-    @property
-    def hooked(self) -> list[str]:
-        """The names of modules whose third-party hooks are in the graphs; see ``ReplayConditions``."""
-        return self._conditions.hooked
 
     @property
     def passes(self) -> WholePasses:
@@ -137,14 +134,14 @@ class ForwardGraphs:
         unmasked = given.get(_MASK) is None
         inputs: list[Any] = [mask if unmasked and name == _MASK else given.get(name) for name in self._names]
         others = [name for name, value in given.items() if value is not None and name not in self._known]
-        changed = self._conditions.have_changed()
+        changed = self._snapshot.changed()
         if not (others or changed) and self._expected.accepts(inputs):
             if mask is not None:
                 (self._defaults.restore if unmasked else self._defaults.will_overwrite)(_MASK, mask)
             return inputs
         shape = self.shape_of(given)
         if changed:
-            reason = self._conditions.changes()
+            reason = self._snapshot.reason()
         elif packed_otherwise:
             reason = f"it {packed_otherwise}. {ADVICE}"
         elif others:
@@ -165,12 +162,12 @@ class ForwardGraphs:
 
     def reset(self) -> None:
         """Free the graphs, and give the module its ``forward`` back."""
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
+        if self._taken is not None:
+            self._taken.end()
         for passes in self.slots:
             passes.reset()
         self._kept = ()
-        self._conditions.forget()
+        self._snapshot.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """A copied module runs eagerly."""

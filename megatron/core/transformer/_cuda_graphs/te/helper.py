@@ -15,31 +15,29 @@ from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
 
 from .. import state
+from ..agreement import CaptureAgreement, warn_of_failure
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
-from ..flags.checks import allocator_problem, check_fsdp_options
-from ..flags.own import check_values, goes_on_eagerly
-from ..flags.table import PARTS_OF_OVERLAP
+from ..flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
+from ..flags.table import allocator_problem, check
 from ..report import CaptureRecorder
-from .agreement import warn_of_failure
 from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
 from .capture_observer import report_capture
 from .capture_session import CaptureSession, InputData
-from .changed_shapes import Recaptures
-from .decoder_graphs import DecoderGraphs
-from .graph_choice import Choice, GraphChoice
-from .joined_collectives import joined_collectives
-from .layers import _layer_is_graphable, fsdp_of, mtp_layers, single_run_layers
-from .order import PassOrder
-from .stage import Chunk, Role, Stage
-from .stage_graphs import (
+from .capture_state import (
     BEFORE_CAPTURE,
     CAPTURE_FAILED,
     CAPTURES_USED_UP,
     NO_LAYERS,
+    CaptureState,
     GraphUse,
-    StageGraphs,
 )
+from .changed_shapes import Recaptures
+from .decoder_graphs import DecoderGraphs
+from .layers import _layer_is_graphable, fsdp_of, mtp_layers, single_run_layers
+from .order import PassOrder
+from .stage import Chunk, Role, Stage
+from .training_calls import TrainingCalls
 from .whole_model import ModelGraphs
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -88,11 +86,10 @@ class TECudaGraphHelper:
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
-        check_values(config)
         if problem := allocator_problem():
             raise OptionsError(problem)
-        if config.overlap_moe_expert_parallel_comm and not config.cuda_graph_modules:
-            raise OptionsError(PARTS_OF_OVERLAP)
+        sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
+        check(Options(config, *sharded[:1], sharding=MEGATRON_FSDP if sharded else None))
         self.model, self.optimizers = model, optimizers
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
@@ -105,17 +102,15 @@ class TECudaGraphHelper:
         self.p2p_communicator = P2PCommunicator(pp_group=self.pp_group, config=config)
         self.num_model_chunks = len(model)
         self.num_microbatches: int | None = None
-        for chunk in model:
-            fsdp = fsdp_of(chunk)
-            if fsdp is not None:
-                check_fsdp_options(config, fsdp.ddp_config)
         make_log = getattr(config, "cuda_graph_step_log", None) if self._role.language else None
         self._step_log = None if make_log is None else make_log()
         self._discover_layers()
         self.stage = self._new_stage()
         self.stage.log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
-        self.choice = GraphChoice(self.stage)
-        self._graphs = StageGraphs(self.stage)
+        models = [chunk.model for chunk in self.stage.chunks if chunk.layers]
+        decoders = (getattr(model, "decoder", None) for model in models)
+        self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
+        self._state = self._new_state()
         self._recaptures = Recaptures(self.stage)
         self._captures = self._replays_before = 0  # successful ones; those of graphs that were deleted
 
@@ -153,32 +148,35 @@ class TECudaGraphHelper:
         ]
         return Stage(self.config, self.pg_collection, self.p2p_communicator, chunks, self._role)
 
+    def _new_state(self, eager_because: str = BEFORE_CAPTURE, not_model: str = "") -> CaptureState:
+        return CaptureState(self.stage, self._calls, eager_because, not_model)
+
     # -------------------------------------------------------------------------------------------- what there is now
 
     @property
     def model_graphs(self) -> ModelGraphs | None:
         """The graphs of the whole model, or of its first chunk, in which case layers have none; None otherwise."""
-        return next(iter(self._graphs.models), None)
+        return next(iter(self._state.models), None)
 
     @property
     def decoder_graphs(self) -> DecoderGraphs | None:
         """The graphs of all layers of the decoder, in which case these have none; None otherwise."""
-        return self._graphs.decoder
+        return self._state.decoder
 
     def graphs_created(self) -> bool:
         """Whether the layers have graphs now."""
-        return not self._graphs.none_because
+        return not self._state.eager_because
 
     def eager_reason(self) -> str:
         """Say why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
-        return self._graphs.eager_reason()
+        return self._state.eager_reason()
 
     def graph_use(self) -> GraphUse:
         """Return what became of the graphs on this rank so far."""
-        replays = self._graphs.replays()
+        replays = self._state.replays()
         if replays is not None:
             replays += self._replays_before
-        return GraphUse(replays, self._captures, self._graphs.pool_bytes())
+        return GraphUse(replays, self._captures, self._state.pool_bytes())
 
     # ------------------------------------------------------------------------------------------------ before a step
 
@@ -209,7 +207,7 @@ class TECudaGraphHelper:
             CaptureFailedError, CaptureInterruptedError: as ``create_cudagraphs``.
         """
         self._log_step()
-        graphs = self._graphs
+        graphs = self._state
         graphs.before_step()
         if graphs.microbatches not in (None, get_num_microbatches()):
             self._change_microbatches(get_num_microbatches())
@@ -217,12 +215,12 @@ class TECudaGraphHelper:
             shape = graphs.shapes.before_step(get_num_microbatches())
             if shape is not None:
                 self._change_shape(*shape, graphs.shapes.tokens)
-        return self._graphs.none_because != BEFORE_CAPTURE
+        return self._state.eager_because != BEFORE_CAPTURE
 
     def _change_microbatches(self, microbatches: int) -> None:
         if self._recaptures.are_left():
-            self._capture_again(f"steps of {microbatches} micro-batches, not {self._graphs.microbatches}")
-            self._graphs.microbatches = microbatches  # after a failure, too: the next change captures again
+            self._capture_again(f"steps of {microbatches} micro-batches, not {self._state.microbatches}")
+            self._state.microbatches = microbatches  # after a failure, too: the next change captures again
             return
         log_single_rank(
             logger,
@@ -231,7 +229,7 @@ class TECudaGraphHelper:
         )
         if self.graphs_created():
             self.delete_cuda_graphs()
-        self._graphs = StageGraphs(self.stage, CAPTURES_USED_UP)  # or the caller would capture
+        self._state = self._new_state(CAPTURES_USED_UP)  # or the caller would capture
 
     def _change_shape(self, tokens: int, sequences: int, captured_tokens: int) -> None:
         former = self.seq_length, self.micro_batch_size
@@ -240,7 +238,7 @@ class TECudaGraphHelper:
         finally:
             if not self.graphs_created():
                 self.seq_length, self.micro_batch_size = former
-        if self._graphs.none_because == CAPTURE_FAILED:  # the former graphs were deleted first, for their memory
+        if self._state.eager_because == CAPTURE_FAILED:  # the former graphs were deleted first, for their memory
             self._recaptures.stop()
             self._capture_shape(*former)
 
@@ -261,7 +259,7 @@ class TECudaGraphHelper:
                 stack.callback(chunk.enable_forward_pre_hook)
             if self.graphs_created():
                 self.delete_cuda_graphs()
-            self._graphs = StageGraphs(self.stage)  # a stage without layers has no graphs, and captures with the others
+            self._state = self._new_state()  # a stage without layers has no graphs, and captures with the others
             self.create_cudagraphs()
         if gathering and self.graphs_created():
             self.cuda_graph_set_manual_hooks()
@@ -296,7 +294,7 @@ class TECudaGraphHelper:
                 exception.
             RuntimeError: the ranks have no store to agree over.
         """
-        if self._graphs.none_because != BEFORE_CAPTURE:
+        if self._state.eager_because != BEFORE_CAPTURE:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
@@ -308,57 +306,50 @@ class TECudaGraphHelper:
                 raise
             warn_of_failure(failed, "Training goes on without these CUDA graphs (--cuda-graph-fallback eager)")
         release_cached_memory()  # the exception is gone, and with it what its frames held
-        self._graphs = StageGraphs(self.stage, CAPTURE_FAILED)
+        self._state = self._new_state(CAPTURE_FAILED)
 
     def _capture_largest(self) -> None:
         """Capture; if the whole model was chosen by default and fails, capture its layers."""
+        state = self._state
         try:
-            self._capture(model_failed=False)
+            self._capture()
             return
         except CaptureFailedError as failed:
-            if not self.choice.captures_layers_instead():
+            if not state.captures_layers_instead():
                 raise
             warn_of_failure(failed, "Now its layers are captured")
         release_cached_memory()
-        self._capture(model_failed=True)
+        self._state = self._new_state(not_model="its capture failed")
+        self._capture()
 
-    def _capture(self, model_failed: bool) -> None:
-        """Capture, or leave no graphs and raise what every rank raises.
-
-        Args:
-            model_failed: As of ``GraphChoice.choose``.
-        """
-        stage, graphs = self.stage, self._graphs
+    def _capture(self) -> None:
+        """Capture, or leave no graphs and raise what every rank raises."""
+        stage, graphs = self.stage, self._state
         planned = self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches
-        self.choice.last = Choice(None)  # ranks that fail before they choose agree on what follows
         recorder = CaptureRecorder.of_rank_0()
-        agreement = stage.agreement(with_other_stages=self._role.language, recorder=recorder)
-        try:
-            with joined_collectives(agreement.join), self._capture_mode() as start_time:
-                recorder.sample("start")
-                shape = self.seq_length, self.micro_batch_size
-                choice = self.choice.choose(agreement, *shape, model_failed)  # stages without layers vote, too
-                if not stage.layers:
-                    logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
-                    graphs.none_because = NO_LAYERS
-                elif choice.holds:
-                    session = CaptureSession(stage, graphs, agreement, recorder, self._recaptures, shape)
-                    session.capture(choice, self._planned_input_data)
-                else:
-                    graphs.none_because = choice.eager_because
-            agreement.finish()
-        except BaseException as error:
-            failed = agreement.failed(error)  # first: cleanup can fail too, and others wait for this rank
+        agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language, recorder=recorder)
+
+        def undo() -> None:
             self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches = planned
             self._drop_graphs()
-            if isinstance(error, Exception):
-                raise failed from error
-            raise  # Ctrl-C
+
+        with agreement.together(undo), self._capture_mode() as start_time:
+            recorder.sample("start")
+            shape = self.seq_length, self.micro_batch_size
+            graphs.choose(agreement, *shape)  # stages without layers vote, too
+            if not stage.layers:
+                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+                graphs.eager_because = NO_LAYERS
+            elif graphs.choice.holds:
+                session = CaptureSession(stage, graphs, agreement, recorder, self._recaptures, shape)
+                session.capture(self._planned_input_data)
+            else:
+                graphs.eager_because = graphs.choice.eager_because
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
         self._captures += self.graphs_created()
         self._finish_capturing(start_time)
-        report_capture(stage, graphs, recorder, choice.not_model, self._recaptures.done + 1)
+        report_capture(stage, graphs, recorder, graphs.choice.not_model, self._recaptures.done + 1)
 
     @contextmanager
     def _capture_mode(self) -> Iterator[float]:
@@ -426,7 +417,7 @@ class TECudaGraphHelper:
     # ------------------------------------------------------------------------------------------ arguments of a capture
 
     def _arguments(self) -> CaptureArguments:
-        return CaptureArguments(self.stage, self._graphs.layers_apart, self.seq_length, self.micro_batch_size)
+        return CaptureArguments(self.stage, self._state.layers_apart, self.seq_length, self.micro_batch_size)
 
     def _order(self) -> PassOrder:
         return self._arguments().order()
@@ -492,5 +483,5 @@ class TECudaGraphHelper:
         self.stage.log(logging.INFO, "deleted all CUDA graphs")
 
     def _drop_graphs(self) -> None:
-        self._graphs.delete()
-        self._graphs = StageGraphs(self.stage)
+        self._state.delete()
+        self._state = self._new_state()

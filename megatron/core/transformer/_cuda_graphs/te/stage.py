@@ -11,8 +11,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_on_each_pipeline_stage
 
-from ..report import CaptureRecorder
-from .agreement import CaptureAgreement
 from .layers import fsdp_of, language_model_of, single_run_layers
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -102,12 +100,6 @@ class Stage:
         # The token dispatcher keeps the shapes of its last pass, which the part after the graph reads.
         dispatches = {CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess} & {*self.config.cuda_graph_modules}
         return self.may_skip_replays and not dispatches
-
-    def agreement(self, *, with_other_stages: bool, recorder: CaptureRecorder | None = None) -> CaptureAgreement:
-        """Return what the ranks of a capture agree by; see ``CaptureAgreement``."""
-        together = getattr(self.groups, "tp_dp_cp", None)
-        ranks = [self.groups.tp, self.groups.dp_cp] if together is None else [together]
-        return CaptureAgreement(ranks, self.groups.pp if with_other_stages else None, recorder)
 
     def log(self, level: int, message: str) -> None:
         """Log ``message`` on one rank of each pipeline stage."""

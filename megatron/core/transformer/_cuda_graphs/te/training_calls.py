@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..flags.own import packed_sequences
+from ..flags.options import packed_sequences
 from ..hooks import calls_weakly, runs_outside_graphs
 from ..packed_sequences import OFFSETS, unpack
 

@@ -121,7 +121,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         self, order: Sequence[float], chunk_id_list: list | None = None
     ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
         """Make inputs for every layer and micro-batch, whatever the order."""
-        arguments, layers = self._arguments(), [layer for own in self._graphs.layers_apart for layer in own]
+        arguments, layers = self._arguments(), [layer for own in self._state.layers_apart for layer in own]
         samples = [arguments.inputs_of(layer, None) for _ in range(self.num_microbatches or 1) for layer in layers]
         return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 

@@ -19,7 +19,7 @@ from ..engine.quantization import RecordedQuantization
 from ..engine.whole_passes import WholePasses
 from ..evaluation_mode import may_replay_evaluation
 from ..packed_sequences import OFFSETS, from_static_offsets
-from ..replay_conditions import ReplayConditions
+from ..snapshot import Snapshot
 from .forward_graphs import ForwardGraphs, captured
 from .layers import decoder_layers, language_layers
 from .order import PassOrder
@@ -111,14 +111,14 @@ class ModelGraphs(ForwardGraphs):
         model: Any,
         slots: Sequence[WholePasses],
         eager_passes: EagerPasses,
-        conditions: ReplayConditions,
+        snapshot: Snapshot,
         kept: Sequence[Any] = (),
         stands: bool = True,
     ):
         unused = unused_by(model)
         if {"attention_mask", *OFFSETS}.isdisjoint(slots[0].inputs):  # there is no attention
             unused.add("attention_mask")
-        super().__init__(model, slots, eager_passes, conditions, unused=unused, kept=kept, stands=stands)
+        super().__init__(model, slots, eager_passes, snapshot, unused=unused, kept=kept, stands=stands)
 
     def reset(self) -> None:
         if self.evaluation is not None:
@@ -209,8 +209,8 @@ def capture_whole_models(
         for step in plan.steps
     ]
     kept: list[Any] = []
-    with captured(slots, owners, turns, num_warmup_iters, _around_passes(models, kept)) as conditions:
-        return [ModelGraphs(model, slots[model], eager_passes, conditions[model], kept) for model in models]
+    with captured(slots, owners, turns, num_warmup_iters, _around_passes(models, kept)) as snapshots:
+        return [ModelGraphs(model, slots[model], eager_passes, snapshots[model], kept) for model in models]
 
 
 def capture_evaluation(
@@ -231,8 +231,8 @@ def capture_evaluation(
     name = f"{type(model).__name__} in evaluation"
     passes = WholePasses(name, inputs, owner, quantized=quantized, has_backward=False)
     turns, kept = [(passes, partial(_forward, model, seq_length))], list[Any]()
-    with captured({model: [passes]}, [owner], turns, num_warmup_iters, _around_passes([model], kept)) as conditions:
-        return ModelGraphs(model, [passes], EagerPasses(), conditions[model], kept, stands=False)
+    with captured({model: [passes]}, [owner], turns, num_warmup_iters, _around_passes([model], kept)) as snapshots:
+        return ModelGraphs(model, [passes], EagerPasses(), snapshots[model], kept, stands=False)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer.cuda_graphs import (
     ArgMetadata,
     CudaGraphManager,
@@ -12,6 +11,7 @@ from megatron.core.transformer.cuda_graphs import (
     _CudagraphGlobalRecord,
 )
 
+from .layer_graphs import layer_graph
 from .local.local_graph_cases import HIDDEN, batch, config, groups, record, runners, stack, use_graphable_rng
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
@@ -25,20 +25,15 @@ def recorded():
     return model, runners(model)[0]
 
 
-def layer_graph():
-    return LayerGraph("layer 1", lambda *args: args, (torch.ones(3, HIDDEN),), {}, has_attention=True)
-
-
 @pytest.mark.parametrize(
     "refused",
     [
         lambda: ArgMetadata(3).zeros_like(),
         lambda: _check_supported_type(ArgMetadata(object())),
-        lambda: layer_graph()(None),
         lambda: layer_graph()(),
         lambda: layer_graph()(torch.ones(3, HIDDEN), packed_seq_params=object()),
     ],
-    ids=["zeros of an int", "type", "no tensor for a layer", "too few inputs", "unknown keyword"],
+    ids=["zeros of an int", "type", "too few inputs", "unknown keyword"],
 )
 def test_arguments(refused):
     with pytest.raises(AssertionError):

@@ -126,6 +126,8 @@ def test_bytes_have_a_unit(size, text):
 class Bar:
     """Stands for ``tqdm.tqdm`` and records what is shown."""
 
+    last: "Bar"
+
     def __init__(self, total=None, **_):
         Bar.last = self
         self.total, self.done, self.shown = total, 0, []

@@ -6,10 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.engine.quantization import Quantization, RecordedQuantization
 from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses, capture_passes
-from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
+from megatron.core.transformer._cuda_graphs.snapshot import Snapshot, quantized_aspect
 from tests.support import small_transformer_engine
 from tests.support.small_transformer_engine import QuantizedProduct, State, autocast
 
@@ -285,8 +284,8 @@ def test_tensors_that_the_graphs_do_not_use_are_noticed(engine, change, what):
     model = Model()
     model.capture(engine)
     assert model.recorded is not None
-    conditions = ReplayConditions(model.layers, AttributeReads(), quantized=model.recorded.tensors)
-    assert not conditions.have_changed()
+    snapshot = Snapshot("", quantized_aspect(model.recorded.tensors))
+    assert not snapshot.changed()
     change(model)
-    assert conditions.have_changed()
-    assert what in conditions.changes()
+    assert snapshot.changed()
+    assert what in snapshot.reason()

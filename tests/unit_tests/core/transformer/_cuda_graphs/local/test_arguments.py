@@ -73,7 +73,7 @@ class TestArgMetadata:
         assert zeros.sum() == 1
 
     def test_only_tensors_have_zeros(self):
-        with pytest.raises(TypeError, match="an argument of type int has no zeros"):
+        with pytest.raises(TypeError, match="cannot make zeros like an argument of type int"):
             ArgMetadata(3).zeros_like()
 
 

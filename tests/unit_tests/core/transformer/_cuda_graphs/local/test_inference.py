@@ -74,7 +74,7 @@ class TestInference:
             hidden, _ = first(batch(0), cache_key=0)
             second(hidden, cache_key=0)
         (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in (first, second))
-        assert two.fwd_graph_input_surface[0].data_ptr() == one.fwd_graph_output_surface[0].data_ptr()
+        assert two.slot.inputs[0].data_ptr() == one.slot.outputs[0].data_ptr()
 
     def test_layers_read_a_tensor_that_all_of_them_take_in_one_place(self):
         layers, references = [self.inline() for _ in range(2)], stack(count=2, graphs=False).layers.eval()
@@ -87,7 +87,7 @@ class TestInference:
             ):
                 assert torch.equal(layer(batch(step), scale=given, cache_key=0)[0], reference(batch(step), given)[0])
         (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in layers)
-        one, two = (runner.fwd_graph_input_surface for runner in (one, two))
+        one, two = (runner.slot.inputs for runner in (one, two))
         assert one[1].data_ptr() == two[1].data_ptr()
         assert one[0].data_ptr() != two[0].data_ptr()
 
@@ -125,16 +125,6 @@ class TestInference:
         with torch.inference_mode():
             layer(batch(0), scale=torch.ones(1, HIDDEN).cuda(), inference_context=Context(1, 8))
         assert set(layer.cudagraph_manager.custom_cudagraphs_lookup_table) == {((3, 8), False)}
-
-    def test_a_graph_of_static_batching_is_found_by_megatron_cores_key(self):
-        layer = stack(count=1).layers[0].eval()
-        with torch.inference_mode():
-            layer(batch(0), inference_context=Context(1, 8))
-        table = layer.cudagraph_manager.custom_cudagraphs_lookup_table
-        assert table[(3, False)] is table[((3, 8), False)] is not None
-        assert table[(3, True)] is None
-        assert table[(4, False)] is None
-        assert len(table) == 1
 
     def test_arguments_of_a_capture_are_not_kept_alive(self):
         layer = self.inline()

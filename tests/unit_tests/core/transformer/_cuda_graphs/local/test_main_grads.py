@@ -5,11 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.local.main_grads import (
-    accumulate_into_main_grads,
-    scratch_main_grads,
-    track_fused_accumulation,
-)
+from megatron.core.transformer._cuda_graphs.local.runner import accumulate_into_main_grads
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs, delete_cuda_graphs
 
 from .local_graph_cases import HIDDEN, Layer, Stack, add_to_main_grad, batch, groups, use_graphable_rng
@@ -27,32 +23,32 @@ def param(main_grad=None, added: bool | None = None) -> Any:
 def test_gradients_are_added_in_the_precision_of_the_main_gradient():
     target = param(1.0)
     target.main_grad = torch.ones(2, dtype=torch.float64)
-    assert accumulate_into_main_grads([target], [torch.full((2,), 0.5)]) == [None]
+    assert accumulate_into_main_grads([target], [torch.full((2,), 0.5)], ()) == [None]
     assert target.main_grad.tolist() == [1.5, 1.5]
     assert target.main_grad.dtype is torch.float64
 
 
 def test_what_the_layer_has_added_itself_is_not_added_again():
     target = param(1.0, added=True)
-    assert accumulate_into_main_grads([target], [torch.ones(2)]) == [None]
+    assert accumulate_into_main_grads([target], [torch.ones(2)], ()) == [None]
     assert target.main_grad.tolist() == [1, 1]
 
 
 def test_the_gradient_of_a_sharded_weight_is_not_added():
     target = param(1.0)
     target.is_gtp_weight_remat = True  # megatron-core's mark of a weight that adds its own
-    assert accumulate_into_main_grads([target], [torch.ones(2)]) == [None]
+    assert accumulate_into_main_grads([target], [torch.ones(2)], ()) == [None]
     assert target.main_grad.tolist() == [1, 1]
 
 
 def test_a_gradient_without_a_main_gradient_is_left():
     grad = torch.ones(2)
-    assert accumulate_into_main_grads([param()], [grad])[0] is grad
+    assert accumulate_into_main_grads([param()], [grad], ())[0] is grad
 
 
 def test_no_gradient_is_nothing_to_add():
     target = param(1.0)
-    assert accumulate_into_main_grads([target, param()], [None, None]) == [None, None]
+    assert accumulate_into_main_grads([target, param()], [None, None], ()) == [None, None]
     assert target.main_grad.tolist() == [1, 1]
 
 
@@ -62,40 +58,6 @@ def test_gradients_of_shared_parameters_are_left_unless_the_layer_has_added_them
     left = accumulate_into_main_grads([shared, added, own], [grad] * 3, shared=[shared, added])
     assert left == [grad, None, None]
     assert [each.main_grad.tolist() for each in (shared, added, own)] == [[1, 1], [1, 1], [2, 2]]
-
-
-def test_flags_are_asked_anew_and_put_back():
-    stale, fresh, without = param(1.0, added=True), param(1.0, added=False), param(1.0)
-    with track_fused_accumulation([stale, fresh, without]):
-        assert not stale.grad_added_to_main_grad
-        fresh.grad_added_to_main_grad = True
-    assert stale.grad_added_to_main_grad
-    assert not fresh.grad_added_to_main_grad
-    assert not hasattr(without, "grad_added_to_main_grad")
-
-
-def failing():
-    raise KeyError
-
-
-@pytest.mark.parametrize("context", [track_fused_accumulation, scratch_main_grads])
-def test_an_error_leaves_parameters_as_they_were(context):
-    target = param(1.0, added=True)
-    main_grad = target.main_grad
-    with pytest.raises(KeyError), context([target]):
-        failing()
-    assert target.main_grad is main_grad
-    assert target.grad_added_to_main_grad
-
-
-def test_warm_up_adds_to_what_is_thrown_away():
-    target, without = param(1.0), param()
-    main_grad = target.main_grad
-    with scratch_main_grads([target, without]):
-        assert target.main_grad.tolist() == [0, 0]
-        target.main_grad.add_(5)
-    assert target.main_grad is main_grad
-    assert main_grad.tolist() == [1, 1]
 
 
 class FusedProduct(torch.autograd.Function):
@@ -179,7 +141,7 @@ class TestSharedParameters:
         layer = Halves()
         self.train([layer], microbatches=1)
         (first,), (second,) = (manager.cudagraph_runners for manager in (layer.manager_begin, layer.manager_end))
-        assert [runner.call.shared_params for runner in (first, second)] == [(), ()]
+        assert [runner.shared_params for runner in (first, second)] == [(), ()]
         assert first.params_to_backprop == tuple(layer.linear.parameters())
 
     @pytest.mark.parametrize("kind", ["one layer twice", "one layer three times", "two layers with one weight"])

@@ -44,12 +44,12 @@ class TestArguments:
             ),
             ((torch.ones(3, HIDDEN, device="meta"),), {}, r"args\[0\]: device meta, captured with"),
             ((None,), {}, r"args\[0\]: NoneType, captured with a tensor"),
-            ((), {}, "0 positional arguments, captured with 1"),
+            ((), {}, r"args\[0\] is missing: it was given at capture"),
             ((torch.ones(3, HIDDEN),), {"factor": 2.0}, r"kwargs\['factor'\]: 2.0, captured with 1.5"),
             ((torch.ones(3, HIDDEN),), {"factor": 1}, r"kwargs\['factor'\]: int, captured with float"),
             ((torch.ones(3, HIDDEN),), {"factor": None}, r"kwargs\['factor'\]: NoneType, captured with float"),
             ((torch.ones(3, HIDDEN),), {"scale": torch.ones(1)}, r"kwargs\['scale'\]: Tensor, captured with NoneType"),
-            ((torch.ones(3, HIDDEN),), {"other": 1}, "keyword 'other' was not given at capture"),
+            ((torch.ones(3, HIDDEN),), {"other": 1}, r"kwargs\['other'\] was not given at capture"),
         ],
     )
     def test_that_differ_are_named(self, args, kwargs, message):
@@ -62,7 +62,7 @@ class TestArguments:
     def test_a_keyword_that_is_missing_is_named(self):
         model = stack(count=1)
         record(model, factor=1.5)
-        with pytest.raises(RuntimeError, match="keyword 'factor' is missing"):
+        with pytest.raises(RuntimeError, match=r"kwargs\['factor'\] is missing"):
             model.layers[0](torch.ones(3, HIDDEN))
 
     def test_an_input_that_requires_grad_where_none_did_is_named(self):
@@ -97,7 +97,7 @@ class TestAfterCapture:
 
     def test_a_second_model_is_refused_with_what_to_do(self):
         record(stack())
-        with pytest.raises(RuntimeError, match=r"Layer is to be trained after .* delete_cuda_graphs\(\) first"):
+        with pytest.raises(RuntimeError, match=r"(?s)no CUDA graph of Layer.*did not run in the recorded step"):
             stack()(batch(0))
 
     def test_run_eagerly_where_no_gradients_are_wanted(self):
@@ -177,12 +177,12 @@ class TestManager:
         with pytest.raises(RuntimeError, match="--te-rng-tracker"):
             CudaGraphManager(config(), pg_collection=groups())
 
-    def test_leaves_the_default_stream_for_the_recorded_step_only(self):
+    def test_leaves_the_default_stream_until_graphs_are_captured(self):
         default = torch.cuda.default_stream()
         streams: list = []
         with torch.cuda.stream(default):
             model = stack()
-            assert torch.cuda.current_stream() == default
+            assert torch.cuda.current_stream() != default  # where DistributedDataParallel meets the parameters
             model.layers[0].linear.register_forward_hook(lambda *_: streams.append(torch.cuda.current_stream()))
             record(model)
             assert streams[0] != default
@@ -219,14 +219,6 @@ class TestManager:
         model(batch(1)).sum().backward()
         assert not called
 
-    def test_modules_that_were_not_annotated_count_as_first_and_last(self):
-        use_graphable_rng()
-        layer = Layer(number=99).cuda()
-        del layer.is_first_layer
-        layer(batch(0))
-        (runner,) = layer.cudagraph_manager.cudagraph_runners
-        assert (runner.is_first_layer, runner.is_last_layer) == (True, True)
-
     def test_refuses_layers_under_megatron_fsdp(self):
         model = stack(count=1)
         model.layers[0].linear.register_forward_pre_hook(runs_outside_graphs(lambda module, args: None))
@@ -242,7 +234,7 @@ class TestManager:
         hook.__module__ = pool_of.__module__
         model.layers[0].linear.register_forward_pre_hook(hook)
         record(model)
-        assert all(runner.cudagraph_created for runner in runners(model))
+        assert all(runner.fwd_graph is not None for runner in runners(model))
 
     def test_a_function_of_a_module_is_graphed_in_its_place(self):
         layer = Layer(graphs=False).cuda()

@@ -18,6 +18,14 @@ from megatron.core.transformer._cuda_graphs.local.memory import (
 )
 
 
+def NEVER():
+    return False
+
+
+def ALWAYS():
+    return True
+
+
 def meta(shape=(2, 3), uses=1, **changes):
     described = ArgMetadata(torch.empty(shape, requires_grad=changes.pop("requires_grad", False)))
     described.cg_buffer_metadata = CudagraphBufferMetadata(is_cudagraph_input=True, input_use_count=uses, **changes)
@@ -62,7 +70,7 @@ class TestTensorReusePool:
         assert [tensor.data_ptr() for tensor in pool.tensor_strong_refs] == [address]
 
     def test_refuses_what_it_did_not_lend(self):
-        with pytest.raises(ValueError, match=r"shape \(2, 3\) is given back to a pool that did not lend it"):
+        with pytest.raises(ValueError, match=r"shape \(2, 3\) is returned to a pool that did not lend it"):
             TensorReusePool().insert(torch.empty(2, 3))
 
     def test_refuses_what_was_given_back(self):
@@ -118,10 +126,10 @@ class Simulation:
         made = [torch.empty(2, 3) for _ in graph.inputs]
         self.owned += made
         for index in self.buffers.lend_grads(graph.inputs, made):
-            self.buffers.pool.let_go(made[index])
+            self.buffers.pool.release(made[index])
         self.buffers.inputs_read(graph.inputs)
         for output in graph.made:
-            self.buffers.pool.let_go(output)
+            self.buffers.pool.release(output)
 
 
 @st.composite
@@ -204,7 +212,7 @@ class TestStaticBuffers:
         buffers.lend_outputs([output], [static])
         buffers.inputs_read([given_in])
         assert not buffers.pool.pool
-        buffers.pool.let_go(static)
+        buffers.pool.release(static)
         assert len(buffers.pool.pool) == 1
 
     def test_memory_that_was_given_back_cannot_be_held(self):
@@ -236,58 +244,58 @@ class TestStaticBuffers:
 class TestStaticInput:
     def test_takes_the_value_of_a_tensor(self):
         static = StaticInput(torch.zeros(2), only_copied_to=True)
-        assert static.put(torch.ones(2), in_use=False)
+        assert static.put(torch.ones(2), in_use=NEVER)
         assert static.tensor.tolist() == [1, 1]
 
     def test_copies_nothing_that_is_there(self):
         static = StaticInput(torch.zeros(2), only_copied_to=True)
         value = torch.ones(2)
-        static.put(value, in_use=False)
+        static.put(value, in_use=NEVER)
         static.tensor.fill_(7)
-        static.put(value, in_use=False)
+        static.put(value, in_use=NEVER)
         assert static.tensor.tolist() == [7, 7]
 
     def test_copies_anew_what_was_changed(self):
         static = StaticInput(torch.zeros(2), only_copied_to=True)
         value = torch.ones(2)
-        static.put(value, in_use=False)
+        static.put(value, in_use=NEVER)
         value.add_(1)
-        static.put(value, in_use=False)
+        static.put(value, in_use=NEVER)
         assert static.tensor.tolist() == [2, 2]
 
     def test_copies_anew_where_a_graph_writes(self):
         static = StaticInput(torch.zeros(2), only_copied_to=False)
         value = torch.ones(2)
-        static.put(value, in_use=False)
+        static.put(value, in_use=NEVER)
         static.tensor.fill_(7)
-        static.put(value, in_use=False)
+        static.put(value, in_use=NEVER)
         assert static.tensor.tolist() == [1, 1]
 
     def test_copies_inference_tensors_always(self):
         static = StaticInput(torch.zeros(2), only_copied_to=True)
         with torch.inference_mode():
             value = torch.ones(2)
-            static.put(value, in_use=False)
+            static.put(value, in_use=NEVER)
             value.add_(1)
-            static.put(value, in_use=False)
+            static.put(value, in_use=NEVER)
         assert static.tensor.tolist() == [2, 2]
 
     def test_takes_no_other_value_while_one_is_in_use(self):
         static = StaticInput(torch.zeros(2), only_copied_to=True)
         value = torch.ones(2)
-        static.put(value, in_use=False)
-        assert static.put(value, in_use=True)
-        assert static.put(static.tensor, in_use=True)
-        assert not static.put(torch.ones(2), in_use=True)
+        static.put(value, in_use=NEVER)
+        assert static.put(value, in_use=ALWAYS)
+        assert static.put(static.tensor, in_use=ALWAYS)
+        assert not static.put(torch.ones(2), in_use=ALWAYS)
 
     def test_takes_another_view_of_its_own_memory(self):
         static = StaticInput(torch.arange(4.0).view(2, 2), only_copied_to=True)
-        static.put(static.tensor.t(), in_use=False)
+        static.put(static.tensor.t(), in_use=NEVER)
         assert static.tensor.tolist() == [[0, 2], [1, 3]]
 
     @pytest.mark.parametrize("view", [torch._neg_view, torch.conj])
     def test_takes_a_view_of_its_own_memory_with_other_values(self, view):
         static = StaticInput(torch.tensor([1 + 2j, 3 - 1j]), only_copied_to=True)
         expected = view(static.tensor).tolist()
-        assert static.put(view(static.tensor), in_use=False)
+        assert static.put(view(static.tensor), in_use=NEVER)
         assert static.tensor.tolist() == expected

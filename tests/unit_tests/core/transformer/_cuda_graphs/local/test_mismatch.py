@@ -16,7 +16,7 @@ class Packed:
 
 
 def compare(given, captured, grad_enabled=False):
-    return mismatches((given,), {}, [described(captured)], {}, grad_enabled)
+    return mismatches((given,), {}, ((described(captured),), {}), grad_enabled)
 
 
 SAME = [
@@ -47,13 +47,13 @@ def test_equal_arguments_have_none(argument):
         (torch.ones(2), None, "args[0]: Tensor, captured with NoneType"),
         (1, True, "args[0]: int, captured with bool"),
         ("a", "b", "args[0]: 'a', captured with 'b'"),
-        ((1,), (1, 2), "args[0]: entries [0], captured with [0], [1]"),
+        ((1,), (1, 2), "args[0][1] is missing: it was given at capture"),
         ((1, 3), (1, 2), "args[0][1]: 3, captured with 2"),
-        ({"a": 1}, {"b": 1}, "args[0]: entries ['a'], captured with ['b']"),
+        ({"a": 1, "b": 2}, {"a": 1}, "args[0]['b'] was not given at capture"),
         ({"a": 1}, {"a": 2}, "args[0]['a']: 1, captured with 2"),
-        (Packed(torch.ones(2), 1), Packed(torch.ones(2), 2), "args[0].count: 1, captured with 2"),
-        (Packed(torch.ones(3), 1), Packed(torch.ones(2), 1), "args[0].lengths: shape (3,), captured with (2,)"),
-        (Packed(None, 1), Packed(torch.ones(2), 1), "args[0].lengths: NoneType, captured with a tensor"),
+        (Packed(torch.ones(2), 1), Packed(torch.ones(2), 2), "args[0]['count']: 1, captured with 2"),
+        (Packed(torch.ones(3), 1), Packed(torch.ones(2), 1), "args[0]['lengths']: shape (3,), captured with (2,)"),
+        (Packed(None, 1), Packed(torch.ones(2), 1), "args[0]['lengths']: NoneType, captured with a tensor"),
     ],
 )
 def test_each_is_one_line(given, captured, line):
@@ -62,13 +62,12 @@ def test_each_is_one_line(given, captured, line):
 
 def test_all_are_named_at_once():
     captured = described({"a": 1, "b": torch.ones(2), "c": 2})
-    assert mismatches((), {"a": 2, "b": torch.ones(3).int(), "d": 1}, [1], captured, False) == [
-        "0 positional arguments, captured with 1",
-        "keyword 'c' is missing: it was given at capture",
-        "keyword 'd' was not given at capture",
+    assert mismatches((), {"a": 2, "b": torch.ones(3), "d": 1}, ((1,), captured), False) == [
+        "args[0] is missing: it was given at capture",
         "kwargs['a']: 2, captured with 1",
         "kwargs['b']: shape (3,), captured with (2,)",
-        "kwargs['b']: torch.int32, captured with torch.float32",
+        "kwargs['c'] is missing: it was given at capture",
+        "kwargs['d'] was not given at capture",
     ]
 
 

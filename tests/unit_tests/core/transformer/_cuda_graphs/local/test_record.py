@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer._cuda_graphs.engine.memory import REUSE_OPTION, allocator_settings
-from megatron.core.transformer._cuda_graphs.local.session import CaptureSession
+from megatron.core.transformer._cuda_graphs.local.record import Recording
 from megatron.core.transformer.cuda_graphs import (
     CudaGraphManager,
     _CudagraphGlobalRecord,
@@ -43,7 +43,7 @@ class TestCreation:
             raise KeyError("clean-up")
 
         with (
-            mock.patch.object(CaptureSession, "capture", side_effect=ZeroDivisionError),
+            mock.patch.object(Recording, "capture", side_effect=ZeroDivisionError),
             mock.patch.object(_CudagraphGlobalRecord, "forget_graphs", fail),
             pytest.raises(ZeroDivisionError) as error,
         ):
@@ -167,13 +167,13 @@ class TestDeletion:
 
         (graphed, model), (eager, _) = steps(graphs=True), steps(graphs=False)
         assert graphed == eager
-        assert all(runner.cudagraph_created for runner in runners(model))
+        assert all(runner.fwd_graph is not None for runner in runners(model))
 
     def test_frees_graphs_and_static_memory(self):
         model = stack()
         record(model)
         (runner, *_) = runners(model)
-        graph, place = weakref.ref(runner.fwd_graph), weakref.ref(runner._replay._static_inputs[0][0].tensor)
+        graph, place = weakref.ref(runner.fwd_graph), weakref.ref(runner.replayed.static_inputs[0][0].tensor)
         del runner
         delete_cuda_graphs()
         gc.collect()
@@ -200,7 +200,7 @@ class TestDeletion:
         eager = train(stack(graphs=False, dropout=0.5), steps=3)
         model = stack(dropout=0.5)
         assert train(model, steps=3) == eager
-        assert all(runner.cudagraph_created for runner in runners(model))
+        assert all(runner.fwd_graph is not None for runner in runners(model))
 
     def test_a_shared_tensor_that_was_noted_in_one_recording_is_new_in_the_next(self):
         model, scale = stack(), torch.ones(1, HIDDEN).cuda()

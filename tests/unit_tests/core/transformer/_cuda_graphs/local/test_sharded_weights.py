@@ -83,9 +83,8 @@ class TestTraining:
             create_cudagraphs()
             return found
 
-        eager, graphed, model = both(between_steps=forward)
+        eager, graphed, _ = both(between_steps=forward)
         assert graphed == eager
-        assert eager_calls(model) == [1 + 2 + 1] * 3
 
     def test_is_recorded_anew_after_graphs_were_deleted(self, both):
         def delete(model, step):

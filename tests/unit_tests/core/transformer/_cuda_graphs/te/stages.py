@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.report import CaptureRecorder
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session, changed_shapes
-from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
+from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureState, Choice, Holds
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import Recaptures
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Choice, Holds
 from megatron.core.transformer._cuda_graphs.te.order import PassOrder
 from megatron.core.transformer._cuda_graphs.te.stage import Chunk, Role, Stage
-from megatron.core.transformer._cuda_graphs.te.stage_graphs import StageGraphs
+from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import GraphableMegatronModule
@@ -35,21 +35,16 @@ class Alone(CaptureAgreement):
     """The agreement of one rank that is in no process group."""
 
     def __init__(self):
-        pass
+        self._recorder = CaptureRecorder(active=False)
+        self._of_stage = self._ballots = []
 
-    def begin(self, where, phase=""):
-        pass
+    def _vote(self, ballots, objections=None):
+        return dict(objections or {})
 
-    def join(self):
-        pass
+    def objections(self, own):
+        return dict(own)
 
-    def objection(self, reason):
-        return reason
-
-    def finish(self):
-        pass
-
-    def failed(self, error):
+    def _failed(self, error):
         return CaptureFailedError(f"{type(error).__name__}")
 
 
@@ -102,7 +97,8 @@ def stage_of(*layers, modules=None, stages=1, **options):
 
 def capture(stage, order, engine=capture_session.make_graphed_callables):
     """Capture the layers of ``stage`` for one micro-batch, in ``order``, by ``engine``."""
-    graphs = StageGraphs(stage)
+    graphs = CaptureState(stage, TrainingCalls((), ()))
+    graphs.choice = Choice(Holds.LAYER)
     arguments = CaptureArguments(stage, graphs.layers_apart, 2, 1)
 
     def input_data():
@@ -115,7 +111,7 @@ def capture(stage, order, engine=capture_session.make_graphed_callables):
         for module in (capture_arguments, changed_shapes):
             stack.enter_context(mock.patch.object(module, "get_num_microbatches", return_value=1))
         stack.enter_context(using(engine))
-        session.capture(Choice(Holds.LAYER), input_data)
+        session.capture(input_data)
     return graphs
 
 
@@ -124,7 +120,7 @@ def engine(capture=lambda: None):
 
     def run(layers, sample_args, **arguments):
         capture()
-        return [mock.Mock(spec=["__call__", "reset"]) for _ in sample_args]
+        return [mock.Mock(spec=["__call__", "reset", "name_inputs"]) for _ in sample_args]
 
     return run
 

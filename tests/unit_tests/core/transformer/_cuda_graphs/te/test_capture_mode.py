@@ -14,7 +14,6 @@ from megatron.core.transformer._cuda_graphs.engine.memory import REUSE_OPTION, a
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
-from megatron.core.transformer._cuda_graphs.te.stage import Stage
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from .stages import Alone, Failure, helper_of
@@ -49,10 +48,10 @@ class TestCaptureMode:
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
     def test_is_off_if_ranks_cannot_agree(self, monkeypatch):
-        def no_store(stage, **which):
+        def no_store(groups, **which):
             raise Failure
 
-        monkeypatch.setattr(Stage, "agreement", no_store)
+        monkeypatch.setattr(te_helper, "CaptureAgreement", no_store)
         capturing = helper_of()
         with pytest.raises(Failure):
             capturing.create_cudagraphs()
@@ -108,13 +107,13 @@ class TestCaptureMode:
 
     def test_an_interrupt_on_another_rank_is_no_reason_to_go_on(self, monkeypatch):
         class OtherRankInterrupted(Alone):
-            def finish(self):
+            def _vote(self, ballots, objections=None):
                 raise CaptureInterruptedError("on rank 1")
 
-            def failed(self, error):
+            def _failed(self, error):
                 return error
 
-        monkeypatch.setattr(Stage, "agreement", lambda stage, **which: OtherRankInterrupted())
+        monkeypatch.setattr(te_helper, "CaptureAgreement", lambda groups, **which: OtherRankInterrupted())
         capturing = helper_of()
         capturing.config.cuda_graph_fallback = "eager"
         with pytest.raises(CaptureInterruptedError, match="on rank 1"):
@@ -125,7 +124,7 @@ class TestCaptureMode:
         told = []
 
         class Told(Alone):
-            def failed(self, error):
+            def _failed(self, error):
                 told.append(type(error))
 
         def interrupt(*message):
@@ -133,7 +132,7 @@ class TestCaptureMode:
 
         monkeypatch.setattr(te_helper, "log_single_rank", interrupt)
         capturing = helper_of()
-        monkeypatch.setattr(Stage, "agreement", lambda stage, **which: Told())
+        monkeypatch.setattr(te_helper, "CaptureAgreement", lambda groups, **which: Told())
         with pytest.raises(KeyboardInterrupt):
             capturing.create_cudagraphs()
         assert told == [KeyboardInterrupt]
@@ -141,12 +140,12 @@ class TestCaptureMode:
 
     def test_graphs_of_a_rank_that_succeeded_are_freed_if_another_has_failed(self, monkeypatch):
         class OtherRankFailed(Alone):
-            def finish(self):
+            def _vote(self, ballots, objections=None):
                 graphs.extend(capturing.flattened_callables[0].cuda_graphs)
                 raise CaptureFailedError("on rank 1")
 
         graphs: list = []
-        monkeypatch.setattr(Stage, "agreement", lambda stage, **which: OtherRankFailed())
+        monkeypatch.setattr(te_helper, "CaptureAgreement", lambda groups, **which: OtherRankFailed())
         capturing = helper_of()
         with pytest.raises(CaptureFailedError):
             capturing.create_cudagraphs()

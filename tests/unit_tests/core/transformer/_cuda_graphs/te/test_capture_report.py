@@ -127,7 +127,7 @@ def captured(one_rank, tmp_path):
 
 
 NAMES = [f"layer {number} (TransformerLayer)" for number in (1, 2, 3)]
-OUTSIDE = ["embedding (LanguageModelEmbedding)", "decoder.final_layernorm (LayerNorm)"]
+OUTSIDE = ["embedding (LanguageModelEmbedding)", "decoder.final_layernorm (LayerNorm)", "evaluation"]
 
 
 @pytest.mark.usefixtures("side_stream")
@@ -166,12 +166,12 @@ class TestFiles:
     """Files of a stage whose one layer has graphs for two micro-batches."""
 
     @staticmethod
-    def report(folder, number=1, recorder=None, none_because=""):
+    def report(folder, number=1, recorder=None, eager_because=""):
         layer, pool = Graphable(), SimpleNamespace(pool=lambda: (0, 1))
         layer.cuda_graphs = [SimpleNamespace(forward_graph=pool, backward_graph=pool)] * 2
         stage = stage_of([layer], cuda_graph_report=None if folder is None else str(folder))
-        graphs = SimpleNamespace(
-            none_because=none_because, models=(), decoder=None, evaluation=(), layers_apart=[[layer]]
+        graphs: Any = SimpleNamespace(
+            eager_because=eager_because, models=(), decoder=None, evaluation=(), layers_apart=[[layer]]
         )
         with mock.patch.object(capture_observer, "pools_of", return_value=[]):
             report_capture(stage, graphs, recorder or CaptureRecorder(active=True), "", number)
@@ -191,12 +191,12 @@ class TestFiles:
 
     def test_any_failure_is_a_warning(self, caplog):
         recorder = CaptureRecorder(active=True)
-        recorder.seconds = None
+        recorder.seconds = None  # type: ignore[assignment]
         self.report(None, recorder=recorder)
         assert "there will be no report on CUDA graphs" in caplog.text
 
     def test_other_ranks_and_failed_captures_have_none(self, tmp_path, caplog):
         with caplog.at_level("INFO"):
             self.report(tmp_path, recorder=CaptureRecorder(active=False))
-            self.report(tmp_path, none_because="capture-failed")
+            self.report(tmp_path, eager_because="capture-failed")
         assert caplog.messages == [] and list(tmp_path.iterdir()) == []

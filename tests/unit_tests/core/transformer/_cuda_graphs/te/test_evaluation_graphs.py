@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement, Failure
 from megatron.core.transformer._cuda_graphs.errors import CaptureInterruptedError
-from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement, Failure
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed, in_use, trained
 
 pytestmark = pytest.mark.usefixtures("side_stream")
@@ -269,7 +269,14 @@ def test_failed_capture_leaves_evaluation_eager(one_rank, caplog):
 def test_interrupt_on_another_rank_ends_evaluation(one_rank, monkeypatch):
     interrupt = Failure(1, "evaluation of the whole model", "KeyboardInterrupt", interrupted=True)
     training = CapturedTraining(graphed(MODEL))
-    monkeypatch.setattr(CaptureAgreement, "finish", lambda agreement: agreement._check(interrupt))
+
+    def interrupted(agreement, ballots, objections=None):
+        if objections:
+            return dict(objections)
+        raise interrupt.error()
+
+    monkeypatch.setattr(CaptureAgreement, "_vote", interrupted)
+    monkeypatch.setattr(CaptureAgreement, "_failed", lambda agreement, error: interrupt.error())
     with pytest.raises(CaptureInterruptedError, match="interrupted on rank 1"):
         training.evaluate()
     training.delete()

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.te import capture_session, stage_graphs
-from megatron.core.transformer._cuda_graphs.te.stage_graphs import (
+from megatron.core.transformer._cuda_graphs.te import capture_session, capture_state
+from megatron.core.transformer._cuda_graphs.te.capture_state import (
     BEFORE_CAPTURE,
     CAPTURE_FAILED,
     OTHER_INPUTS,
@@ -100,11 +100,11 @@ def test_memory_is_that_of_the_pools_and_is_looked_for_once(training, monkeypatc
     def of_graphs():
         return sum(size for pool, size in pools().items() if pool not in others)
 
-    trained = training(graphed())
+    trained = training(graphed(-1))
     before = trained.helper.graph_use().pool_bytes
     assert before == of_graphs() > 0
     with monkeypatch.context() as patched:
-        patched.setattr(stage_graphs, "pools_of", lambda graphs: pytest.fail("the allocator is asked again"))
+        patched.setattr(capture_state, "pools_of", lambda graphs: pytest.fail("the allocator is asked again"))
         trained.step()
         assert trained.helper.graph_use().pool_bytes == before
     trained.evaluate()

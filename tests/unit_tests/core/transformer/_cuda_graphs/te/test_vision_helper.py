@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
-from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer.cuda_graphs import (
     TECudaGraphHelper,
     VisionTECudaGraphHelper,
@@ -26,6 +25,7 @@ from tests.support import models, vision_training
 from tests.support.case import Case
 from tests.support.replaced import replaced
 from tests.support.vision_training import CLASSES, PATCH
+from tests.unit_tests.core.transformer._cuda_graphs.layer_graphs import layer_graph
 
 from ..engine.captured_cases import Forward, assert_same_bits, copies, descend, device_tensor, none_outputs
 from .conftest import MICROBATCHES
@@ -367,7 +367,7 @@ def test_a_wrapped_graph_can_be_copied():
 def test_a_graph_of_a_layer_replays_it(cpu_backend):
     args = (device_tensor(4, 6),)
     graphed = make_graphed_callables(Forward(none_outputs), args)
-    graph = LayerGraph("layer", _wrap_graph_for_vision(graphed), args, {}, has_attention=True)
+    graph = layer_graph(_wrap_graph_for_vision(graphed))
     (output,) = graph(device_tensor(4, 6, seed=7))
     assert_same_bits([output], [graphed(device_tensor(4, 6, seed=7))[1]])
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
-from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
+from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
 from megatron.core.transformer._cuda_graphs.te import whole_model
 from megatron.core.transformer._cuda_graphs.te.decoder_graphs import DecoderGraphs
 from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs, sample_inputs
@@ -79,8 +78,7 @@ def graphed(with_mask=True, eager_passes=None, more=None):
     if not with_mask:
         del static["attention_mask"]
     static |= more or {}
-    conditions = ReplayConditions(model, AttributeReads(), forward_replaced=True)
-    graphs = ModelGraphs(model, [cast(Any, Passes(static))], eager_passes or EagerPasses(), conditions)
+    graphs = ModelGraphs(model, [cast(Any, Passes(static))], eager_passes or EagerPasses(), Snapshot(""))
     return model, graphs, static
 
 
@@ -372,8 +370,7 @@ def chunk(monkeypatch):
     chunk = Chunk()
     monkeypatch.setattr(whole_model, "get_num_microbatches", lambda: chunk.microbatches)
     slots = [Passes({"attention_mask": mask(), "hidden_states": hidden()}) for _ in range(2)]
-    conditions = ReplayConditions(chunk, AttributeReads(), forward_replaced=True)
-    ModelGraphs(chunk, cast(Any, slots), EagerPasses(), conditions)
+    ModelGraphs(chunk, cast(Any, slots), EagerPasses(), Snapshot(""))
     return chunk, slots
 
 
@@ -420,8 +417,7 @@ def test_a_decoder_call_without_packed_sequences_runs_eagerly():
 
     decoder = Decoder()
     passes = Passes({"hidden_states": torch.zeros(8, 1, 4)} | dict.fromkeys(OFFSETS, offsets(8, 8)))
-    conditions = ReplayConditions(decoder, AttributeReads(), forward_replaced=True)
-    graphs = DecoderGraphs(decoder, [cast(Any, passes)], EagerPasses(), conditions)
+    graphs = DecoderGraphs(decoder, [cast(Any, passes)], EagerPasses(), Snapshot(""))
     assert graphs.inputs_of({"hidden_states": torch.zeros(8, 1, 4)}, graphs.passes) is None
     given = {"hidden_states": torch.zeros(8, 1, 4), "packed_seq_params": packed(3, 8)}
     assert graphs.inputs_of(given, graphs.passes) is not None

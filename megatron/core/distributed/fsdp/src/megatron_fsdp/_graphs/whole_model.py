@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
-from megatron.core.transformer._cuda_graphs.engine.repeated_work import RepeatedWork
 
 from ..training_state import TrainingState
 from .context import Context
@@ -23,7 +22,7 @@ class WholeModel(RecordedUnits):
 
     Attributes:
         replayed: Whether the last forward pass with gradients was a replay.
-        clipping: The optimizer's norm and clipping of the gradients, which are where the backward graph left them.
+        on_forget: Called once when the graphs are freed, by those who own graphs beside them.
     """
 
     def __init__(self, context: Context, begin: Callable[[str], object]):
@@ -36,7 +35,7 @@ class WholeModel(RecordedUnits):
         self._gathers: Sequence[GroupGather] = ()
         self._guard: AddressGuard | None = None
         self.replayed = False
-        self.clipping = RepeatedWork("The norm of gradients and their clipping")
+        self.on_forget: list[Callable[[], None]] = []
 
     @contextmanager
     def _gathered_outside(self) -> Iterator[None]:
@@ -119,7 +118,9 @@ class WholeModel(RecordedUnits):
 
     def forget(self) -> None:
         """Free the other graphs: the model runs eagerly from now on."""
-        self.clipping.reset()
+        for free in self.on_forget:
+            free()
+        self.on_forget.clear()
         if self._context.registry.whole_model is self:
             self._context.registry.whole_model = None
         self._context.plans.forget(self._outside)

@@ -1,24 +1,34 @@
-"""Whether one graph holds the whole model, all layers of its decoder, or one layer; what rules out the first two."""
+"""What graphs of a pipeline stage hold: the whole model, all layers of its decoder, or one layer; and the graphs."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import torch
 
-from ..flags.options import Options
-from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
-from ..hooks import has_other_hooks
-from .agreement import CaptureAgreement
+from ..agreement import CaptureAgreement
+from ..engine.memory import PoolMemory
+from ..engine.rng import GraphStates
+from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
+from ..hooks import calls_weakly, has_other_hooks
+from ..report import Pool
+from .attached_graphs import detach_graphs
 from .capture_arguments import WARMUP_ITERATIONS
+from .changed_shapes import ChangedShapes
+from .forward_graphs import ForwardGraphs
 from .layers import _layer_is_graphable, decoder_layers, language_layers, layer_name
 from .sample_inputs import attention_mask_type
-from .stage import Chunk, Stage
-from .stage_graphs import INTERLEAVED_PASSES, RECOMPUTED_LAYERS
+from .stage import Chunk, Layers, Stage
+from .torch_fsdp import KeptParameters
 from .training_calls import TrainingCalls
 from .whole_model import known_class, other_method
+
+# Why steps run eagerly, as scalars are named.
+BEFORE_CAPTURE, OTHER_INPUTS = "before-capture", "other-inputs"
+NO_LAYERS, CAPTURE_FAILED, CAPTURES_USED_UP = "no-layers", "capture-failed", "captures-used-up"
+INTERLEAVED_PASSES, RECOMPUTED_LAYERS = "interleaved-passes", "recomputed-layers"
 
 
 class Holds(Enum):
@@ -153,8 +163,7 @@ class Choice:
         not_decoder: Why not all layers of the decoder; empty if these or the whole model are.
         why_nothing: Why nothing is captured; empty if something is.
         eager_because: The same as scalars name it.
-        needs_warmup: Whether passes of the whole model run before it is captured: training has not warmed them up on
-            all ranks.
+        needs_warmup: Whether training has not warmed up the whole model on all ranks.
     """
 
     holds: Holds | None
@@ -185,43 +194,89 @@ def choose(stage: Stage, ruled_out: Callable[[Holds], str]) -> Choice:
     return Choice(None, not_model, not_decoder, why_nothing, RECOMPUTED_LAYERS)
 
 
-class GraphChoice:
-    """Chooses what graphs of a pipeline stage hold, the same on all of its ranks.
-
-    Args:
-        stage: The stage, whose training is watched until the first choice.
+@dataclass(frozen=True)
+class GraphUse:
+    """Graph usage counters of this rank, since the helper was made.
 
     Attributes:
-        last: The last choice; one of nothing until a capture makes it.
+        replays: How often forward graphs of training were replayed; None where the engine does not count.
+        captures: How often training was captured.
+        pool_bytes: The memory pools of the graphs that there are, those for evaluation included; None where the engine
+            does not show them.
     """
 
-    def __init__(self, stage: Stage):
-        self._stage = stage
-        models = [chunk.model for chunk in stage.chunks if chunk.layers]
-        decoders = (getattr(model, "decoder", None) for model in models)
-        self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
-        self.last = Choice(None)
+    replays: int | None
+    captures: int
+    pool_bytes: int | None
 
-    def choose(self, agreement: CaptureAgreement, seq_length: int, micro_batch_size: int, model_failed: bool) -> Choice:
-        """Return what graphs are to hold. Log why it is no more.
+
+class CaptureState:
+    """Decides what graphs of a pipeline stage hold, and keeps them, or why there are none.
+
+    One object serves one capture and the graphs it leaves.
+
+    Args:
+        calls: Watches training until the first capture.
+        eager_because: Why steps run eagerly.
+        not_model: Why the whole model is not captured by default; empty if nothing is known against it.
+
+    Attributes:
+        choice: What graphs hold; nothing until ``choose``.
+        eager_because: The argument; empty once there are graphs.
+        whole: The graphs of whole passes: of each chunk of the model, or of the decoder's layers.
+        kept: By chunk, the parameters that FSDP2 keeps for the graphs of its layers.
+        microbatches: Micro-batches of the steps that the capture was for; None for any number.
+        shapes: The passes of other shapes; None where these may not run eagerly.
+    """
+
+    def __init__(self, stage: Stage, calls: TrainingCalls, eager_because: str = BEFORE_CAPTURE, not_model: str = ""):
+        self._stage, self._calls, self._not_model = stage, calls, not_model
+        self.choice = Choice(None)
+        self.eager_because = eager_because
+        self.whole: Sequence[ForwardGraphs] = ()
+        self.kept: Mapping[torch.nn.Module, KeptParameters] = {}
+        self.microbatches: int | None = None
+        self.shapes: ChangedShapes | None = None
+        self._rng_states: GraphStates | None = None
+        self._rng_hooks: Sequence[Any] = ()
+        self._eager_passes_seen = 0
+        self._pools: tuple[int, int | None] = 0, 0  # the number of graphs and the bytes of their pools
+
+    @property
+    def models(self) -> Sequence[Any]:
+        """The graphs of the whole model, or of each chunk of it; empty if graphs hold less."""
+        return self.whole if self.choice.holds is Holds.MODEL else ()
+
+    @property
+    def decoder(self) -> Any:
+        """The graphs of all layers of the decoder; None if graphs hold more or less."""
+        return next(iter(self.whole), None) if self.choice.holds is Holds.DECODER else None
+
+    @property
+    def layers_apart(self) -> list[Layers]:
+        """The layers of each chunk that have graphs of their own, or are to have them."""
+        together = {*(() if self.decoder is None else self.decoder.module.layers)}
+        return [[layer for layer in chunk.layers if layer not in together] for chunk in self._stage.chunks]
+
+    # ---------------------------------------------------------------------------------------------------- decision
+
+    def choose(self, agreement: CaptureAgreement, seq_length: int, micro_batch_size: int) -> None:
+        """Set ``choice``, the same on all ranks, and log why graphs hold no more.
 
         All pipeline stages hold the same, so that a capture that fails on one is followed by the same on all.
-
-        Args:
-            agreement: What ranks agree by.
-            model_failed: Whether the whole model could not be captured just now.
         """
-        stage, wanted = self._stage, layers_per_graph(self._stage.config)
+        stage, wanted, calls = self._stage, layers_per_graph(self._stage.config), self._calls
         tokens = seq_length // stage.config.context_parallel_size
-        not_warm = "" if self._calls.have_run(micro_batch_size, tokens, WARMUP_ITERATIONS) else "it is not warmed up"
-        self._calls.stop()
-        if reason := agreement.objection(self._interleaved()):
+        not_warm = "" if calls.have_run(micro_batch_size, tokens, WARMUP_ITERATIONS) else "it is not warmed up"
+        calls.stop()
+        asked = {Holds.MODEL: wanted in (None, WHOLE_MODEL), Holds.DECODER: wanted != 1}
+        own = {holds.name: self._blocker(holds) if asks else "" for holds, asks in asked.items()}
+        agreed = agreement.objections({"INTERLEAVED": self._interleaved(), "COLD": not_warm, **own})
+        if reason := agreed["INTERLEAVED"]:
             choice = Choice(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
         else:
-            choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds, model_failed)))
-        self.last = choice
-        if choice.holds is Holds.MODEL:
-            self.last = choice = replace(choice, needs_warmup=bool(agreement.objection(not_warm)))
+            choice = replace(choose(stage, lambda holds: agreed[holds.name]), needs_warmup=bool(agreed["COLD"]))
+        self.choice = choice
         if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
             stage.log(level, f"instead of the whole model its layers are captured, because {choice.not_model}")
@@ -230,11 +285,10 @@ class GraphChoice:
             stage.log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {why}")
         elif choice.holds is Holds.LAYER and wanted != 1 and choice.not_decoder != choice.not_model:
             stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {choice.not_decoder}")
-        return choice
 
     def captures_layers_instead(self) -> bool:
-        """Whether layers are captured if the last choice cannot be."""
-        return self.last.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
+        """Whether layers are captured if the whole model, chosen by default, cannot be."""
+        return self.choice.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
 
     def _interleaved(self) -> str:
         if not (self._stage.one_graph_serves_all and self._calls.interleaved):
@@ -244,7 +298,7 @@ class GraphChoice:
             "at a time: run each backward pass before the next forward pass to have graphs"
         )
 
-    def _blocker(self, holds: Holds, model_failed: bool) -> str:
+    def _blocker(self, holds: Holds) -> str:
         reason = blocker(self._stage, holds)
         if reason or layers_per_graph(self._stage.config) is not None:
             return reason
@@ -252,8 +306,81 @@ class GraphChoice:
             return "training reads hidden states between layers (extract_layer_indices)"
         if holds is not Holds.MODEL:
             return ""
-        if model_failed:
-            return "its capture failed"
+        if self._not_model:
+            return self._not_model
         for method in filter(None, (other_method(chunk.model) for chunk in self._stage.chunks)):
             return f"{method}, and may compute something else in every step"
         return self._calls.blocker
+
+    # ------------------------------------------------------------------------------------------------ random numbers
+
+    def follow_rng_tracker(self) -> None:
+        """Let graphs draw from what Megatron's RNG tracker has when a model is called: no fork is open then."""
+        self._rng_states = GraphStates()
+        adopt = calls_weakly(self._rng_states.adopt)
+        models = [chunk.model for chunk in self._stage.chunks if chunk.layers and chunk.model is not None]
+        self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
+
+    def before_step(self) -> None:
+        """Do the same before a step: some schedules call layers, not the model."""
+        if self._rng_states is not None:
+            self._rng_states.adopt()
+
+    # ----------------------------------------------------------------------------------------------------------- use
+
+    def eager_reason(self) -> str:
+        """Say why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
+        if self.eager_because or self.shapes is None:
+            return self.eager_because
+        seen, self._eager_passes_seen = self._eager_passes_seen, self.shapes.passes.total
+        return OTHER_INPUTS if seen != self._eager_passes_seen else ""
+
+    def replays(self) -> int | None:
+        """How often forward graphs of training were replayed; None where the engine does not count."""
+        counts: list[Any] = [getattr(graphed, "replays", None) for graphed in self._of_training()]
+        return None if None in counts else sum(counts)
+
+    def pool_bytes(self) -> int | None:
+        """The memory pools of all graphs; None where the engine does not show them."""
+        graphs = [*self._of_training()]
+        graphs += [each.evaluation.passes for each in self.models if each.evaluation is not None]
+        if len(graphs) != self._pools[0]:  # a look at the allocator takes long, and pools do not grow after capture
+            sizes = [pool.bytes for pool in pools_of(graphs)]
+            self._pools = len(graphs), sum(sizes) if sizes else None
+        return self._pools[1]
+
+    def _of_training(self) -> Iterable[Any]:
+        """The engine's callables that are replayed in training."""
+        if self.models:
+            return [passes for graphs in self.models for passes in graphs.slots]
+        recorded = [] if self.decoder is None else [self.decoder.passes]
+        return recorded + [
+            getattr(graph, "graphed", graph) for each in self._stage.layers for graph in each.cuda_graphs
+        ]
+
+    # ---------------------------------------------------------------------------------------------------- deletion
+
+    def delete(self) -> None:
+        """Free all graphs, as far as there are any; nothing else may be called afterwards."""
+        for hook in self._rng_hooks:
+            hook.remove()
+        for graphs in self.whole:
+            graphs.reset()
+        for kept in self.kept.values():
+            kept.release()
+        detach_graphs(self._stage.chunks)
+
+
+def pools_of(graphs: Sequence[Any]) -> list[Pool]:
+    """Return the memory pools of an engine's callables."""
+    of_pool: dict[tuple, list[torch.cuda.CUDAGraph]] = {}
+    for graphed in graphs:
+        for graph in filter(None, graphs_of(graphed)):
+            of_pool.setdefault(tuple(graph.pool()), []).append(graph)
+    return [Pool(len(own), PoolMemory.of(own[0]).size()) for own in of_pool.values()]
+
+
+def graphs_of(graphed: Any) -> list[torch.cuda.CUDAGraph | None]:
+    """The forward, backward and weight-gradient graph of an engine's callable, or of whole passes; None without one."""
+    names = ("forward_graph", "backward_graph", "weight_gradient_graph")
+    return [getattr(graphed, name, None) for name in names]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .capture import Capture
-from .preserve import pause_gc
+from megatron.core.transformer._cuda_graphs.engine.capture import Capture
+from megatron.core.transformer._cuda_graphs.engine.preserve import pause_gc
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.repeated_work import CAPTURES, EAGER_STEPS, RepeatedWork
+from megatron.core.optimizer.repeated_work import CAPTURES, EAGER_STEPS, RepeatedWork
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 

@@ -45,19 +45,19 @@ class TestBuffers:
         model = stack()
         record(model)
         first, second, _ = runners(model)
-        assert second.fwd_graph_input_surface[0].data_ptr() == first.fwd_graph_output_surface[0].data_ptr()
+        assert second.slot.inputs[0].data_ptr() == first.slot.outputs[0].data_ptr()
 
     def test_a_layer_reads_the_gradient_where_the_one_after_puts_it(self):
         model = stack()
         record(model)
         first, second, _ = runners(model)
-        assert first.static_grad_outputs[0].data_ptr() == second.static_grad_inputs[0].data_ptr()
+        assert first.slot.grad_outputs[0].data_ptr() == second.slot.grad_inputs[0].data_ptr()
 
     def test_a_tensor_that_all_layers_take_has_one_static_place_and_is_copied_once(self):
         model = stack()
         scale = torch.ones(1, HIDDEN).cuda()
         record(model, scale=scale)
-        places = {runner._replay._static_inputs[1][0] for runner in runners(model)}
+        places = {runner.replayed.static_inputs[1][0] for runner in runners(model)}
         assert len(places) == 1
         (place,) = places
         unnoticed = mock.patch.dict(replay_conditions._CONTEXTS, {"TorchFunctionMode": lambda: 0})
@@ -87,7 +87,7 @@ class TestBuffers:
         # A weak reference has a storage of its own, which the pool of the graphs does not know.
         owned = pool_of(CudaGraphManager.global_mempool)._owned
         for runner in runners(model):
-            slot = runner.call.slot
+            slot = runner.slot
             tensors = [*slot.inputs, *slot.outputs, *slot.grad_inputs, *slot.grad_params]
             kept = [tensor for tensor in tensors if tensor is not None and tensor.untyped_storage()._cdata in owned]
             assert len(kept) == (runner.base_module is model.layers[0])  # the gradient that goes to eager code
@@ -96,11 +96,11 @@ class TestBuffers:
         model = stack()
         record(model)
         addresses = [
-            [grad.data_ptr() for grad in runner.static_grad_inputs if grad is not None] for runner in runners(model)
+            [grad.data_ptr() for grad in runner.slot.grad_inputs if grad is not None] for runner in runners(model)
         ]
         owned = pool_of(CudaGraphManager.global_mempool)._owned
         for runner, (address,) in zip(runners(model)[:-1], addresses[1:], strict=True):
-            (grad,) = runner.static_grad_outputs
+            (grad,) = runner.slot.grad_outputs
             assert grad.data_ptr() == address
             assert grad.untyped_storage()._cdata not in owned
 
@@ -124,6 +124,6 @@ class TestBuffers:
 
     def test_no_static_memory_is_in_use_after_the_capture(self):
         record(stack(), scale=torch.ones(1, HIDDEN).cuda())
-        pool = _CudagraphGlobalRecord.session.buffers.pool
+        pool = _CudagraphGlobalRecord.recording.buffers.pool
         # the gradient of the first layer's input goes to eager code: nobody knows for how long; here it is a graph's
         assert len(pool.pool) == len(pool.tensor_strong_refs)

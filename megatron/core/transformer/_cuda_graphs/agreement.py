@@ -1,0 +1,301 @@
+"""Agreement of the ranks of a capture: all capture, or all raise the same error.
+
+A rank that fails would leave the others waiting in its next collective. So ranks vote before a capture on what it
+holds, then before each collective that is not recorded (those of Megatron-FSDP's hooks and, in warm-up, of layers under
+tensor, expert or context parallelism), and after the capture. They vote on the host, through the store of the process
+groups: a device may be busy with a collective, and nothing may be enqueued on a stream that is captured.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import log_single_rank
+
+from .errors import CaptureFailedError, CaptureInterruptedError
+from .replacements import Replacements
+from .report import CaptureRecorder
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+# The methods through which Python launches work, of torch 2.11 to 2.15.
+_LAUNCHING = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("all_gather_single", "all_gather_single_coalesced", "gather", "gather_into_tensor", "gather_single"),
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+    *("barrier", "monitored_barrier", "send", "recv", "recv_anysource"),
+)
+LAUNCHING = [name for name in _LAUNCHING if hasattr(ProcessGroup, name)]
+_BEGIN_BATCH, _END_BATCH = "_start_coalescing", "_end_coalescing"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a capture failed.
+
+    Attributes:
+        rank: The global rank that failed.
+        cause: The type of the exception and its text.
+        interrupted: Whether the exception is not an ``Exception``: KeyboardInterrupt or SystemExit.
+    """
+
+    rank: int
+    where: str
+    cause: str
+    interrupted: bool = False
+
+    def error(self) -> CaptureFailedError | CaptureInterruptedError:
+        """Return the exception that all ranks raise; an interrupted one raises its own instead."""
+        if self.interrupted:
+            return CaptureInterruptedError(
+                f"CUDA graph capture was interrupted on rank {self.rank}, {self.where}: {self.cause}"
+            )
+        return CaptureFailedError(f"CUDA graph capture failed on rank {self.rank}, {self.where}: {self.cause}")
+
+
+class Ballot:
+    """Votes of the ranks of ``group`` in one capture. All ranks create it and call ``vote`` equally often.
+
+    A rank waits for the others as long as for a collective of the group (``--distributed-timeout-minutes``). A group of
+    one rank, or of ranks that cannot communicate (torch's ``fake`` backend), communicates nothing.
+
+    Attributes:
+        failure: The failure that its ranks have agreed on; None so far.
+    """
+
+    def __init__(self, group: ProcessGroup):
+        self.failure: Failure | None = None
+        self._size = 1 if torch.distributed.get_backend(group) == "fake" else group.size()
+        self._votes = 0
+        self._store: Store | None = None
+        if self._size > 1:
+            store = PrefixStore(f"cuda_graph_capture/{group.group_name}", distributed_c10d._get_default_store())
+            # Each rank counts for itself: one that fails early may begin its next capture before others begin this one.
+            self._capture = store.add(f"captures of rank {group.rank()}", 1)
+            self._places, self._store = store, PrefixStore(str(self._capture), store)
+            backend: Any = group._get_backend(torch.device(distributed_c10d._get_object_coll_device(group)))
+            self._timeout = backend.options._timeout
+            self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
+
+    def vote(self, failure: Failure | None = None, objections: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Vote; wait for all ranks, or for a rank's failure, which is then ``failure``.
+
+        Args:
+            failure: This rank's failure. Its vote decides for all ranks at once.
+            objections: By topic what this rank objects to; empty if nothing. All ranks give the same topics.
+
+        Returns:
+            By topic the objection of some rank; empty if no rank has one.
+
+        Raises:
+            RuntimeError: ranks have not voted within the timeout of the group, or the store is gone.
+        """
+        if self._store is None:
+            self.failure = self.failure or failure
+            return dict(objections or {})
+        try:
+            agreed: dict[str, str] = {}
+            while self.failure is None:
+                agreed = self._cast(self._store, failure, objections or {})
+                if failure is None:
+                    break  # otherwise Ctrl-C may have come in a vote that had counted
+        except torch.distributed.DistNetworkError as error:
+            raise RuntimeError(
+                f"the store over which ranks agree on a CUDA graph capture is gone ({error}): the process that has it, "
+                "rank 0 or torchrun's on its host, has ended"
+            ) from error
+        return agreed
+
+    def _cast(self, store: Store, failure: Failure | None, objections: Mapping[str, str]) -> dict[str, str]:
+        """Cast one vote, which does not count if it is interrupted: the next one takes its place."""
+        verdict, voters, readers = (f"{self._votes}{kind}" for kind in ("", " voters", " readers"))
+        topics = {topic: f"{self._votes} {topic}" for topic in objections}
+        self._places.set(f"place of rank {self._rank}", self._place())
+        for topic, reason in objections.items():
+            if reason:
+                store.compare_set(topics[topic], "", reason)
+        if failure is not None:
+            store.compare_set(verdict, "", json.dumps([asdict(failure), {}]))
+        elif store.add(voters, 1) == self._size:
+            agreed = {topic: store.get(key).decode() if store.check([key]) else "" for topic, key in topics.items()}
+            store.compare_set(verdict, "", json.dumps([None, agreed]))
+        try:
+            store.wait([verdict], self._timeout)
+        except torch.distributed.DistStoreError as error:
+            late = [rank for rank in self._ranks if not self._is_here(rank)]
+            raise RuntimeError(
+                f"rank {' and '.join(map(str, late))} did not come to where rank {self._rank} waited for it in a "
+                f"CUDA graph capture, for {self._timeout}: it died, waits for another rank, or launches fewer "
+                "collectives. If it was only late, raise --distributed-timeout-minutes."
+            ) from error
+        failed, agreed = json.loads(store.get(verdict))
+        self._votes += 1
+        self.failure = None if failed is None else Failure(**failed)
+        if store.add(readers, 1) == self._size:
+            for key in (verdict, voters, readers, *topics.values()):
+                store.delete_key(key)
+        return agreed
+
+    def _place(self) -> str:
+        return f"vote {self._votes} of capture {self._capture}"
+
+    def _is_here(self, rank: int) -> bool:
+        """Whether ``rank`` has cast the vote that this rank waits in."""
+        key = f"place of rank {rank}"
+        return self._places.check([key]) and self._places.get(key).decode() == self._place()
+
+
+class CaptureAgreement:
+    """The agreement of the ranks of one capture.
+
+    Args:
+        groups: Those of the ranks that capture. Collectives of a capture connect ranks of one pipeline stage, which are
+            those of ``tp_dp_cp``, or of ``tp`` and ``dp_cp`` if there is no such group. With two groups, ranks may
+            raise different ones of several failures.
+        with_other_stages: Whether all pipeline stages capture together.
+        recorder: Records each pass, and the time spent waiting.
+    """
+
+    def __init__(
+        self, groups: ProcessGroupCollection, *, with_other_stages: bool, recorder: CaptureRecorder | None = None
+    ):
+        together = getattr(groups, "tp_dp_cp", None)
+        self._recorder = recorder or CaptureRecorder(active=False)
+        self._of_stage = [Ballot(group) for group in ((groups.tp, groups.dp_cp) if together is None else (together,))]
+        self._ballots = [*self._of_stage, *([Ballot(groups.pp)] if with_other_stages else [])]
+        self._where = "before the first layer"
+
+    def begin(self, where: str, phase: str = "") -> None:
+        """Note what is captured from now on; errors name it.
+
+        Args:
+            phase: ``forward`` or ``backward`` if it is a pass.
+        """
+        self._where = f"{where}, {phase}" if phase else where
+        self._recorder.begin(where, phase)
+
+    def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Return capture-time ``hooks`` of a layer, by kind, with a first one that notes which of its passes begins."""
+        kinds: dict[str, Any] = {**hooks}
+        for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
+            begin: Callable[..., None] = lambda *call, phase=phase: self.begin(name, phase)  # noqa: E731
+            kinds[kind] = {"agreement": begin, **hooks[kind]}
+        return kinds
+
+    def objections(self, own: Mapping[str, str]) -> dict[str, str]:
+        """Return by topic why ranks object to it; empty where no rank does.
+
+        Args:
+            own: By topic why this rank objects; empty if it does not. All ranks give the same topics.
+
+        Raises:
+            CaptureFailedError, CaptureInterruptedError: a rank failed.
+        """
+        on_rank = f" (on rank {torch.distributed.get_rank()})"
+        agreed = self._vote(self._ballots, {topic: why and why + on_rank for topic, why in own.items()})
+        return {topic: why or agreed[topic] for topic, why in own.items()}
+
+    @contextmanager
+    def together(self, undo: Callable[[], object]) -> Iterator[None]:
+        """The context of a capture: at its end all ranks have captured, or ``undo`` has run and all raise one error.
+
+        Raises:
+            CaptureFailedError: the capture failed on a rank, with an ``Exception``.
+            CaptureInterruptedError: another rank was interrupted. That rank raises its own exception.
+        """
+        try:
+            with _before_each_collective(lambda: self._recorder.wait(lambda: self._vote(self._of_stage))):
+                yield
+            self._where = "after the last layer"
+            self._vote(self._ballots)
+        except BaseException as error:
+            failed = self._failed(error)  # first: undoing can fail too, and others wait for this rank
+            undo()
+            if isinstance(error, Exception):
+                raise failed from error
+            raise  # Ctrl-C
+
+    def _vote(self, ballots: Sequence[Ballot], objections: Mapping[str, str] | None = None) -> dict[str, str]:
+        agreed = dict(objections or {})
+        for ballot in ballots:  # what a rank learns in one group, it says in the next
+            agreed = ballot.vote(objections=agreed)
+            if ballot.failure is not None:
+                raise ballot.failure.error()
+        return agreed
+
+    def _failed(self, error: BaseException) -> CaptureFailedError | CaptureInterruptedError:
+        """Let all ranks know that this one failed with ``error``; return what every rank raises."""
+        self._recorder.end()
+        agreed = next((ballot.failure for ballot in self._ballots if ballot.failure is not None), None)
+        if agreed is None or not isinstance(error, Exception):
+            cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+            agreed = Failure(torch.distributed.get_rank(), self._where, cause, not isinstance(error, Exception))
+        for ballot in self._ballots:
+            with suppress(RuntimeError):  # the store is gone, and the others learn that by themselves
+                ballot.vote(agreed)
+                if not agreed.interrupted:
+                    agreed = ballot.failure or agreed
+        return agreed.error()
+
+
+@contextmanager
+def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
+    """Call ``join`` before each collective that is launched in this context outside of stream captures.
+
+    Python launches collectives through the methods of ``ProcessGroup``, which are replaced here. A
+    ``TorchDispatchMode`` would not see where a batch of sends and receives begins, and ``torch.compile`` compiles
+    nothing under one. Not covered: functional collectives, which neither megatron-core nor TransformerEngine has in
+    layers, and communication without process groups (TransformerEngine's userbuffers, DeepEP).
+    """
+    batches: set[ProcessGroup] = set()  # groups with an open batch, which is launched as a whole
+    thread = threading.get_ident()
+
+    def joins(group: ProcessGroup) -> bool:
+        # Other threads than this one and autograd's have nothing to do with the capture.
+        of_capture = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
+        return of_capture and group.size() > 1 and not torch.cuda.is_current_stream_capturing()
+
+    def joined(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def launch(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if name == _END_BATCH:
+                batches.discard(group)
+            elif group not in batches:
+                if name == _BEGIN_BATCH:
+                    batches.add(group)
+                if joins(group):
+                    join()
+            return call(group, *args, **kwargs)
+
+        return launch
+
+    methods = Replacements()
+    for name in (*LAUNCHING, _BEGIN_BATCH, _END_BATCH):
+        methods.add(ProcessGroup, name, joined(name, getattr(ProcessGroup, name)))
+    try:
+        with methods:
+            yield
+    finally:  # torch must forget batches that an exception left open, or it would collect later collectives in them
+        for group in batches:
+            distributed_c10d._world.pg_coalesce_state.pop(group, None)
+
+
+def warn_of_failure(failed: CaptureFailedError, outlook: str) -> None:
+    """Log a failed capture and what follows; with the exception, on the rank that it failed on."""
+    message = f"{failed}. {outlook}."
+    if isinstance(failed.__cause__, CaptureFailedError):  # another rank's
+        log_single_rank(logger, logging.WARNING, message)
+    else:
+        logger.warning(message, exc_info=failed.__cause__)

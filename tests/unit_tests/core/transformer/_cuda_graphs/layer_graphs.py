@@ -1,0 +1,51 @@
+"""Graphs of layers without an engine."""
+
+from typing import Any
+
+import torch
+
+from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
+from megatron.core.transformer._cuda_graphs.expected_inputs import DefaultInputs
+from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
+
+
+class Graphed:
+    """An engine's callable that keeps what it was called with."""
+
+    def __init__(self, output: Any = "output"):
+        self.output = output
+        self.calls: list[tuple[tuple, dict]] = []
+        self.was_reset = False
+
+    def __call__(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        return self.output
+
+    def reset(self):
+        self.was_reset = True
+
+    def backward_dw(self):
+        self.calls.append(((), {}))
+
+
+def layer_graph(graphed: Any = None, keywords: dict[str, torch.Tensor] | None = None, **changes: Any) -> LayerGraph:
+    """A graph of "layer 3" with one positional input and no conditions, but for ``changes`` of attributes."""
+    graphed = graphed or Graphed()
+    attributes: dict[str, Any] = {
+        "name": "layer 3",
+        "graphed": graphed,
+        "run": graphed,
+        "shape": None,
+        "num_args": 1,
+        "keywords": keywords or {},
+        "defaults": DefaultInputs(),
+        "ignored": frozenset(),
+        "num_microbatches": None,
+        "snapshot": Snapshot(""),
+        "gathered": Snapshot(""),
+        "may_run_eagerly": False,
+        "eager_passes": EagerPasses(),
+        "packed": None,
+    }
+    return LayerGraph(**attributes | changes)

@@ -1,0 +1,431 @@
+"""Agreement of ranks on a capture. Threads stand for ranks, which share a store."""
+
+import re
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore, distributed_c10d
+
+from megatron.core.transformer._cuda_graphs.agreement import (
+    LAUNCHING,
+    Ballot,
+    CaptureAgreement,
+    Failure,
+    _before_each_collective,
+)
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
+from tests.unit_tests.core.distributed.captured_training import captured, graphed
+
+LIMIT = 120  # seconds
+SHORT = 1  # seconds, more than threads that start together are apart
+A_FAULT = RuntimeError("a fault")
+
+
+class Group:
+    """The part of a process group that votes use, as seen by the rank of the current thread."""
+
+    def __init__(self, size, name="0", timeout=LIMIT):
+        self._size, self.group_name, self._timeout = size, name, timedelta(seconds=timeout)
+
+    def _get_backend(self, device):
+        return SimpleNamespace(options=SimpleNamespace(_timeout=self._timeout))
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return rank_of_this_thread()
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_rank", rank_of_this_thread)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(group.size())))
+    monkeypatch.setattr(distributed_c10d, "_get_object_coll_device", lambda group: "cpu")
+    # Threads share ProcessGroup.
+    monkeypatch.setattr(
+        "megatron.core.transformer._cuda_graphs.agreement._before_each_collective", lambda join: ExitStack()
+    )
+    return store
+
+
+def rank_of_this_thread():
+    name = threading.current_thread().name
+    return int(name) if name.isdigit() else 0
+
+
+def on_ranks(count, run):
+    """What ``run(rank)`` returns or raises in a thread for each rank."""
+    results: list = [None] * count
+
+    def call(rank):
+        try:
+            results[rank] = run(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,), name=str(rank), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    return results
+
+
+def agreement_of(rank, layout="one group", timeout=LIMIT) -> CaptureAgreement:
+    """The agreement of one of four ranks, or of two in one group.
+
+    ``crossing``: two groups of two cross. ``stages``: two pipeline stages of two ranks.
+    """
+    row, column = divmod(rank, 2)
+    groups: Any = SimpleNamespace(tp_dp_cp=Group(2, timeout=timeout), pp=Group(1))
+    if layout == "crossing":
+        groups = SimpleNamespace(tp=Group(2, f"tp {row}"), dp_cp=Group(2, f"dp {column}"), pp=Group(1))
+    if layout == "stages":
+        groups = SimpleNamespace(tp_dp_cp=Group(2, f"stage {row}"), pp=Group(2, f"pipeline {column}"))
+    return CaptureAgreement(groups, with_other_stages=True)
+
+
+def join(agreed, where):
+    """Begin what is captured at ``where``, with a collective."""
+    agreed.begin(where)
+    agreed._vote(agreed._of_stage)
+
+
+@pytest.mark.usefixtures("store")
+class TestBallot:
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_no_rank_gets_ahead_of_another(self, size):
+        order = []
+
+        def run(rank):
+            ballot = Ballot(Group(size))
+            for number in range(20):
+                order.append(number)
+                assert ballot.vote() == {} and ballot.failure is None
+
+        assert on_ranks(size, run) == [None] * size
+        assert order == sorted(order)
+
+    def test_votes_leave_no_keys_in_the_store(self, store):
+        def run(rank):
+            ballot = Ballot(Group(3))
+            for number in range(10):
+                ballot.vote(objections={"a": "reason" if rank == 1 and number % 3 == 1 else ""})
+
+        on_ranks(3, run)
+        before = store.num_keys()
+        on_ranks(3, run)
+        assert store.num_keys() == before == 6  # two of each rank
+
+    def test_a_failure_reaches_others_before_all_have_voted(self):
+        failure = Failure(1, "layer 2", "OutOfMemoryError: none left")
+
+        def run(rank):
+            ballot = Ballot(Group(3))
+            if rank < 2:  # the third never votes
+                ballot.vote(failure if rank == 1 else None)
+            return ballot.failure
+
+        assert on_ranks(3, run) == [failure, failure, None]
+
+    def test_a_later_capture_may_begin_before_others_begin_the_first(self):
+        failed = threading.Event()
+
+        def run(rank):
+            if rank == 1:
+                failed.wait(LIMIT)
+            first = Ballot(Group(2))
+            first.vote(Failure(0, "here", "why") if rank == 0 else None)
+            second = Ballot(Group(2))
+            failed.set()
+            second.vote()
+            return first.failure, second.failure
+
+        assert on_ranks(2, run) == [(Failure(0, "here", "why"), None)] * 2
+
+    def test_ranks_that_never_vote_are_named_after_the_timeout(self):
+        def run(rank):
+            ballot = Ballot(Group(4, timeout=SHORT))
+            ballot.vote()  # all are there
+            return ballot.vote() if rank in (0, 2) else None
+
+        first, _, third, _ = on_ranks(4, run)
+        assert {type(error) for error in (first, third)} == {RuntimeError}
+        assert str(first).startswith("rank 1 and 3 did not come to where rank 0 waited for it in a CUDA graph capture")
+        assert ", for 0:00:01: " in str(first)
+        assert "--distributed-timeout-minutes" in str(first)
+        assert "where rank 2 waited" in str(third)
+
+    def test_ranks_that_cannot_communicate_vote_alone(self, monkeypatch):
+        monkeypatch.setattr(dist, "get_backend", lambda group: "fake")
+        assert Ballot(Group(4)).vote(objections={"a": "reason"}) == {"a": "reason"}
+
+
+@pytest.mark.usefixtures("store")
+class TestCaptures:
+    def capture(self, layout="one group", fails_on=None, error: BaseException = A_FAULT, objecting=()):
+        """Capture two layers on ranks; return their agreed objections, or errors."""
+        undone = []
+
+        def run(rank):
+            agreed = agreement_of(rank, layout)
+            with agreed.together(lambda: undone.append(rank)):
+                join(agreed, "before the first layer")
+                if (rank, -1) == fails_on:
+                    raise error
+                agreed_on = agreed.objections({"a": f"reason {rank}" if rank in objecting else "", "b": ""})
+                for layer in range(2):
+                    join(agreed, f"layer {layer}, forward")
+                    if (rank, layer) == fails_on:
+                        raise error
+            return agreed_on
+
+        ranks = 2 if layout == "one group" else 4
+        results = on_ranks(ranks, run)
+        assert sorted(undone) == ([] if fails_on is None else list(range(ranks)))
+        return results
+
+    @pytest.mark.parametrize("layout", ["one group", "crossing", "stages"])
+    @pytest.mark.parametrize("rank", [None, 0, 1, 3])
+    def test_objection_of_a_rank_is_that_of_all(self, layout, rank):
+        results = self.capture(layout, objecting=(rank,))
+        on_other = f"reason {rank} (on rank {rank})" if rank is not None and rank < len(results) else ""
+        for each, result in enumerate(results):
+            assert result == {"a": f"reason {rank}" if each == rank else on_other, "b": ""}
+
+    @pytest.mark.parametrize("layout", ["one group", "crossing", "stages"])
+    @pytest.mark.parametrize("fails_on", [(0, 0), (1, -1), (1, 1)])
+    def test_failure_is_the_same_error_on_all(self, layout, fails_on):
+        errors = self.capture(layout, fails_on)
+        rank, layer = fails_on
+        where = "before the first layer" if layer == -1 else f"layer {layer}, forward"
+        assert {type(error) for error in errors} == {CaptureFailedError}
+        assert {str(error) for error in errors} == {
+            f"CUDA graph capture failed on rank {rank}, {where}: RuntimeError: a fault"
+        }
+        assert str(errors[rank].__cause__) == "a fault"
+
+    @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(1)], ids=repr)
+    def test_interrupt_ends_all(self, interrupt):
+        errors = self.capture("stages", (3, 1), interrupt)
+        assert [type(error) for error in errors] == [CaptureInterruptedError] * 3 + [type(interrupt)]
+        shown = f"{type(interrupt).__name__}: {interrupt}".removesuffix(": ")
+        expected = f"CUDA graph capture was interrupted on rank 3, layer 1, forward: {shown}"
+        assert {str(error) for error in errors[:3]} == {expected}
+
+    def test_failed_capture_of_another_helper_is_a_cause(self):
+        errors = self.capture(fails_on=(0, 0), error=CaptureFailedError("of another helper"))
+        assert {str(error) for error in errors} == {
+            "CUDA graph capture failed on rank 0, layer 0, forward: CaptureFailedError: of another helper"
+        }
+
+    def test_rank_that_is_gone_fails_the_others_in_time(self):
+        def run(rank):
+            if rank == 1:
+                Ballot(Group(2))
+                return
+            agreed = agreement_of(rank, timeout=SHORT)
+            with agreed.together(lambda: None):
+                join(agreed, "layer 1, forward")
+
+        start = time.monotonic()
+        error, _ = on_ranks(2, run)
+        assert time.monotonic() - start < LIMIT
+        assert ", layer 1, forward: RuntimeError: rank 1 did not come" in str(error)
+
+    def test_store_that_is_gone_fails_the_capture_at_once(self, monkeypatch):
+        server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        client = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
+        monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: client)
+        agreed = agreement_of(0)
+        del server
+        gone = "the store over which ranks agree on a CUDA graph capture is gone"
+        with pytest.raises(CaptureFailedError, match=gone), agreed.together(lambda: None):
+            join(agreed, "layer 1")
+
+
+class Interrupted:
+    """A store that Ctrl-C interrupts once, at one of its calls: before it takes effect, or right after."""
+
+    def __init__(self, store, at, before):
+        self._store, self._left, self._before = store, at, before
+
+    def __getattr__(self, name):
+        def call(*args):
+            self._left -= 1
+            if self._left == -1 and self._before:
+                raise KeyboardInterrupt
+            result = getattr(self._store, name)(*args)
+            if self._left == -1:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("at", range(10))  # a vote makes four calls or more
+@pytest.mark.parametrize(
+    ("layout", "ballot"), [("one group", 0), ("crossing", 0), ("crossing", 1)], ids=["one group", "first", "second"]
+)
+def test_ctrl_c_within_a_vote_leaves_no_rank_waiting(store, layout, ballot, at, before):
+    def run(rank):
+        agreed = agreement_of(rank, layout)
+        interrupted = agreed._ballots[ballot]
+        if rank == 1:
+            interrupted._store = Interrupted(interrupted._store, at, before)  # type: ignore[assignment]
+        with agreed.together(lambda: None):
+            for layer in range(5):
+                join(agreed, f"layer {layer}")
+
+    errors = on_ranks(2 if layout == "one group" else 4, run)
+    assert type(errors.pop(1)) is KeyboardInterrupt
+    assert {type(error) for error in errors} == {CaptureInterruptedError}
+    assert all("was interrupted on rank 1, " in str(error) for error in errors)
+
+
+class Fault(Exception):
+    """Raised by a collective, or in place of ranks' agreement."""
+
+
+@pytest.fixture
+def group(ranks):
+    return dist.group.WORLD
+
+
+@contextmanager
+def in_place_of_torch(names, call):
+    """Let ``call(name, group, ...)`` stand for the methods ``names`` of process groups."""
+
+    def standing_for(name):
+        return lambda group, *args, **kwargs: call(name, group, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, standing_for(name)))
+        yield
+
+
+@pytest.mark.usefixtures("side_stream")
+class TestBeforeEachCollective:
+    def test_all_methods_that_launch_work_are_known(self):
+        signatures = {name: getattr(dist.ProcessGroup, name).__doc__ or "" for name in dir(dist.ProcessGroup)}
+        launching = {name for name, signature in signatures.items() if re.search(r"-> \S*Work\b", signature)}
+        # "reconfigure" exchanges the ranks of a group, which no layer does; "monitored_barrier" returns no work.
+        assert launching - {"_end_coalescing", "reconfigure"} | {"monitored_barrier"} == {*LAUNCHING}
+
+    @pytest.mark.parametrize("name", LAUNCHING)
+    def test_ranks_agree_right_before_it(self, group, name):
+        events: list = []
+        with (
+            in_place_of_torch([name], lambda *call, **options: events.append((call, options))),
+            _before_each_collective(lambda: events.append("join")),
+        ):
+            getattr(group, name)(1, timeout=2)
+        assert events == ["join", ((name, group, 1), {"timeout": 2})]
+
+    def test_it_is_not_launched_where_ranks_do_not_agree(self, group):
+        launched, refuse = mock.Mock(), mock.Mock(side_effect=Fault)
+        with in_place_of_torch(["allreduce"], launched), pytest.raises(Fault), _before_each_collective(refuse):
+            group.allreduce()
+        assert not launched.called
+
+    def test_recorded_collectives_need_no_agreement(self, group, monkeypatch):
+        join = mock.Mock()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with in_place_of_torch(["allreduce"], mock.Mock()), _before_each_collective(join):
+            group.allreduce()
+        assert not join.called
+
+    def test_other_threads_need_no_agreement(self, group):
+        join, launched = mock.Mock(), mock.Mock()
+        with in_place_of_torch(["allreduce"], launched), _before_each_collective(join):
+            thread = threading.Thread(target=group.allreduce)
+            thread.start()
+            thread.join()
+        assert launched.called
+        assert not join.called
+
+    def test_collectives_in_backward_passes_are_met(self, group):
+        class Reduced(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, tensor):
+                return tensor.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                dist.all_reduce(grad := grad.clone())
+                return grad
+
+        join = mock.Mock()
+        with _before_each_collective(join):
+            Reduced.apply(torch.ones(2, requires_grad=True)).sum().backward()
+        assert join.call_count == 1
+
+    BATCH = ("_start_coalescing", "send", "recv", "_end_coalescing")
+
+    def test_ranks_agree_once_before_a_batch(self, group):
+        events = []
+        with (
+            in_place_of_torch(self.BATCH, lambda name, *_: events.append(name)),
+            _before_each_collective(lambda: events.append("join")),
+        ):
+            for _ in range(2):
+                for name in self.BATCH:
+                    getattr(group, name)(torch.device("cpu"))
+        assert events == ["join", *self.BATCH] * 2
+
+    @pytest.mark.parametrize("begins", [False, True])
+    def test_torch_forgets_a_batch_left_open(self, group, begins):
+        join = mock.Mock(side_effect=None if begins else Fault)
+        with (
+            in_place_of_torch(self.BATCH, mock.Mock()),
+            pytest.raises(Fault),
+            _before_each_collective(join),
+            dist._coalescing_manager(group, torch.device("cpu")),
+        ):
+            raise Fault
+        assert join.call_count == 1
+        assert group not in dist.distributed_c10d._world.pg_coalesce_state
+
+    @pytest.mark.parametrize("layers_per_graph", [0, 1, -1])
+    def test_ranks_agree_before_every_unrecorded_collective_of_a_capture(self, ranks, layers_per_graph):
+        events = []
+
+        def note(name):
+            call = getattr(dist.ProcessGroup, name)
+
+            def launch(group, *args, **kwargs):
+                if group.size() > 1 and not torch.cuda.is_current_stream_capturing():
+                    events.append("launch")
+                return call(group, *args, **kwargs)
+
+            return launch
+
+        def vote(agreement, ballots, objections=None):
+            assert not torch.cuda.is_current_stream_capturing()
+            events.append("vote")
+            return dict(objections or {})
+
+        with captured(graphed(layers_per_graph)) as training, ExitStack() as stack:
+            training.helper.delete_cuda_graphs()
+            stack.enter_context(mock.patch.object(CaptureAgreement, "_vote", vote))
+            for name in LAUNCHING:
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, note(name)))
+            training.helper.create_cudagraphs()
+        # The first vote is on what graphs hold, the last before they are attached.
+        assert events == ["vote", *["vote", "launch"] * (len(events) // 2 - 1), "vote"]
+        assert len(events) > 2 * len(training.layers)

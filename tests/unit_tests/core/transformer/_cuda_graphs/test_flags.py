@@ -1,0 +1,465 @@
+"""Each row of the table of flags refuses or warns, and what works passes, as typed on a command line."""
+
+import logging
+import sys
+from argparse import ArgumentParser, Namespace
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer._cuda_graphs.flags.options import (
+    FLAGS,
+    MEGATRON_FSDP,
+    Options,
+    give_to_config,
+    layers_per_graph,
+)
+from megatron.core.transformer._cuda_graphs.flags.table import (
+    MODULES,
+    TABLE,
+    Verdict,
+    check,
+    refuse_fsdp_hooks,
+    rows_of,
+    warn,
+)
+from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, runs_outside_graphs
+from megatron.core.transformer.enums import CudaGraphModule
+from tests.support.compatibility import (
+    FULL,
+    MOE,
+    OVERLAP,
+    PACKED,
+    PADDED,
+    ROWS,
+    SELECTIVE,
+    TORCH,
+    WORKING,
+    command_line,
+    page,
+)
+from tests.support.on_cpu_backend import on_cpu_backend
+
+ROOT = Path(__file__).parents[5]
+UNSHARDED = "!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format"
+_EXAMPLES = [
+    ("--fsdp-double-buffer missing", "!fsdp-double-buffer"),
+    ("--fsdp-db-use-persist-buf-on-alloc-fail missing", "!fsdp-db-use-persist-buf-on-alloc-fail"),
+    ("--cuda-graph-impl local", "--cuda-graph-impl local"),
+    (
+        "--data-parallel-sharding-strategy other than optim_grads_params, fused gradient accumulation",
+        "!no-gradient-accumulation-fusion --data-parallel-sharding-strategy optim",
+    ),
+    ("--cuda-graph-modules moe moe_router", f"{MOE} --cuda-graph-modules moe moe_router {PADDED}"),
+    ("--cuda-graph-modules moe_preprocess without moe_router", f"{MOE} --cuda-graph-modules moe_preprocess"),
+    ("--cuda-graph-modules moe, moe_router or moe_preprocess, dense model", "--cuda-graph-modules attn moe_router"),
+    ("--cuda-graph-modules mlp, every layer with experts", f"{MOE} --cuda-graph-modules mlp"),
+    ("--cuda-graph-modules mamba, --hybrid-layer-pattern missing", "--cuda-graph-modules attn mamba"),
+    (
+        "--num-experts, whole layers, without --moe-use-grouped-tensor, or --cuda-graph-modules moe; not padded",
+        f"{MOE}",
+    ),
+    (
+        "--moe-router-load-balancing-type sinkhorn, router in graphs",
+        f"{MOE} --cuda-graph-modules attn moe_router --moe-router-load-balancing-type sinkhorn",
+    ),
+    (
+        "--mlp-chunks-for-training above 1, --cuda-graph-modules moe_router",
+        f"{MOE} --cuda-graph-modules moe_router --mlp-chunks-for-training 2",
+    ),
+    (
+        "--cuda-graph-modules moe_preprocess, --moe-expert-capacity-factor or --moe-router-padding-for-fp8, not padded",
+        f"{MOE} --cuda-graph-modules moe_router moe_preprocess --moe-expert-capacity-factor 1.0",
+    ),
+    (
+        "--recompute-granularity full, where only graphs of single layers or their parts are possible",
+        f"{FULL} --cuda-graph-layers-per-graph 1",
+    ),
+    (
+        "--recompute-modules moe with --cuda-graph-modules moe_router",
+        f"{MOE} --cuda-graph-modules moe_router {SELECTIVE} moe",
+    ),
+    (
+        "--recompute-modules core_attn, mlp or moe in a graph, with dropout",
+        f"--attention-dropout 0.1 {SELECTIVE} core_attn",
+    ),
+    ("--recompute-granularity full, with dropout or --moe-input-jitter-eps", f"{FULL} --hidden-dropout 0.1"),
+    ("--overlap-moe-expert-parallel-comm, --fsdp-double-buffer", f"{MOE} --cuda-graph-modules attn {OVERLAP}"),
+    ("--overlap-moe-expert-parallel-comm, whole layers", f"!fsdp-double-buffer {MOE} {OVERLAP} {PADDED}"),
+    (
+        "--overlap-moe-expert-parallel-comm, --cuda-graph-modules mlp or moe",
+        f"!fsdp-double-buffer {MOE} --cuda-graph-modules moe {OVERLAP} {PADDED}",
+    ),
+    (
+        "--overlap-moe-expert-parallel-comm, fused gradient accumulation",
+        f"!fsdp-double-buffer !no-gradient-accumulation-fusion {MOE} --cuda-graph-modules attn {OVERLAP}",
+    ),
+    (
+        "--delay-wgrad-compute",
+        f"!fsdp-double-buffer {MOE} --cuda-graph-modules attn {OVERLAP} --delay-wgrad-compute",
+    ),
+    (
+        "--overlap-moe-expert-parallel-comm, --cuda-graph-packed-sequences",
+        f"!fsdp-double-buffer {MOE} --cuda-graph-modules attn {OVERLAP} {PACKED} --position-embedding-type none",
+    ),
+    (
+        "--sft or --dataloader-inter-document-masking, attention in graphs, --cuda-graph-packed-sequences missing",
+        "--sft",
+    ),
+    (
+        "--sft or --dataloader-inter-document-masking, --micro-batch-size above 1, MoE layers in graphs",
+        f"{MOE} --cuda-graph-modules moe_router --sft --micro-batch-size 2",
+    ),
+    ("--cuda-graph-packed-sequences, --micro-batch-size above 1", f"{PACKED} --micro-batch-size 2"),
+    (
+        "--cuda-graph-packed-sequences, --no-rope-fusion, or yarn or mrope, which are not fused",
+        f"{PACKED} --position-embedding-type rope --no-rope-fusion",
+    ),
+    ("--cuda-graph-packed-sequences, Mamba layers in graphs", f"{PACKED} --hybrid-layer-pattern *M"),
+    ("--qk-clip or --log-max-attention-logit, attention in graphs", "--log-max-attention-logit"),
+    ("--optimizer-cuda-graph with --fp16 or --loss-scale", "--optimizer-cuda-graph --fp16"),
+    (
+        "--optimizer-cuda-graph with --log-num-zeros-in-grad or --timing-log-level 1 or 2",
+        "--optimizer-cuda-graph --timing-log-level 1",
+    ),
+    (
+        "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0",
+        "--optimizer-cuda-graph --cuda-graph-warmup-steps 0",
+    ),
+    ("--use-torch-fsdp2 with --optimizer-cuda-graph", f"{UNSHARDED} {TORCH} --optimizer-cuda-graph"),
+    (
+        "--use-torch-fsdp2 with --cuda-graph-impl full_iteration",
+        f"{UNSHARDED} {TORCH} --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
+    ),
+    ("--cuda-graph-warmup-steps below 0", "--cuda-graph-warmup-steps -1"),
+    (
+        "--moe-enable-routing-replay, router in graphs",
+        f"{MOE} --cuda-graph-modules moe_router --moe-enable-routing-replay",
+    ),
+    ("--cuda-graph-warmup-steps of --train-iters or more", "--cuda-graph-warmup-steps 5"),
+    (
+        "--cuda-graph-layers-per-graph, --cuda-graph-modules",
+        "--cuda-graph-modules attn --cuda-graph-layers-per-graph all",
+    ),
+    (
+        "--cuda-graph-layers-per-graph model, --data-parallel-sharding-strategy other than optim_grads_params",
+        "--cuda-graph-layers-per-graph model --data-parallel-sharding-strategy optim_grads",
+    ),
+    (
+        "--optimizer-cuda-graph, --weight-decay-incr-style linear or cosine",
+        "--optimizer-cuda-graph --start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear",
+    ),
+    ("--optimizer-cpu-offload", "--optimizer-cpu-offload"),
+    ("--fp4-format or --fp8-recipe mxfp8", "--fp8-format hybrid --fp8-recipe mxfp8"),
+    ("--fp8-recipe blockwise or custom", "--fp8-format hybrid --fp8-recipe blockwise"),
+    ("--use-torch-fsdp2 with --fp8-format or --fp4-format", f"{UNSHARDED} {TORCH} --fp8-format hybrid"),
+    ("--async-save", "--save checkpoints --save-interval 5 --async-save"),
+    ("--use-torch-fsdp2 with --save or --load", f"{UNSHARDED} {TORCH} --load checkpoints"),
+]
+EXAMPLES = dict(_EXAMPLES)
+# megatron-core's validation wants TransformerEngine for these.
+NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", "--qk-clip or --log-max-attention-logit, attention in graphs"}
+LATER_CORE = "--megatron-fsdp-version 2, which megatron-core has from 0.20 on"
+# Of grouped experts: options that each row refuses.
+GROUPED: dict[str, Any] = {"moe_use_grouped_tensor": True, "num_moe_experts": 8}
+GROUPED |= {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
+UNFIT_EXPERTS: list[tuple[str, dict[str, Any]]] = [
+    ("--num-experts", {"num_moe_experts": None}),
+    ("--moe-expert-capacity-factor", {"moe_expert_capacity_factor": 1.0}),
+    ("--fp8-format", {"fp8": "hybrid"}),
+    ("--fp16", {"fp16": True}),
+    ("--hidden-size", {"hidden_size": 60}),
+    ("the kernels of flex", {"moe_token_dispatcher_type": "flex"}),
+    ("--expert-tensor-parallel-size", {"tensor_model_parallel_size": 2}),
+    ("--delay-wgrad-compute", {"delay_wgrad_compute": True}),
+    ("moe_act", {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}),
+    ("--offload-modules", {"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1"]}),
+    ("--use-transformer-engine-op-fuser", {"use_transformer_engine_op_fuser": True}),
+    ("--moe-single-grouped-weight", {"moe_single_grouped_weight": True}),
+    ("inference_optimized", {"transformer_impl": "inference_optimized"}),
+    ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
+    ("needs --moe-use-grouped-tensor", {"moe_use_grouped_tensor": False}),
+    ("--expert-model-parallel-size above 1", {"expert_model_parallel_size": 1}),
+    ("--rerun-mode validate_results", {"rerun_mode": "disabled"}),
+    ("--cuda-graph-impl local", {"cuda_graph_impl": "local"}),
+    ("--pipeline-model-parallel-size", {"pipeline_model_parallel_size": 2}),
+    ("--qk-clip", {"qk_clip": True}),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_backend():
+    with on_cpu_backend(), pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RANK", "0")
+        environment.setenv("WORLD_SIZE", "2")
+        environment.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        yield
+
+
+@cache
+def parser() -> ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+
+
+def parsed(example: str) -> Namespace:
+    """The flags of an example, not yet validated."""
+    from megatron.training import arguments
+
+    listed = parser()  # to list all flags takes longer than to parse them
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["train.py", *command_line(example)])
+        patched.setattr(arguments, "add_megatron_arguments", lambda _: listed)
+        return deepcopy(arguments.parse_args())  # lists of defaults are the parser's
+
+
+def validated(example: str) -> Namespace:
+    from megatron.training.arguments import validate_args
+
+    return validate_args(parsed(example))
+
+
+def refusal(options: Any) -> list[str]:
+    """The lines of the error, without the first; empty if the options pass."""
+    try:
+        check(Options(options))
+    except ValueError as error:
+        return str(error).split("\n- ")[1:]
+    return []
+
+
+def test_every_row_has_an_example_or_is_of_grouped_experts():
+    others = [row for row in TABLE if row.graphs is not None and row.flags != LATER_CORE]
+    assert {row.flags for row in others} == EXAMPLES.keys()
+    assert len({row.flags for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_in_its_row_alone(name):
+    (row,) = rows_of(Options(parsed(EXAMPLES[name])))
+    assert row.flags == name
+    assert "--" in row.words
+
+
+def test_validation_refuses_in_the_words_of_the_row():
+    for row in TABLE:
+        if row.verdict is Verdict.REFUSED and row.flags in EXAMPLES.keys() - NEEDS_TRANSFORMER_ENGINE:
+            with pytest.raises(ValueError, match="with --cuda-graph-impl ") as error:
+                validated(EXAMPLES[row.flags])
+            assert str(error.value).split("\n- ")[1:] == [row.words]
+
+
+def test_validation_warns_of_what_has_no_effect_or_was_not_tried(caplog):
+    row = next(row for row in TABLE if row.flags == "--cuda-graph-warmup-steps of --train-iters or more")
+    with caplog.at_level(logging.WARNING):
+        validated(EXAMPLES[row.flags])
+    assert row.words in caplog.messages
+    for row in (row for row in TABLE if row.verdict is not Verdict.REFUSED):
+        args = parsed(EXAMPLES[row.flags])
+        assert refusal(args) == []
+        caplog.clear()
+        warn(Options(args))
+        assert row.words in caplog.messages
+
+
+def test_flags_that_work_pass_without_a_word():
+    for row in WORKING:
+        options = Options(parsed(row.example))
+        assert (rows_of(options), [*options.problems()]) == ([], []), row.flags
+        assert (ROOT / row.shown).is_file(), row.flags
+
+
+def test_a_later_version_of_megatron_fsdp_is_refused():
+    args = parsed("")
+    args.megatron_fsdp_version = 2
+    assert [row.flags for row in rows_of(Options(args))] == [LATER_CORE]
+
+
+def test_all_that_does_not_fit_is_listed_at_once():
+    lines = refusal(parsed("!fsdp-double-buffer !fsdp-db-use-persist-buf-on-alloc-fail --cuda-graph-warmup-steps -1"))
+    assert [line.split(" ")[0] for line in lines] == [
+        "--fsdp-double-buffer",
+        "--fsdp-db-use-persist-buf-on-alloc-fail",
+        "--cuda-graph-warmup-steps",
+    ]
+
+
+@pytest.mark.parametrize("impl", ["none", "full_iteration"])
+def test_graphs_of_megatron_core_are_checked_under_torchs_fsdp2_only(impl):
+    for name in EXAMPLES:
+        args = parsed(EXAMPLES[name])
+        args.cuda_graph_impl = impl
+        for flag in FLAGS:
+            setattr(args, flag.removeprefix("--").replace("-", "_"), FLAGS[flag].default)
+        assert bool(refusal(args)) == (impl != "none" and args.use_torch_fsdp2), name
+
+
+def test_models_that_are_not_sharded_are_checked_for_grouped_experts_and_overlap_alone():
+    for name in EXAMPLES:
+        args = parsed(EXAMPLES[name])
+        args.use_megatron_fsdp = args.use_torch_fsdp2 = False
+        args.cuda_graph_layers_per_graph = None
+        assert bool(rows_of(Options(args))) == ("parallel-comm, whole layers" in name), name
+    assert refusal(Namespace()) == []
+
+
+def test_deprecated_spellings_are_checked():
+    with pytest.raises(ValueError, match="--fsdp-double-buffer is required"):
+        validated("!cuda-graph-impl !fsdp-double-buffer --external-cuda-graph")
+
+
+def test_a_flag_that_implies_the_double_buffer_counts():
+    assert validated("!fsdp-double-buffer --use-nccl-ub").fsdp_double_buffer
+
+
+@pytest.mark.parametrize("name", [*MODULES, "full", "full_iteration"])
+def test_the_parser_takes_the_modules_of_megatron_core(name, capsys):
+    assert len(parsed(f"--cuda-graph-modules {name}").cuda_graph_modules) == 1
+    with pytest.raises(SystemExit):
+        parsed("--cuda-graph-modules atn")
+    assert "argument --cuda-graph-modules: 'atn' is none of attn, mlp, moe" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------- flags of this patch
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--cuda-graph-max-captures 0", "--cuda-graph-max-captures must be 1 or more, .* got 0"),
+        ("--cuda-graph-packed-sequences 0", "--cuda-graph-packed-sequences must be a positive number .* got 0"),
+        ("--cuda-graph-layers-per-graph 2", "--cuda-graph-layers-per-graph must be all, model or 1, got 2"),
+        ("--moe-alltoall-capacity-factor nan", "--moe-alltoall-capacity-factor must be above 0, .* got nan"),
+        ("--cuda-graph-impl none --cuda-graph-fallback eager", "--cuda-graph-fallback eager needs .* got none"),
+        ("!use-megatron-fsdp --cuda-graph-layers-per-graph 1", "--cuda-graph-layers-per-graph needs --use-megatron"),
+    ],
+)
+def test_values_and_uses_that_do_not_fit_are_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
+        check(Options(parsed(flags)))
+
+
+def test_packed_sequences_without_graphs_pad_batches():
+    assert refusal(parsed(f"--cuda-graph-impl none {PACKED}")) == []
+
+
+@pytest.mark.parametrize("given", ["all", "model", "1", 1])
+def test_layers_per_graph_reads_words_and_numbers(given):
+    assert str(layers_per_graph(SimpleNamespace(cuda_graph_layers_per_graph=given))) == str(given)
+
+
+def test_configurations_have_the_flags_of_this_patch():
+    config = SimpleNamespace()
+    give_to_config(parsed("--cuda-graph-fallback eager --moe-use-grouped-tensor"), config)
+    assert vars(config) == {
+        "cuda_graph_fallback": "eager",
+        "cuda_graph_layers_per_graph": None,
+        "cuda_graph_packed_sequences": None,
+        "cuda_graph_max_captures": 8,
+        "cuda_graph_report": None,
+        "moe_use_grouped_tensor": True,
+        "moe_alltoall_capacity_factor": None,
+    }
+    from megatron.training import arguments
+
+    args = validated("--cuda-graph-fallback eager")
+    assert arguments.core_transformer_config_from_args(args).cuda_graph_fallback == "eager"
+
+
+# -------------------------------------------------------------------------------------------- grouped experts, configs
+
+
+@pytest.mark.parametrize(("words", "changes"), UNFIT_EXPERTS)
+def test_what_grouped_or_bounded_experts_do_not_fit_is_refused(words, changes):
+    lines = refusal(SimpleNamespace(**GROUPED | {"moe_alltoall_capacity_factor": 1.25} | changes))
+    assert any(line.startswith("--moe-") and words in line for line in lines)
+
+
+def test_every_row_of_grouped_experts_is_reached():
+    given = GROUPED | {"moe_alltoall_capacity_factor": 1.25}
+    reached = {row for _, changes in UNFIT_EXPERTS for row in rows_of(Options(SimpleNamespace(**given | changes)))}
+    assert {row for row in TABLE if row.graphs is None} <= reached
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hidden_size": 64, "moe_latent_size": None, "moe_token_dispatcher_type": "allgather"},
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
+        {"moe_alltoall_capacity_factor": 1.25},
+        {"moe_use_grouped_tensor": False, "fp8": "hybrid", "moe_token_dispatcher_type": "flex"},
+    ],
+)
+def test_what_fits_grouped_experts_passes(changes):
+    assert refusal(SimpleNamespace(**GROUPED | changes)) == []
+
+
+def configs(**changes: Any) -> Options:
+    """Options of configurations that fit, but for ``changes``."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "cuda_graph_impl": "transformer_engine"}
+    model = TransformerConfig(**sizes, cuda_graph_modules=[], hidden_dropout=0.0, attention_dropout=0.0)
+    vars(model).update(changes)
+    sharding = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy="optim_grads_params",
+        fsdp_double_buffer=True,
+        fsdp_db_use_persist_buf_on_alloc_fail=True,
+    )
+    return Options(model, sharding, sharding=MEGATRON_FSDP)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({}, None),
+        ({"cuda_graph_modules": [CudaGraphModule.mamba]}, None),  # configurations do not say whether it has any
+        ({"cuda_graph_modules": [CudaGraphModule.moe_router]}, "--cuda-graph-modules moe, moe_router"),
+        ({"num_moe_experts": 4}, "--num-experts, whole layers"),
+        ({"recompute_granularity": "full", "hidden_dropout": 0.1}, "--recompute-granularity full, with dropout"),
+        ({"cuda_graph_warmup_steps": -1}, "--cuda-graph-warmup-steps below 0"),
+    ],
+)
+def test_configurations_are_checked_like_flags(changes, flag):
+    rows = rows_of(configs(**changes))
+    assert [row.flags[: len(flag)] for row in rows] == [flag] if flag else rows == []
+
+
+# ------------------------------------------------------------------------------------------- hooks, for local graphs
+
+
+def handler_of_backward(module, args):
+    return None
+
+
+setattr(handler_of_backward, BACKWARD_HANDLER, print)
+
+
+@pytest.mark.parametrize("hook", [runs_outside_graphs(lambda module, args: None), handler_of_backward])
+def test_layers_with_hooks_of_megatron_fsdp_are_refused_for_local_graphs(hook):
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    handle = layer[0].register_forward_pre_hook(hook)
+    with pytest.raises(ValueError, match=r"--use-megatron-fsdp with --cuda-graph-impl local: .*transformer_engine"):
+        refuse_fsdp_hooks(layer)
+    handle.remove()
+    layer[0].register_forward_hook(lambda module, args, output: None)
+    refuse_fsdp_hooks(layer)
+
+
+# ------------------------------------------------------------------------------------------- docs/compatibility.md
+
+
+def test_the_committed_page_is_made_of_the_table():
+    assert (ROOT / "docs" / "compatibility.md").read_text() == page(), "run make docs"
+    assert "## Other flags" not in page(), "add the flag to TOPICS"
