@@ -88,13 +88,16 @@ class Core:
             return True
         return bool(name) and not {name, "*", "__getattr__"}.isdisjoint(bound_names(self.body(module)))
 
-    def find(self, module: str, path: str) -> Definition | None:
-        """Return the function or class at ``path``, such as ``Class.method``, in ``module``."""
-        body, found = self.body(module), None
-        for name in path.split("."):
-            found = next((n for n in statements(body) if isinstance(n, Definition) and n.name == name), None)
-            body = found.body if found else []
-        return found
+    def find(self, module: str, paths: Iterable[str]) -> Definition | None:
+        """Return the function or class at the first of ``paths``, such as ``Class.method``, that is in ``module``."""
+        for path in paths:
+            body, found = self.body(module), None
+            for name in path.split("."):
+                found = next((n for n in statements(body) if isinstance(n, Definition) and n.name == name), None)
+                body = found.body if found else []
+            if found is not None:
+                return found
+        return None
 
 
 class Check:
@@ -149,7 +152,7 @@ class Check:
 
     def _overrides(self, module: str, paths: list[str], file: Path, own: Definition | None = None) -> None:
         """Compare what the patch overrides; the first of ``paths`` that a megatron-core has counts."""
-        before, after = (next(filter(None, (c.find(module, p) for p in paths)), None) for c in (self.ours, self.other))
+        before, after = (core.find(module, paths) for core in (self.ours, self.other))
         what = f"{module}.{paths[-1]} ({file.relative_to(ROOT)}:{own.lineno if own else 1})"
         if before is None:
             return
@@ -170,10 +173,10 @@ class Check:
         self.changed += [f"new: {REPLACED}.{path}" for path in after if path not in before]
         # Names that it takes by ``import *`` are megatron-core's, which a unit test compares one by one.
         there = {*bound_names(parsed(file).body), *bound_names(self.ours.body(REPLACED))}
-        for path in sorted((self.other.root / "megatron").rglob("*.py")):
-            if b"cuda_graphs" in path.read_bytes():
-                where = path.relative_to(self.other.root)
-                for module, name, _ in imports(path, ".".join(where.parts[:-1])):
+        for source in sorted((self.other.root / "megatron").rglob("*.py")):
+            if b"cuda_graphs" in source.read_bytes():
+                where = source.relative_to(self.other.root)
+                for module, name, _ in imports(source, ".".join(where.parts[:-1])):
                     if module == REPLACED and name not in there:
                         self.broken.append(f"not in the patch: {module}.{name}, which {where} imports")
 
