@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs import state as capture_state
+from megatron.core.transformer import cuda_graphs as te_helper
 from megatron.core.transformer._cuda_graphs.engine.memory import REUSE_OPTION, allocator_settings
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
-from megatron.core.transformer._cuda_graphs.te import helper as te_helper
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from .stages import Alone, Failure, helper_of
@@ -156,7 +155,7 @@ class TestCaptureMode:
     @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
     def test_garbage_is_frozen_for_the_time_of_the_capture_where_that_is_asked_for(self, monkeypatch, frozen, fails):
         calls: list[str] = []
-        monkeypatch.setattr(capture_state, "FREEZE_GC", frozen)
+        monkeypatch.setattr(te_helper, "FREEZE_GC", frozen)
         for name in ("freeze", "unfreeze"):
             monkeypatch.setattr(gc, name, partial(calls.append, name))
 

@@ -1,6 +1,7 @@
 """helper and its collaborators without a model: captures of plain layers; integration tests train with the whole."""
 
 import itertools
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -443,6 +444,7 @@ class Fsdp(torch.nn.Module):
         return self
 
     fsdp_hooks = graphs
+    layers = defaultdict(lambda: None)
 
     def capture_graphs(self, layers, keep_buckets):
         raise NotImplementedError
@@ -476,7 +478,7 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk(in_parts)
         def gradient_sinks(self, layers, whole):
             return [None] * len(layers)
 
-        def around_part(self, layer):
+        def around_part(self, layer, runner):
             return None
 
     chunks = [Capturing(), torch.nn.Linear(1, 1), Capturing()]

@@ -2,67 +2,71 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
-from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError
 
 from ..optimizer_gradients import GradientStorages
 from ..planned_copies import Placement
-from ..training_state import TrainingState
-from .context import Context
-from .pipelines import drop_collectives, prepared, take_back_unlaunched
-from .recorded_collectives import TO_GATHER
-from .runners import Recorded
-from .unit import ADVICE, Direction, Unit
-from .unit_plan import UnitPlan
+from . import collectives
+from .collectives import TO_GATHER
+from .pipelines import drop_collectives, prepared, prepared_for_evaluation, release_all, take_back_unlaunched
+from .unit import ADVICE, Direction, TrainingState, Unit
+
+if TYPE_CHECKING:
+    from .fsdp_graphs import FsdpGraphs
 
 
-class RecordedUnits:
-    """The ``PassOwner`` of FSDP units.
+class RecordedPasses:
+    """The ``PassOwner`` of consecutive FSDP units, or of a whole model.
 
     While the graphs are recorded, the hooks of all modules and parameters run as in training: they gather, prefetch,
     reduce and release, on the streams for that, and the graphs hold it all. A replay finds every unit released and
-    leaves it so.
+    leaves it so. No other unit is prefetched in the graphs, and none of these outside of them: under the double buffer
+    megatron-core prefetches units for units only.
+
+    Parameters of a whole model that are in no unit (of embedding, final norm and output layer) stay gathered for a
+    step, so they are gathered before a replay.
 
     Args:
         units: The units, by module, in the order of forward.
         begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
-        plans: How those units gather that must do it otherwise than in eager training.
+        whole: Whether they are all of the model.
 
     Attributes:
-        runners: How passes of the units are recorded.
+        replayed: Whether the last forward pass with gradients was a replay.
+        on_forget: Called once when the graphs are freed, by those who own graphs beside them.
     """
 
     _last: Direction = "backward"  # of the phases that are recorded
 
     def __init__(
-        self,
-        context: Context,
-        units: Mapping[torch.nn.Module, Unit],
-        begin: Callable[[str], object],
-        plans: Mapping[torch.nn.Module, UnitPlan],
+        self, graphs: "FsdpGraphs", units: Mapping[torch.nn.Module, Unit], begin: Callable[[str], object], whole: bool
     ):
-        ordered = [*units]
-        first: dict[Direction, list[torch.nn.Module]] = {"forward": ordered[:1], "backward": ordered[-1:]}
-        self.runners = {}
-        for module in units:
-            before = {direction: self._release for direction in first if module in first[direction]}
-            self.runners[module] = Recorded(context, module, plans.get(module), before)
-        self._context, self._fsdp = context, context.fsdp
-        self._backward, self._gradients = context.backward, context.gradients
-        self._begin = begin
-        self._units = units
+        self._graphs, self._fsdp = graphs, graphs.fsdp
+        self._backward, self._gradients = graphs.backward, graphs.gradients
+        self._begin, self.whole = begin, whole
+        self.units = units
+        modules = list(units)
+        self._first: dict[Direction, torch.nn.Module] = {"forward": modules[0], "backward": modules[-1]}
+        groups = self._fsdp.param_and_grad_buffer.parameter_groups
         self._buckets = [bucket for unit in units.values() for bucket in unit.buckets]
-        self._all_buckets = self._buckets  # whose shards the graphs read or write
-        groups = enumerate(self._fsdp.param_and_grad_buffer.parameter_groups)
-        in_units = {bucket for bucket, group in groups if group.fsdp_unit_id is not None}
+        in_units = {bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is not None}
         self._holds_all_units = in_units == set(self._buckets)
+        self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if whole else []
+        self._all_buckets = [*self._buckets, *self._outside]  # whose shards the graphs read or write
+        self._params_outside = [param for bucket in self._outside for param in groups[bucket].params]
+        self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
         self._weights, self._grads = BucketPlaces("gather parameters to"), BucketPlaces("write gradients to")
-        self._params = frozenset(param for unit in units.values() for param in unit.params)
+        self._guard: AddressGuard | None = None  # of parameters outside of units
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
+        self.replayed = False
+        self.on_forget: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------------------------------------------------- capture
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -76,42 +80,37 @@ class RecordedUnits:
         with prepared(fsdp):
             if fsdp.dist_index.hsdp_outer_dp_shard:
                 fsdp.all_gather_pipeline.gather_between_instances()
+            self._graphs.passes = self
             try:
-                with self._gathered_outside():
-                    yield
-                self._succeeded()
+                self.gather()
+                yield
+                if self._outside:
+                    release_all(fsdp)
+                    collectives.record(fsdp, self._outside, reductions=False)
                 reductions = fsdp.grad_reduce_pipeline
                 reductions.order = [*dict.fromkeys((*self._reduced, *reductions.order))]
             except BaseException:
                 take_back_unlaunched(fsdp)
+                self.forget()
                 self._backward.drop()
                 raise
             finally:
                 fsdp.microbatch_count = microbatches
 
-    def _succeeded(self) -> None:
-        """Let the registry know of the graphs."""
-        self._context.registry.graphed.update(self.runners)
-
-    @contextmanager
-    def _gathered_outside(self) -> Iterator[None]:
-        """Keep gathered what the graphs read and do not gather."""
-        yield
-
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
+        """The context in which a phase is warmed up or recorded. At its end all work has joined its stream."""
         self._begin(phase)
-        with self._context.registry.capturing(self.runners), self._recording(phase):
+        gathers = self._fsdp.all_gather_pipeline
+        with self._graphs.capturing({}), self._recording(phase), gathers.only(self._all_buckets):
             if phase == "backward":
                 self._backward.start(caller_ends_it=True)
+            self.gather_first_unit(phase)
             yield
             if phase == "backward":
-                self._end_backward()
-            self._fsdp.all_gather_pipeline.settle()
-
-    def _end_backward(self) -> None:
-        self._gradients.handle_rest(self._params)
-        self._backward.close()
+                self._gradients.handle_rest(self._params)
+                self._backward.close()
+            gathers.settle()
 
     @contextmanager
     def _recording(self, phase: Direction) -> Iterator[None]:
@@ -146,7 +145,7 @@ class RecordedUnits:
             reductions.marked, gathers.recording = None, False
 
     def _gradient_storages(self) -> GradientStorages | None:
-        """The memory of the optimizer's gradients, if it can stay in that of the graph that is being recorded."""
+        """Return the memory of the optimizer's gradients, if it can stay in that of the graph under capture."""
         holds = self._holds_all_units and torch.cuda.is_current_stream_capturing()
         return self._fsdp.param_and_grad_buffer.gradient_storages() if holds else None
 
@@ -157,6 +156,8 @@ class RecordedUnits:
         for bucket in self._all_buckets:
             if bucket in reductions.bucket_status:
                 self._grads.note(reductions.get_fsdp_buffer(bucket), dtype)
+        name, params = self._fsdp.param_to_name, self._params_outside
+        self._guard = AddressGuard(lambda: params, lambda i: name[params[i]], ADVICE)
 
     def _note_weights(self) -> None:
         for bucket in self._buckets:
@@ -176,35 +177,91 @@ class RecordedUnits:
                 yield f"the gradients {of}", main_grads.fetch_bucket(dtype=dtype).data
                 main_grads.free_bucket_storage()
 
+    # ------------------------------------------------------------------------------------------------------- gathers
+
+    @contextmanager
+    def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
+        """The context in which an eager pass gathers ``module`` in the order of other ranks, which replay it."""
+        if self.whole or module not in self.units:
+            yield
+            return
+        if module is self._first[direction]:
+            self._release()
+            self.gather_first_unit(direction)
+        with self._fsdp.all_gather_pipeline.only(self._buckets):
+            yield
+
+    def gather_first_unit(self, phase: Direction) -> None:
+        """Start to gather the first unit of a phase ahead of its own hook, which would gather the next one first."""
+        params = self.units[self._first[phase]].params
+        backward = phase == "backward"
+        self._fsdp.all_gather_and_wait_parameters_ready(params, prefetch=False, wait_bucket_ready=False, bwd=backward)
+
+    def start_gather(self) -> None:
+        """Start to gather the parameters outside of units that are not gathered."""
+        gathers = self._fsdp.all_gather_pipeline
+        if self._fsdp.dist_index.hsdp_outer_dp_shard:  # graphs wait for their units, the current stream for the others
+            gathers.gather_between_instances(replayed=self._buckets)
+        for bucket in self._outside:
+            if gathers.bucket_status[bucket, False] in TO_GATHER:
+                recorded = gathers.recorded.get(bucket)
+                if recorded is None or not recorded.launch():
+                    gathers.all_gather_params(self._params_outside)
+                    return
+
+    def gather(self) -> None:
+        """Gather the parameters outside of units that are not gathered, and wait for them."""
+        self.start_gather()
+        for bucket in self._outside:
+            self._fsdp.all_gather_pipeline.wait_bucket_ready(bucket, False)
+
+    def gather_in_place(self) -> None:
+        """Gather parameters outside of units to where they were at capture.
+
+        Raises:
+            MovedBufferError: one is elsewhere.
+        """
+        if self._outside:
+            self.gather()
+            if self._guard is not None:
+                self._guard.check()
+        else:
+            self.start_gather()
+
+    def _release(self) -> None:
+        gathers = self._fsdp.all_gather_pipeline
+        for bucket in self._buckets:
+            if gathers.bucket_status[bucket, False] not in TO_GATHER:  # somebody gathered it meanwhile
+                gathers.release_bucket(bucket, False)
+
+    # ------------------------------------------------------------------------------------------------------- replays
+
+    def before_eager_forward(self) -> None:
+        """Start to gather what a replay needs gathered, as other ranks do."""
+        self.replayed = False
+        self.start_gather()
+
     def before_forward(self) -> None:
-        """Make sure that the double buffer is free, and where it was at capture.
+        """Gather what is outside of units; check that the double buffer is free, and where it was at capture.
 
         Raises:
             MovedBufferError: it is not.
         """
-        self.gather_between_instances()
+        self.gather_in_place()
         self._release()
         self._weights.check()
-
-    def gather_between_instances(self) -> None:
-        """Gather parameters between instances of hybrid sharding, if these shard them, once in a step.
-
-        Graphs wait for those of the units, and the current stream for the others.
-        """
-        if self._fsdp.dist_index.hsdp_outer_dp_shard:
-            self._fsdp.all_gather_pipeline.gather_between_instances(replayed=self._buckets)
-
-    def before_eager_forward(self) -> None:
-        """Nothing: units gather for themselves."""
+        self.replayed = True
 
     def before_backward(self) -> None:
-        """Make sure that the double buffers of parameters and gradients are free, and where they were at capture.
+        """Check that the double buffers of parameters and gradients are free, and where they were at capture.
 
         Raises:
             MovedBufferError: one is not.
             RuntimeError: a forward pass of the same units that ran eagerly is in this backward pass, too.
         """
-        self._backward.begin(self._units, self)
+        if self.whole:
+            self._backward.start(replayed=True)
+        self._backward.begin(self.units, self)
         reductions = self._fsdp.grad_reduce_pipeline
         reductions.replayed = self._reduced
         groups = reductions.buffer.parameter_groups
@@ -215,21 +272,56 @@ class RecordedUnits:
         self._grads.check()
 
     def after_backward(self) -> None:
-        """Note that the gradients of all units have been reduced, and their backward pass is over."""
-        self._gradients.awaited.difference_update(self._params)
-        for unit in self._units.values():  # or the next eager pass would count as a recomputation
-            unit.set_training_state(TrainingState.IDLE)
+        """Note that all gradients have been reduced, if the hooks expect any, and the units' backward pass is over."""
+        if self._gradients.awaited:
+            self._gradients.awaited.difference_update(self._params)
+            for unit in self.units.values():  # or the next eager pass would count as a recomputation
+                unit.set_training_state(TrainingState.IDLE)
 
     def forget(self) -> None:
-        graphed = self._context.registry.graphed
-        for module in [module for module, runner in self.runners.items() if graphed.get(module) is runner]:
-            del graphed[module]
+        """Let the units run eagerly from now on, and free what was recorded beside their graphs."""
+        for free in self.on_forget:
+            free()
+        self.on_forget.clear()
+        if self._graphs.passes is self:
+            self._graphs.passes = None
+            collectives.forget(self._fsdp, self._outside)
 
-    def _release(self) -> None:
-        gathers = self._fsdp.all_gather_pipeline
-        for bucket in self._buckets:
-            if gathers.bucket_status[bucket, False] not in TO_GATHER:  # somebody gathered it meanwhile
-                gathers.release_bucket(bucket, False)
+
+class EvaluatedModel(RecordedPasses):
+    """The ``PassOwner`` of the forward pass of a model in evaluation.
+
+    Gradients and gathered parameters outside of units stay as they are: a backward pass that is still to come may read
+    them.
+    """
+
+    _last = "forward"
+
+    def __init__(self, training: RecordedPasses, begin: Callable[[str], object]):
+        super().__init__(training._graphs, training.units, begin, whole=True)
+        self._training = training
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Keep the model ready for warm-up and capture. No unit is gathered at either end."""
+        self._begin("before forward")
+        with prepared_for_evaluation(self._fsdp):
+            self._training.gather()
+            yield
+
+    def _gradient_storages(self) -> None:
+        """None: the optimizer's gradients stay where they are."""
+
+    def _note_addresses(self) -> None:
+        self._note_weights()
+
+    def before_eager_forward(self) -> None:
+        self._training.start_gather()
+
+    def before_forward(self) -> None:
+        self._training.gather_in_place()
+        self._release()
+        self._weights.check()
 
 
 class BucketPlaces:
