@@ -28,7 +28,7 @@ def warm_ups(one_rank, monkeypatch):
             run(passes, func, recording)
 
         monkeypatch.setattr(WholePasses, "_run_forward", noted)
-        training = Training(graphed(-1), graphs=True)
+        training = Training(graphed("model"), graphs=True)
         training.make_helper()
         made.append(training.helper)
         for _ in range(steps):
