@@ -15,7 +15,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_struct
 
 from ..expected_inputs import ExpectedInputs
 from ..replacements import TakenForward
-from .addresses import Place, places_of
 from .capture_time_hooks import CaptureTimeHooks
 from .graph import (
     Capture,
@@ -183,7 +182,7 @@ class GraphedCallable:
         self._all_params: tuple[torch.Tensor, ...] = known
         self.params = tuple(param for param in known if param.requires_grad)
         self._frozen = tuple(param for param in known if not param.requires_grad)
-        self._watched: list[tuple[Place, torch.Tensor | None]] = []
+        self._watched: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self.owner, self.quantized, self._context = owner, quantized, context
         self._hooks = hooks or CaptureTimeHooks(name, None)
         self._holds_hooks, self._copies_results = holds_hooks, copies_results
@@ -669,14 +668,18 @@ class GraphedCallable:
     def _watch_parameters(self, module: torch.nn.Module) -> None:
         """Refuse replays once a parameter of ``module`` is another object: the graphs go on reading the former one."""
         used = set(map(id, (*self.params, *self._frozen)))
-        places = places_of(module, "_parameters")
-        self._watched = [(place, place.tensor) for place in places if id(place.tensor) in used]
+        self._watched = [
+            (own._parameters, key, param)
+            for own in module.modules()
+            for key, param in own._parameters.items()
+            if param is not None and id(param) in used
+        ]
 
     def _check_parameters(self) -> None:
-        for place, param in self._watched:
-            if param is not None and place.owner.get(place.key) is not param:
+        for own, key, param in self._watched:
+            if own.get(key) is not param:
                 raise RuntimeError(
-                    f"{self.name}: parameter {place.key} of shape {tuple(param.shape)} was replaced after capture, and "
+                    f"{self.name}: parameter {key} of shape {tuple(param.shape)} was replaced after capture, and "
                     "the graphs read the former one: copy new values into it (load_state_dict does), or reset() and "
                     "capture again"
                 )

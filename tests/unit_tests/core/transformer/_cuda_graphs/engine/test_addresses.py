@@ -9,8 +9,6 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import (
     AddressGuard,
     MovedBufferError,
     address_of,
-    guard_module,
-    places_of,
 )
 
 
@@ -89,29 +87,3 @@ def test_another_number_of_tensors_than_at_capture_is_refused():
 @pytest.mark.parametrize("tensor", [None, torch.zeros(3, device="meta"), torch.zeros(3).to_sparse()])
 def test_what_has_no_memory_of_its_own_has_no_address(tensor):
     assert address_of(tensor) == 0
-
-
-def test_places_have_the_names_and_tensors_of_the_module_also_where_one_was_replaced():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
-    model.scale = torch.nn.Parameter(torch.ones(1))
-    places = places_of(model, "_parameters")
-    model[0].weight = torch.nn.Parameter(torch.zeros(2, 2))
-    found = {place.name: place.tensor for place in places if place.tensor is not None}
-    assert found.keys() == {name for name, _ in model.named_parameters()}
-    assert all(found[name] is param for name, param in model.named_parameters())
-
-
-def test_a_main_gradient_that_moved_is_named():
-    layer = torch.nn.Linear(2, 2)
-    for param in layer.parameters():
-        param.main_grad = torch.zeros_like(param)
-    guard = guard_module("layer 1", layer, "", params=places_of(layer, "_parameters"), main_grads=True)
-    assert guard is not None
-    guard.check()
-    layer.bias.main_grad = torch.zeros(2)
-    with pytest.raises(MovedBufferError, match="the main gradient of bias of layer 1"):
-        guard.check()
-
-
-def test_nothing_needs_no_guard():
-    assert guard_module("layer", torch.nn.Identity(), "", params=[], main_grads=True) is None
