@@ -332,10 +332,8 @@ def test_gradients_that_were_there_before_capture_stay_and_are_no_part_of_what_i
 # ------------------------------------------------------------------------------------------------- second derivatives
 
 
-@pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["of squares", "of values"])
-def test_second_derivatives_are_refused(loss):
+def test_second_derivatives_are_refused():
     graphed = make_graphed_callables(lambda x: x * x * x, (device_tensor(3),))
     x = device_tensor(3)
-    (grad,) = torch.autograd.grad(loss(graphed(x)), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"callable 0 .* compute first derivatives only"):
-        grad.sum().backward()
+        torch.autograd.grad(graphed(x).sum(), x, create_graph=True)

@@ -170,7 +170,7 @@ def test_a_capture_leaves_everything_but_the_methods_that_replay_as_it_was():
     make_graphed_callables(module, (device_tensor(4, 6),))
     after = state_of(module)
     assert after.pop("forward") != before.pop("forward")
-    replaying = ["forward", "reset", "backward_dw", "__deepcopy__"]
+    replaying = ["forward", "reset", "backward_dw"]
     assert after.pop("attributes")[0] == sorted([*before.pop("attributes")[0], *replaying])
     assert after == before
 

@@ -29,6 +29,16 @@ def test_a_function_that_was_reset_refuses_to_replay():
         graphed(device_tensor(4, 6), device_tensor(4, 6))
 
 
+def test_a_module_that_was_reset_has_its_own_methods():
+    module = mlp()
+    module.forward = own = module.forward
+    assert make_graphed_callables(module, (device_tensor(4, 6),)) is module
+    assert module.forward is not own
+    module.reset()
+    assert module.forward is own
+    assert not hasattr(module, "reset")
+
+
 def test_a_backward_pass_after_reset_is_refused():
     module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
     output = module(device_tensor(4, 6))
@@ -64,7 +74,7 @@ def test_reset_lets_go_of_hooks():
 
 def test_a_module_with_graphs_is_not_captured_again():
     module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
-    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\) has graphs already: call its reset\(\)"):
+    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\) has graphs already, in Sequential"):
         make_graphed_callables(module, (device_tensor(4, 6),))
 
 
@@ -79,7 +89,11 @@ def test_reset_frees_the_static_tensors():
     assert (freed(), output()) == (None, None)
 
 
-def test_a_failed_capture_frees_the_graphs_that_it_had_made(resets):
+def test_a_failed_capture_frees_the_graphs_that_it_had_made(monkeypatch):
+    resets: list[torch.cuda.CUDAGraph] = []
+    reset = torch.cuda.CUDAGraph.reset
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "reset", lambda graph: (resets.append(graph), reset(graph)))
+
     def fails_in_capture(x):
         assert not torch.cuda.is_current_stream_capturing(), "capture failed"
         return x * 2
