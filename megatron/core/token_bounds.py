@@ -5,7 +5,7 @@ all. ``RerunStateMachine`` decides so before the optimizer's step: nothing is ev
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +25,7 @@ class TokenBounds:
     def __init__(self) -> None:
         self._routers: WeakSet[Any] = WeakSet()
         self._kept: dict[Any, torch.Tensor] = {}
-        self._lifted: list[tuple[Any, float]] = []
+        self._suspension: ExitStack | None = None  # while bounds are lifted
         self.in_force = self._is_copied = self._told = False
 
     def __bool__(self) -> bool:
@@ -72,7 +72,7 @@ class TokenBounds:
         """
         if not self or torch.cuda.is_current_stream_capturing():
             return
-        if not self.in_force:
+        if not self.in_force and self._suspension is None:
             raise RuntimeError(
                 "--moe-alltoall-capacity-factor needs a training loop that asks RerunStateMachine's "
                 "should_run_forward_backward before and after the passes of a step, as Megatron's does"
@@ -89,31 +89,29 @@ class TokenBounds:
         return bool(self._on_host)
 
     def lift(self) -> str:
-        """Let all tokens have room until ``end``. Return what to tell of it; empty if it was told before.
+        """Give all tokens room, and run eagerly, until ``end``. Return a log message; empty if it was logged before."""
+        from megatron.core.transformer._cuda_graphs.snapshot import replays  # imports this module
 
-        Graphs whose passes have read the factor are not replayed meanwhile.
-        """
-        configs = {id(router.config): router.config for router in self._routers}.values()
-        self._lifted = [(config, config.moe_alltoall_capacity_factor) for config in configs]
-        for config in configs:
-            config.moe_alltoall_capacity_factor = None
+        self.in_force, self._suspension = False, ExitStack()
+        self._suspension.enter_context(replays.suspended("the step runs again with room for all tokens"))
         self._too_small.zero_()
         self._on_host.zero_()
         if self._told:
             return ""
         self._told = True
+        factor = max(router.config.moe_alltoall_capacity_factor for router in self._routers)
         return (
             "The step runs again, eagerly and with room for all tokens: a rank had more for another one than "
-            f"--moe-alltoall-capacity-factor {self._lifted[0][1]:g} leaves room for. Nothing is dropped. If it happens "
+            f"--moe-alltoall-capacity-factor {factor:g} leaves room for. Nothing is dropped. If it happens "
             "often, which costs time, raise the factor. This is said once"
         )
 
     def end(self) -> None:
         """End the step: bounds are what they were."""
         self.in_force = False
-        for config, factor in self._lifted:
-            config.moe_alltoall_capacity_factor = factor
-        self._lifted = []
+        if self._suspension is not None:
+            self._suspension.close()
+            self._suspension = None
 
     def save_statistics(self) -> None:
         """Keep what routers and losses add up, as it is now."""

@@ -1,5 +1,6 @@
 """Checkpoints that runs with and without graphs load alike, with layers by their numbers in the whole model."""
 
+import argparse
 import logging
 import re
 from collections.abc import Iterator
@@ -112,8 +113,9 @@ def _load_base_checkpoint(
     asked = sharded_state_dict or {}
     _expect_tensors(asked)
     chunks = asked.get(_CHUNKS) or asked.get("_model")
-    if chunks and asked.get("optimizer"):
-        asked["optimizer"] = _as_saved(asked["optimizer"], _upstream.get_load_checkpoint_path_by_args(args))
+    if chunks and asked.get("optimizer") and load_dir is not None:
+        at = argparse.Namespace(load=load_dir, ckpt_step=getattr(args, "ckpt_step", None))
+        asked["optimizer"] = _as_saved(asked["optimizer"], _upstream.get_load_checkpoint_path_by_args(at))
     try:
         loaded, name, *rest = _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
     except CheckpointException as error:
@@ -155,9 +157,18 @@ def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
         saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     except FileNotFoundError:  # training starts without a checkpoint
         return optimizer
-    saved = {key.removeprefix("optimizer."): value for key, value in saved.items() if key.startswith("optimizer.")}
+    return _part_as_saved(optimizer, saved, "optimizer.", checkpoint)
+
+
+def _part_as_saved(optimizer: dict[str, Any], saved: dict[str, Any], prefix: str, checkpoint: str) -> dict[str, Any]:
+    saved = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
     if not saved:  # --no-save-optim
         return optimizer
+    if GROUPS not in optimizer:  # of a ChainedOptimizer of several, by number
+        return {
+            name: _part_as_saved(part, saved, f"{name}.", checkpoint) if isinstance(part, dict) else part
+            for name, part in optimizer.items()
+        }
     groups = optimizer[GROUPS]
     if not any(key.startswith("state.") for key in saved):
         message = f"--load: {checkpoint} has no optimizer states, which start empty"

@@ -7,6 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.snapshot import replays
+
 FACTOR = 1.25
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -82,7 +84,7 @@ def test_a_step_that_an_exception_has_ended_leaves_the_next_one_its_bounds(bound
     bounds.begin()
     bounds.lift()
     bounds.begin()
-    assert router.config.moe_alltoall_capacity_factor == FACTOR
+    assert not replays.suspended_by
     assert bounds.in_force
 
 
@@ -94,7 +96,7 @@ def test_a_machine_of_another_training_forgets_the_bounds_of_the_one_before(boun
     with mock.patch.object(rerun_state_machine, "token_bounds", bounds):
         rerun_state_machine.RerunStateMachine()
     assert not bounds and not bounds.in_force
-    assert router.config.moe_alltoall_capacity_factor == FACTOR
+    assert not replays.suspended_by
 
 
 def test_captures_are_bounded_outside_of_steps(bounds):
@@ -124,10 +126,9 @@ def test_without_bounds_there_is_nothing_to_copy():
 def test_lifted_bounds_are_back_at_the_end_of_the_step(bounds, router):
     bounds.begin()
     assert "--moe-alltoall-capacity-factor 1.25" in bounds.lift()
-    assert router.config.moe_alltoall_capacity_factor is None
+    assert replays.suspended_by and not bounds.in_force
     bounds.end()
-    assert router.config.moe_alltoall_capacity_factor == FACTOR
-    assert not bounds.in_force
+    assert not replays.suspended_by and not bounds.in_force
     bounds.begin()
     assert bounds.lift() == ""  # said before
 
@@ -164,11 +165,11 @@ def test_a_step_that_overflows_runs_again_once_with_room_for_all(machine, bounds
         run(bounds, True)
         router.tokens += 1
         assert machine.should_run_forward_backward(None)
-        assert router.config.moe_alltoall_capacity_factor is None
+        assert replays.suspended_by and not bounds.in_force
         assert router.tokens.tolist() == [0.0, 1.0, 2.0, 3.0]
         run(bounds, False)
         assert not machine.should_run_forward_backward(None)
-        assert router.config.moe_alltoall_capacity_factor == FACTOR
+        assert not replays.suspended_by
         assert machine.should_checkpoint_and_exit() == (False, False, 0)
     assert len([text for text in caplog.messages if "--moe-alltoall-capacity-factor 1.25" in text]) == 1
 
@@ -194,7 +195,7 @@ def test_a_wrong_result_of_a_step_that_overflows_is_forgotten_and_of_the_next_ru
     validate(float("nan"))
     run(bounds, False)
     assert machine.should_run_forward_backward(None)  # to see whether the NaN can be reproduced
-    assert router.config.moe_alltoall_capacity_factor is None
+    assert replays.suspended_by
     assert machine.state == type(machine.state).RERUNNING_IN_PLACE
 
 

@@ -110,14 +110,16 @@ def loads_optimizer(loads, monkeypatch, tmp_path):
 
     def run(saved, into):
         if saved is not None:
-            save({"optimizer": saved, "iteration": 1}, checkpoint_id=tmp_path)
-        monkeypatch.setattr(checkpointing._upstream, "get_load_checkpoint_path_by_args", lambda args: tmp_path)
+            save({"optimizer": saved, "iteration": 1}, checkpoint_id=tmp_path / "folder")
+        monkeypatch.setattr(
+            checkpointing._upstream, "get_load_checkpoint_path_by_args", lambda args: tmp_path / args.load
+        )
 
         def read(folder, args, rank0, state_dict):
             if saved is None:
                 return None, "", False
-            load({"optimizer": state_dict["optimizer"]}, checkpoint_id=tmp_path)
-            return state_dict, tmp_path, False
+            load({"optimizer": state_dict["optimizer"]}, checkpoint_id=tmp_path / folder)
+            return state_dict, tmp_path / folder, False
 
         loaded, *_ = loads(read, {"_model": [Chunk(1)], "model": {}, "optimizer": into})
         return loaded and loaded["optimizer"]
@@ -134,6 +136,14 @@ def test_an_optimizer_that_took_no_step_is_loaded_without_states(loads_optimizer
     into = {"state": {"a.weight": {"exp_avg": torch.ones(1)}}, "param_to_group_meta": groups(0.5, step=1)}
     assert loads_optimizer(saved, into) == saved
     assert into["param_to_group_meta"] == groups(0.5, step=1)
+
+
+def test_each_of_several_optimizers_is_loaded_as_it_was_saved(loads_optimizer):
+    stepped = {"state": {"a.weight": {"exp_avg": torch.ones(1)}}, "param_to_group_meta": groups(0.25)}
+    fresh = {"state": {}, "param_to_group_meta": groups(0.25)}
+    asked = {"state": {"a.weight": {"exp_avg": torch.zeros(1)}}, "param_to_group_meta": groups(0.5)}
+    saved = {"0": stepped, "1": fresh}
+    assert loads_optimizer(saved, {"0": dict(asked), "1": dict(asked)}) == saved
 
 
 def test_states_are_loaded_where_a_step_was_taken(loads_optimizer):

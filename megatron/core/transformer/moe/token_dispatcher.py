@@ -102,8 +102,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         return sent.from_buffers(combined) if sent else combined
 
     def _capacity_factor(self) -> float | None:
-        factor = alltoall_capacity_factor(self.config)  # read in any case: replays compare it
-        return factor if token_bounds and token_bounds.in_force else None
+        return alltoall_capacity_factor(self.config) if token_bounds and token_bounds.in_force else None
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None):
         if grouped_tensor(self.config):
