@@ -38,12 +38,12 @@ class CapturePhases:
 
     def install(self) -> None:
         """Watch the functions, for the life of the process."""
-        from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_units import RecordedUnits
+        from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_passes import RecordedPasses
+        from megatron.core.transformer import cuda_graphs
         from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable
         from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
-        from megatron.core.transformer._cuda_graphs.te import forward_graphs, helper, whole_model
+        from megatron.core.transformer._cuda_graphs.te import forward_graphs, whole_model
         from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureState
-        from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 
         for owner, name, what in (
             (gc, "collect", "garbage collected"),
@@ -53,10 +53,10 @@ class CapturePhases:
             (torch.cuda.CUDAGraph, "capture_begin", "captures begun"),
             (torch.cuda.CUDAGraph, "capture_end", "graphs instantiated"),
             (CaptureState, "choose", "what to capture decided"),
-            (helper, "report_capture", "report"),
-            (TECudaGraphHelper, "_reset_after_capture", "gradients zeroed afterwards"),
+            (cuda_graphs, "report_capture", "report"),
+            (cuda_graphs.TECudaGraphHelper, "_reset_after_capture", "gradients zeroed afterwards"),
             (Snapshot, "__init__", "what replays compare noted"),
-            (RecordedUnits, "__init__", "units listed"),
+            (RecordedPasses, "__init__", "units listed"),
             (whole_model, "inputs_of_slots", "static inputs made"),
             (forward_graphs, "capture_passes", "random numbers and buffers restored, streams, quantization"),
         ):

@@ -25,7 +25,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistribut
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.te.capture_state import Holds, blocker
-from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm

@@ -9,9 +9,9 @@ from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan
 from megatron.core.transformer._cuda_graphs.flags.options import Options, layers_per_graph
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_state import Choice, Holds, blocker, choose
-from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer._cuda_graphs.te.layers import _modules_of, decoder_layers
 from megatron.core.transformer._cuda_graphs.te.whole_model import inputs_of_slots
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
 # By the value of --cuda-graph-modules that selects them.
 _NAMES = {

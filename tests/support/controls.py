@@ -333,10 +333,8 @@ def failed_warm_up_for_evaluation(training: Training) -> None:
     """The same in warm-up, between the collectives of attention and of the MLP."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-    hooks = getattr(training.chunks[0].module, "fsdp_hooks", None)
-    _fail_for_evaluation(
-        training, lambda: is_graph_capturing() or (hooks is not None and hooks.registry.captured is not None)
-    )
+    graphs = getattr(training.chunks[0].module, "graphs", None)
+    _fail_for_evaluation(training, lambda: is_graph_capturing() or (graphs is not None and graphs.captured is not None))
 
 
 def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
@@ -389,11 +387,11 @@ def _not_between_instances(training: Training, pipeline: str, method: str) -> No
 
 def captured_by_two_helpers(training: Training) -> None:
     """Capture the last layers and the first one with a helper each, as for the language and the vision model of one."""
-    from megatron.core.transformer._cuda_graphs.te import helper
+    from megatron.core.transformer import cuda_graphs
 
     first, *rest = training.layers
     for layers in (rest, [first]):
-        with mock.patch.object(helper, "_layer_is_graphable", lambda layer, _, some=layers: layer in some):
+        with mock.patch.object(cuda_graphs, "_layer_is_graphable", lambda layer, _, some=layers: layer in some):
             training.make_helper()
         training.helper.create_cudagraphs()
 
@@ -622,7 +620,7 @@ def training_state(training: Training) -> dict[str, object]:
         "capturing": (
             is_graph_capturing(),
             torch.cuda.is_current_stream_capturing(),
-            hasattr(fsdp, "fsdp_hooks") and fsdp.fsdp_hooks.registry.captured is not None,
+            hasattr(fsdp, "fsdp_hooks") and fsdp.graphs.captured is not None,
         ),
         "stream": torch.cuda.current_stream().cuda_stream,
         "rng": [torch.cuda.get_rng_state().tolist()]

@@ -66,9 +66,9 @@ def _wait_on_host() -> None:
     if not on_cpu:
         torch.cuda.current_stream().synchronize()
         return
-    from megatron_fsdp_cuda_graphs.cpu_backend import capture_state
+    from megatron_fsdp_cuda_graphs.cpu_backend import streams
 
-    capture_state.refuse_while_capturing("injected fault")
+    streams.refuse_while_capturing("injected fault")
 
 
 KINDS: dict[str, Callable[[], None]] = {
@@ -127,12 +127,12 @@ class Faults(TorchDispatchMode):
             for name in ("capture_begin", "capture_end"):
                 self._patch(stack, torch.cuda.CUDAGraph, name, counted=name == "capture_begin", internal=on_cpu)
             if on_cpu:
-                from megatron_fsdp_cuda_graphs.cpu_backend import held_results
+                from megatron_fsdp_cuda_graphs.cpu_backend import distributed as cpu_distributed
                 from megatron_fsdp_cuda_graphs.cpu_backend.tape import Recorder
 
-                for name in held_results.WRITING:  # ranks have agreed to launch it
+                for name in cpu_distributed.WRITING:  # ranks have agreed to launch it
                     self._patch(stack, dist.ProcessGroup, name, counted=False, internal=True)
-                self._patch(stack, held_results.HeldWork, "wait", counted=True, internal=True)
+                self._patch(stack, cpu_distributed.HeldWork, "wait", counted=True, internal=True)
                 self._patch(stack, Recorder, "_record", counted=True, captured=True, internal=True)
             with self:
                 yield
@@ -158,8 +158,8 @@ class Faults(TorchDispatchMode):
 
 def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, float]:
     """Capture with ``faults``, as if for the first time; return the error and the seconds it took."""
-    if hasattr(training.chunks[0].module, "fsdp_hooks"):
-        training.chunks[0].module.fsdp_hooks.context.plans._reduced_once.clear()
+    if hasattr(training.chunks[0].module, "graphs"):
+        training.chunks[0].module.graphs.reduced_once.clear()
     start = time.perf_counter()
     try:
         with faults.counting():

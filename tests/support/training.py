@@ -204,7 +204,7 @@ class Training:
         return self._losses(model.build_schedule_plan if return_schedule_plan else model, next(batches)), loss_of
 
     def make_helper(self) -> Any:
-        from megatron.core.transformer._cuda_graphs.te import helper as te_helper
+        from megatron.core.transformer import cuda_graphs as te_helper
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
         check = mock.patch.object(te_helper, "check")

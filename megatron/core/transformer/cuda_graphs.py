@@ -1,4 +1,4 @@
-"""The public module of Megatron-Core's CUDA graphs: every name of it, over the files of ``_cuda_graphs``.
+"""CUDA graphs of Megatron-Core: ``TECudaGraphHelper``, and every public name, over the files of ``_cuda_graphs``.
 
 ``docs/cuda_graphs_names.md`` says where each name is defined. Nothing here is megatron-core's own.
 
@@ -6,9 +6,17 @@ megatron-core has all of this in one file, where assigning to a name, or patchin
 it. ``_Face`` makes the same true here.
 """
 
+import gc
+import logging
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
+
+import torch
 
 # First, because the imports below load modules of megatron-core that import these from this module.
 from ._cuda_graphs import state as _state
@@ -24,8 +32,18 @@ from ._cuda_graphs.state import (
 )
 
 # isort: split
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.token_bounds import token_bounds
+from megatron.core.utils import log_single_rank
+
+from ._cuda_graphs.agreement import CaptureAgreement, warn_of_failure
 from ._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from ._cuda_graphs.engine.memory import release_cached_memory, reuse_across_streams
 from ._cuda_graphs.engine.rng import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
+from ._cuda_graphs.errors import CallOrderError, CaptureFailedError, OptionsError
+from ._cuda_graphs.flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
+from ._cuda_graphs.flags.table import allocator_problem, check
 from ._cuda_graphs.for_callers import (
     _backup_grads_before_capture,
     _determine_if_first_last_layer_of_this_vp_chunk,
@@ -43,14 +61,36 @@ from ._cuda_graphs.local.memory import TensorReusePool
 from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
 from ._cuda_graphs.local.runner import _CudagraphRecordNode, _CudagraphReplayNode, _CudaGraphRunner, _GraphStatus
 from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_runner_streams
-from ._cuda_graphs.te.helper import TECudaGraphHelper
-from ._cuda_graphs.te.layers import _layer_is_graphable, set_current_microbatch
-from ._cuda_graphs.te.order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
-from ._cuda_graphs.te.vision_helper import (
-    VisionTECudaGraphHelper,
-    _wrap_graph_for_vision,
-    get_vision_cuda_graph_seq_length,
+from ._cuda_graphs.report import CaptureRecorder
+from ._cuda_graphs.te.capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
+from ._cuda_graphs.te.capture_observer import report_capture
+from ._cuda_graphs.te.capture_session import CaptureSession, InputData
+from ._cuda_graphs.te.capture_state import (
+    BEFORE_CAPTURE,
+    CAPTURE_FAILED,
+    CAPTURES_USED_UP,
+    NO_LAYERS,
+    CaptureState,
+    GraphUse,
 )
+from ._cuda_graphs.te.changed_shapes import Recaptures
+from ._cuda_graphs.te.decoder_graphs import DecoderGraphs
+from ._cuda_graphs.te.layers import (
+    _layer_is_graphable,
+    fsdp_of,
+    mtp_layers,
+    set_current_microbatch,
+    single_run_layers,
+    vision_model_of,
+)
+from ._cuda_graphs.te.order import (
+    PassOrder,
+    convert_schedule_table_to_order,
+    get_overlap_moe_expert_parallel_comm_order,
+)
+from ._cuda_graphs.te.stage import Chunk, Role, Stage
+from ._cuda_graphs.te.training_calls import TrainingCalls
+from ._cuda_graphs.te.whole_model import ModelGraphs
 
 __all__ = [
     "FREEZE_GC",
@@ -97,6 +137,569 @@ __all__ = [
     "set_current_microbatch",
     "tree_map",
 ]
+
+
+class TECudaGraphHelper:
+    """Captures per-layer CUDA graphs of a model and attaches them to its layers.
+
+    ``create_cudagraphs`` captures; ``cuda_graph_set_manual_hooks`` then gives layers under ``DistributedDataParallel``
+    the hooks that gather parameters before a replay. Under Megatron-FSDP the layers' own hooks do that.
+    ``before_step``, which training loops call before each step, captures again where steps have changed.
+
+    Args:
+        model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
+        config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. An attribute
+            ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture or recapture does:
+            ``error`` raises CaptureFailedError, ``eager`` warns, and training goes on. Another one,
+            ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``before_step`` capture together.
+            ``cuda_graph_report`` names a folder to which rank 0 writes what was captured. ``cuda_graph_step_log`` is a
+            factory for a callback ``(helper, deleting)``, called before graphs are deleted and before each
+            step, by ``before_step``.
+        seq_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a micro-batch.
+        optimizers: Their gradients are zeroed after capture.
+        pg_collection: The process groups; by default those of ``parallel_state``.
+
+    Raises:
+        OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, ``config.cuda_graph_fallback`` is
+            unknown, whole layers are to be captured that run in parts (``overlap_moe_expert_parallel_comm``), or the
+            allocator uses expandable segments while NCCL registers memory of graphs.
+        ValueError: an option that Megatron-FSDP needs for graphs is missing, or one does not fit.
+    """
+
+    _role = Role()
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        config: Any,
+        seq_length: int,
+        micro_batch_size: int,
+        optimizers: Sequence[Any] = (),
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        if config.cuda_graph_impl != "transformer_engine":
+            raise OptionsError(
+                f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
+            )
+        if problem := allocator_problem():
+            raise OptionsError(problem)
+        sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
+        check(Options(config, *sharded[:1], sharding=MEGATRON_FSDP if sharded else None))
+        self.model, self.optimizers = model, optimizers
+        self.config = config
+        self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group = self.pg_collection.tp
+        self.dp_cp_group = self.pg_collection.dp_cp
+        self.pp_group = self.pg_collection.pp
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # imports this module
+
+        self.p2p_communicator = P2PCommunicator(pp_group=self.pp_group, config=config)
+        self.num_model_chunks = len(model)
+        self.num_microbatches: int | None = None
+        make_log = getattr(config, "cuda_graph_step_log", None) if self._role.language else None
+        self._step_log = None if make_log is None else make_log()
+        self._discover_layers()
+        self.stage = self._new_stage()
+        self.stage.log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
+        models = [chunk.model for chunk in self.stage.chunks if chunk.layers]
+        decoders = (getattr(model, "decoder", None) for model in models)
+        self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
+        self._state = self._new_state()
+        self._recaptures = Recaptures(self.stage)
+        self._captures = self._replays_before = 0  # successful ones; those of graphs that were deleted
+
+    # --------------------------------------------------------------------------------------------- layers
+
+    def _discover_layers(self) -> None:
+        """Set the attributes that name the layers to capture, as megatron-core's helper has them.
+
+        A subclass may find others. ``callables_per_chunk`` is what is captured.
+
+        Attributes:
+            chunks_with_decoder: The model of each chunk; None if none of its layers can be captured.
+            callables_per_chunk, flattened_callables: The layers to capture, of each chunk and of all.
+            callables_per_chunk_is_mtp, flattened_callables_is_mtp: Whether each belongs to multi-token prediction.
+            num_layers_per_chunk: The number of layers to capture of each chunk.
+        """
+        models = [self._role.model_of(chunk) for chunk in self.model]
+        self.callables_per_chunk = [
+            [layer for layer in single_run_layers(model) if _layer_is_graphable(layer, self.config)] for model in models
+        ]
+        per_chunk = list(zip(models, self.callables_per_chunk, strict=True))
+        self.chunks_with_decoder = [model if layers else None for model, layers in per_chunk]
+        self.callables_per_chunk_is_mtp = [
+            [each in mtp_layers(model) for each in layers] for model, layers in per_chunk
+        ]
+        self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
+        self.flattened_callables = [layer for layers in self.callables_per_chunk for layer in layers]
+        self.flattened_callables_is_mtp = [mtp for chunk in self.callables_per_chunk_is_mtp for mtp in chunk]
+
+    def _new_stage(self) -> Stage:
+        found = zip(self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True)
+        chunks = [
+            Chunk(chunk, self._role.model_of(chunk) if model is None else model, layers)
+            for chunk, model, layers in found
+        ]
+        return Stage(self.config, self.pg_collection, self.p2p_communicator, chunks, self._role)
+
+    def _new_state(self, eager_because: str = BEFORE_CAPTURE, not_model: str = "") -> CaptureState:
+        return CaptureState(self.stage, self._calls, eager_because, not_model)
+
+    # -------------------------------------------------------------------------------------------- what there is now
+
+    @property
+    def model_graphs(self) -> ModelGraphs | None:
+        """The graphs of the whole model, or of its first chunk, in which case layers have none; None otherwise."""
+        return next(iter(self._state.models), None)
+
+    @property
+    def decoder_graphs(self) -> DecoderGraphs | None:
+        """The graphs of all layers of the decoder, in which case these have none; None otherwise."""
+        return self._state.decoder
+
+    def graphs_created(self) -> bool:
+        """Whether the layers have graphs now."""
+        return not self._state.eager_because
+
+    def eager_reason(self) -> str:
+        """Say why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
+        return self._state.eager_reason()
+
+    def graph_use(self) -> GraphUse:
+        """Return what became of the graphs on this rank so far."""
+        replays = self._state.replays()
+        if replays is not None:
+            replays += self._replays_before
+        return GraphUse(replays, self._captures, self._state.pool_bytes())
+
+    # ------------------------------------------------------------------------------------------------ before a step
+
+    def capture_finished(self) -> bool:
+        """Call ``before_step``, as Megatron's training loop asks for this before each step."""
+        return self.before_step()
+
+    def before_step(self) -> bool:
+        """Prepare the coming step. A training loop calls it on all ranks before each step.
+
+        The last step is logged. Where there are graphs that the coming step or the last ones do not fit, they are
+        deleted and captured again, gradients are zero, and layers under ``DistributedDataParallel`` have their hooks:
+
+        - Under pipeline parallelism: the number of micro-batches is another.
+        - All ranks have trained with one other shape for ``changed_shapes.STEPS`` steps or more.
+
+        It does so ``config.cuda_graph_max_captures - 1`` times. From then on graphs are kept for their shape, and
+        deleted for good if the number of micro-batches changes.
+
+        If a recapture fails and ``config.cuda_graph_fallback`` is ``eager``, graphs are captured again for the former
+        shape and kept for it; with another number of micro-batches, steps run eagerly until the number changes again.
+        ``seq_length``, ``micro_batch_size`` and ``num_microbatches`` change only when a recapture succeeds.
+
+        Returns:
+            Whether ``create_cudagraphs`` has run, even if there were no layers to capture.
+
+        Raises:
+            CaptureFailedError, CaptureInterruptedError: as ``create_cudagraphs``.
+        """
+        self._log_step()
+        graphs = self._state
+        graphs.before_step()
+        if graphs.microbatches not in (None, get_num_microbatches()):
+            self._change_microbatches(get_num_microbatches())
+        elif graphs.shapes is not None:
+            shape = graphs.shapes.before_step(get_num_microbatches())
+            if shape is not None:
+                self._change_shape(*shape, graphs.shapes.tokens)
+        return self._state.eager_because != BEFORE_CAPTURE
+
+    def _change_microbatches(self, microbatches: int) -> None:
+        if self._recaptures.are_left():
+            self._capture_again(f"steps of {microbatches} micro-batches, not {self._state.microbatches}")
+            self._state.microbatches = microbatches  # after a failure, too: the next change captures again
+            return
+        log_single_rank(
+            logger,
+            logging.WARNING,
+            f"steps of {microbatches} micro-batches, and all that follow, run eagerly{self._recaptures.why_none()}",
+        )
+        if self.graphs_created():
+            self.delete_cuda_graphs()
+        self._state = self._new_state(CAPTURES_USED_UP)  # or the caller would capture
+
+    def _change_shape(self, tokens: int, sequences: int, captured_tokens: int) -> None:
+        former = self.seq_length, self.micro_batch_size
+        try:
+            self._capture_shape(tokens * self.seq_length // captured_tokens, sequences)
+        finally:
+            if not self.graphs_created():
+                self.seq_length, self.micro_batch_size = former
+        if self._state.eager_because == CAPTURE_FAILED:  # the former graphs were deleted first, for their memory
+            self._recaptures.stop()
+            self._capture_shape(*former)
+
+    def _capture_shape(self, seq_length: int, micro_batch_size: int) -> None:
+        self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
+        self._capture_again(f"sequences of {seq_length} tokens, {micro_batch_size} in a micro-batch")
+
+    def _capture_again(self, steps: str) -> None:
+        """Capture for changed ``steps``, between two of them, in place of the graphs that there are."""
+        log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
+        self._recaptures.begin()
+        with ExitStack() as stack:
+            gathering: list[Any] = [
+                chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)
+            ]
+            for chunk in gathering:  # DistributedDataParallel with --overlap-param-gather
+                chunk.disable_forward_pre_hook(param_sync=False)
+                stack.callback(chunk.enable_forward_pre_hook)
+            if self.graphs_created():
+                self.delete_cuda_graphs()
+            self._state = self._new_state()  # a stage without layers has no graphs, and captures with the others
+            self.create_cudagraphs()
+        if gathering and self.graphs_created():
+            self.cuda_graph_set_manual_hooks()
+
+    def _log_step(self, deleting: bool = False) -> None:
+        if self._step_log is not None:
+            self._step_log(self, deleting)
+
+    # -------------------------------------------------------------------------------------------- capture
+
+    def create_cudagraphs(self) -> None:
+        """Capture every layer, once for each micro-batch that can be in flight; or the whole model.
+
+        The whole model is captured where ``config.cuda_graph_layers_per_graph`` asks for it, or says nothing and the
+        model was called for training, since this helper was made, as its graphs can be replayed. If that fails without
+        having been asked for, layers are captured.
+
+        All ranks must call it together.
+
+        Nothing is captured where training so far ran a backward pass after a further forward pass (without pipeline
+        stages): the log says so, and it trains on eagerly.
+
+        Gradients are zero afterwards. Where graphs hold the whole model, the next evaluation captures one of its own
+        (``capture_for_evaluation``). If capture fails on any rank, then on all: hooks, parameters, RNG and capture
+        flags are restored, no layer has graphs, and the model trains on eagerly.
+
+        Raises:
+            CallOrderError: the graphs have been captured already.
+            CaptureFailedError: capture failed, and ``config.cuda_graph_fallback`` is not ``eager``; names the rank and
+                the layer. On the rank that failed the error's ``__cause__`` is the exception.
+            CaptureInterruptedError: another rank was interrupted, by Ctrl-C for example. That rank raises its own
+                exception.
+            RuntimeError: the ranks have no store to agree over.
+        """
+        if self._state.eager_because != BEFORE_CAPTURE:
+            raise CallOrderError(
+                "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
+            )
+        try:
+            self._capture_largest()
+            return
+        except CaptureFailedError as failed:
+            if not goes_on_eagerly(self.config):
+                raise
+            warn_of_failure(failed, "Training goes on without these CUDA graphs (--cuda-graph-fallback eager)")
+        release_cached_memory()  # the exception is gone, and with it what its frames held
+        self._state = self._new_state(CAPTURE_FAILED)
+
+    def _capture_largest(self) -> None:
+        """Capture; if the whole model was chosen by default and fails, capture its layers."""
+        state = self._state
+        try:
+            self._capture()
+            return
+        except CaptureFailedError as failed:
+            if not state.captures_layers_instead():
+                raise
+            warn_of_failure(failed, "Now its layers are captured")
+        release_cached_memory()
+        self._state = self._new_state(not_model="its capture failed")
+        self._capture()
+
+    def _capture(self) -> None:
+        """Capture, or leave no graphs and raise what every rank raises."""
+        stage, graphs = self.stage, self._state
+        planned = self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches
+        recorder = CaptureRecorder.of_rank_0()
+        agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language, recorder=recorder)
+
+        def undo() -> None:
+            self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches = planned
+            self._drop_graphs()
+
+        with agreement.together(undo), self._capture_mode() as start_time:
+            recorder.sample("start")
+            shape = self.seq_length, self.micro_batch_size
+            graphs.choose(agreement, *shape)  # stages without layers vote, too
+            if not stage.layers:
+                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+                graphs.eager_because = NO_LAYERS
+            elif graphs.choice.holds:
+                session = CaptureSession(stage, graphs, agreement, recorder, self._recaptures, shape)
+                session.capture(self._planned_input_data)
+            else:
+                graphs.eager_because = graphs.choice.eager_because
+        if not stage.one_graph_serves_all:
+            graphs.microbatches = get_num_microbatches()
+        self._captures += self.graphs_created()
+        self._finish_capturing(start_time)
+        report_capture(stage, graphs, recorder, graphs.choice.not_model, self._recaptures.done + 1)
+
+    @contextmanager
+    def _capture_mode(self) -> Iterator[float]:
+        """The context of a capture, which ends capture mode also if it fails; yields when it began."""
+        offloads = self.config.fine_grained_activation_offloading
+        try:
+            start_time = self._start_capturing()
+            with reuse_across_streams(), token_bounds.of_captures():
+                yield start_time
+        except BaseException:
+            if offloads:
+                offload_interface().enable_offload()  # warm-up disables it
+            raise
+        finally:
+            _set_capture_end()
+            if offloads:
+                offload_interface().reset()
+            if FREEZE_GC:
+                gc.unfreeze()
+            torch.cuda.synchronize()
+            self._reset_after_capture()
+
+    def _start_capturing(self) -> float:
+        """Release cached memory and let all of megatron-core know that graphs are captured; return ``time.time()``."""
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # these import this module
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step: schedules will copy to it
+            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
+        MTPLossAutoScaler.set_loss_scale(MTPLossAutoScaler.main_loss_backward_scale.cuda())
+        release_cached_memory()
+        if FREEZE_GC:
+            gc.freeze()
+        _set_capture_start()
+        log_single_rank(logger, logging.INFO, "Start CUDA graph capture")
+        return time.time()
+
+    def _reset_after_capture(self) -> None:
+        """Zero what capture accumulated: gradients, and metrics and token counts of MoE layers and of MTP."""
+        from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        get_moe_metrics_tracker().clear()
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
+        reset_model_temporary_tensors(self.config, self.model)
+
+    def _finish_capturing(self, start_time: float) -> None:
+        """Release cached memory and log how long capture took."""
+        release_cached_memory()
+        if not self.graphs_created():
+            return
+        captured = f"{sum(len(layer.cuda_graphs) for layer in self.stage.layers)} layer graphs"
+        if self.model_graphs is not None:
+            captured = "the whole model"
+        elif self.decoder_graphs is not None:
+            captured += f" and the {len(self.decoder_graphs.module.layers)} layers of the decoder in one graph"
+        seconds = time.time() - start_time
+        log_single_rank(logger, logging.INFO, f"Captured {captured} in {seconds:.2f} s")
+
+    # ------------------------------------------------------------------------------------------ arguments of a capture
+
+    def _arguments(self) -> CaptureArguments:
+        return CaptureArguments(self.stage, self._state.layers_apart, self.seq_length, self.micro_batch_size)
+
+    def _order(self) -> PassOrder:
+        return self._arguments().order()
+
+    def _planned_input_data(self) -> InputData:
+        """Note how many passes are about to be captured, for whoever makes inputs, and return the inputs."""
+        passes = self._order()
+        self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
+        self.num_microbatches = passes.num_microbatches
+        return self._get_cuda_graph_input_data()
+
+    def _get_cuda_graph_input_data(self) -> InputData:
+        """Return the positional inputs and the keyword arguments of ``make_graphed_callables``."""
+        passes = self._order()
+        sample_args, sample_kwargs = self._get_sample_arguments(passes.order, passes.chunk_id_list)
+        return sample_args, self._arguments().of_engine(passes, sample_kwargs)
+
+    def _get_sample_arguments(
+        self, order: Sequence[float], chunk_id_list: list | None = None
+    ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
+        """Make the static inputs of each layer and micro-batch; see ``CaptureArguments.samples``.
+
+        Returns:
+            Positional inputs and keyword inputs, by chunk of ``order``, then micro-batch, then layer.
+        """
+        samples = self._arguments().samples(order, chunk_id_list)
+        return [args for args, _ in samples], [kwargs for _, kwargs in samples]
+
+    def _get_amax_reduction_group(
+        self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
+    ) -> torch.distributed.ProcessGroup:
+        """Return the process group over which FP8 and FP4 reduce amaxes (largest absolute values).
+
+        Args:
+            with_context_parallel: Whether the group includes context-parallel ranks.
+            tp_only_amax_red: Whether the group excludes data-parallel ranks.
+
+        Raises:
+            ArgumentError: ``pg_collection`` has no such group.
+        """
+        return amax_reduction_group(self.pg_collection, with_context_parallel, tp_only_amax_red)
+
+    # ------------------------------------------------------------------------------------------ afterwards
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Set the hooks by which layers under ``DistributedDataParallel`` gather parameters before each replay."""
+        for chunk in self.stage.chunks:
+            if chunk.fsdp is None:
+                for layer in chunk.layers:
+                    layer.setup_manual_hooks(chunk.module._make_forward_pre_hook)
+
+    def delete_cuda_graphs(self) -> None:
+        """Free all graphs, those for evaluation too; the layers then run eagerly, and can be captured again.
+
+        Raises:
+            CallOrderError: there are no graphs.
+        """
+        if not self.graphs_created():
+            raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
+        self._log_step(deleting=True)
+        self._replays_before = self.graph_use().replays or 0
+        self._drop_graphs()
+        self.stage.log(logging.INFO, "deleted all CUDA graphs")
+
+    def _drop_graphs(self) -> None:
+        self._state.delete()
+        self._state = self._new_state()
+
+
+def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
+    """Return the number of vision tokens for which graphs are captured.
+
+    Args:
+        vision_config: The vision encoder's configuration. The first of these attributes that it has is used:
+            ``max_vision_cuda_graph_seq_length``, in tokens, unless None or 0; ``num_position_embeddings``, in patches,
+            of which ``spatial_merge_size ** 2`` (by default 1) make one token.
+        default_seq_length: The number of tokens if it has neither.
+    """
+    longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)
+    if longest:
+        return longest
+    patches = getattr(vision_config, "num_position_embeddings", None)
+    if patches is None:
+        return default_seq_length
+    return patches // getattr(vision_config, "spatial_merge_size", 1) ** 2
+
+
+def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Any:
+    """Return ``graph_fn`` without the None outputs that a layer without context returns beside its hidden states.
+
+    Args:
+        graph_fn: Any callable. The result has its attributes, such as ``reset`` and ``backward_dw``.
+    """
+    return _WithoutNone(graph_fn)
+
+
+class _WithoutNone:
+    """Removes None from tuples that a callable returns, unless nothing else is in them; has its attributes."""
+
+    def __init__(self, graphed: Callable[..., Any]):
+        self.graphed = graphed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.graphed(*args, **kwargs)
+        if not isinstance(output, tuple):
+            return output
+        return tuple(item for item in output if item is not None) or output
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "graphed":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.graphed, name)
+
+
+class VisionTECudaGraphHelper(TECudaGraphHelper):
+    """Captures graphs of the layers in ``vision_model.decoder.layers`` and attaches them to the layers.
+
+    Use it beside the language model's ``TECudaGraphHelper``, and capture with this one first: only the other one zeroes
+    gradients and metrics after capture. It does not communicate with other pipeline stages, so it may be called only on
+    ranks with a vision model; on others it captures nothing. Under pipeline parallelism call both helpers'
+    ``before_step`` before each step: where the number of micro-batches changes, each captures again.
+
+    Inputs are ``[vision_seq_length, 1, hidden]``: all images of a micro-batch, one after the other. There are no rotary
+    embeddings among them.
+
+    Args:
+        model: The model's chunks, wrapped as for training; the first with a ``vision_model`` is used.
+        vision_config: The vision encoder's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``.
+        vision_seq_length: Vision tokens in a micro-batch; see ``get_vision_cuda_graph_seq_length``.
+        micro_batch_size: Not used: the batch dimension is 1.
+        num_microbatches: Micro-batches that sample arguments are made for. Capture sets it: to 1 without pipeline
+            parallelism, where one graph serves all, otherwise to that of the num_microbatches calculator.
+        pg_collection: The process groups; by default those of ``parallel_state``.
+
+    Raises:
+        OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
+    """
+
+    _role = Role(language=False, model_of=vision_model_of, report="capture_vision", wrap=_wrap_graph_for_vision)
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        vision_config: Any,
+        vision_seq_length: int,
+        micro_batch_size: int,
+        num_microbatches: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        with_vision = [chunk for chunk in model if vision_model_of(chunk) is not None] or list(model)
+        super().__init__(with_vision[:1], vision_config, vision_seq_length, 1, pg_collection=pg_collection)
+        self.num_microbatches = num_microbatches
+        self._interleaved = len(model) > 1
+
+    def _discover_layers(self) -> None:
+        """Set the attributes of ``TECudaGraphHelper._discover_layers`` for the vision encoder, and three more.
+
+        Attributes:
+            vision_model: The vision model, or None.
+            callables, num_layers: Its layers to capture, and their number.
+        """
+        super()._discover_layers()
+        self.vision_model = vision_model_of(self.model[0]) if self.model else None
+        if self.vision_model is None:
+            logger.warning("VisionTECudaGraphHelper: the model has no vision_model, nothing will be captured")
+        self.callables, self.num_layers = self.flattened_callables, len(self.flattened_callables)
+
+    def _order(self) -> PassOrder:
+        passes = super()._order()
+        # With virtual stages more micro-batches of this chunk are in flight than if it were the only one: keep all.
+        return replace(passes, order=sorted(passes.order, reverse=True)) if self._interleaved else passes
+
+    def _get_sample_arguments(
+        self, order: Sequence[float], chunk_id_list: list | None = None
+    ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
+        """Make inputs for every layer and micro-batch, whatever the order."""
+        arguments, layers = self._arguments(), [layer for own in self._state.layers_apart for layer in own]
+        samples = [arguments.inputs_of(layer, None) for _ in range(self.num_microbatches or 1) for layer in layers]
+        return [args for args, _ in samples], [kwargs for _, kwargs in samples]
+
+    def _reset_after_capture(self) -> None:
+        """Do nothing: the language model's helper zeroes gradients and metrics, on all ranks."""
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Do nothing: hooks of ``DistributedDataParallel`` do not gather the parameters of vision encoders."""
+
 
 # Variables that functions reassign: reading and writing them here goes through to their file.
 _IS_GRAPH_CAPTURING: bool

@@ -31,7 +31,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     - With ``--cuda-graph-packed-sequences`` graphs of attention take the offsets of packed sequences.
 
     Attributes:
-        replaying: There for the hooks of a call that replays graphs only.
+        replaying: What Megatron-FSDP's hooks use in a call that replays graphs; absent in others.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             if graph.packed is not None:
                 kwargs = to_inputs(graph.name, kwargs, graph.packed, self._tokens(hidden_states))
         own, taken = self.__dict__, TakenForward(self, self._te_cuda_graph_replay)
-        own["replaying"] = True
+        own["replaying"] = getattr(graph, "runner", None)
         try:  # not through __call__, which would run the eager layer that `Module.compile` has compiled
             return torch.nn.Module._call_impl(self, *args, **kwargs)
         finally:

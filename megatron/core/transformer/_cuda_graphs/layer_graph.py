@@ -53,6 +53,7 @@ class LayerGraph:
             gradients then do: without them routers, for example, neither count tokens nor add up losses.
         eager_passes: Counts passes that run eagerly; one object for all layers.
         packed: What the graphs do with packed sequences; None if there are none, or attention is not captured.
+        runner: Gathers and releases parameters around replays, for Megatron-FSDP's hooks; None without them.
     """
 
     name: str
@@ -69,6 +70,7 @@ class LayerGraph:
     may_run_eagerly: bool
     eager_passes: EagerPasses
     packed: PackedUse | None
+    runner: Any
 
     def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
         """Replay on ``args`` and ``kwargs``: see ``replay``."""

@@ -34,8 +34,13 @@ _KNOWN_PACKAGES = (
 # What torch, megatron-core and this package set on any module.
 _OF_ANY_MODULE = frozenset(
     (
-        *(*vars(torch.nn.Module()), "_training_state", "forward", "cuda_graphs", "replaying"),
-        *("current_microbatch", "is_first_microbatch"),
+        *vars(torch.nn.Module()),
+        "_training_state",
+        "forward",
+        "cuda_graphs",
+        "replaying",
+        "current_microbatch",
+        "is_first_microbatch",
     )
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)

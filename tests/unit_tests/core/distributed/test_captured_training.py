@@ -225,8 +225,8 @@ def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank
             pytest.raises(RuntimeError, match="when stream is capturing"),
         ):
             training.capture(lambda training: training.helper.create_cudagraphs())
-        registry = training.fsdp.fsdp_hooks.registry
-        assert (registry.graphed, registry.whole_model, registry.captured) == ({}, None, None)
+        graphs = training.fsdp.graphs
+        assert (graphs.layers, graphs.passes, graphs.captured) == ({}, None, None)
         assert in_use(training.fsdp) == [{}, {}]
         training.step()
         assert training.replayed == []
@@ -246,7 +246,7 @@ def test_layers_can_be_captured_again_otherwise(one_rank, first, second):
         if training.helper is None or len(training.losses) != 2:
             return
         training.helper.delete_cuda_graphs()
-        assert training.fsdp.fsdp_hooks.registry.graphed == {}
+        assert training.fsdp.graphs.layers == {}
         training.case = graphed(second)
         training.capture(lambda training: training.helper.create_cudagraphs())
 
@@ -497,7 +497,7 @@ def test_a_failure_after_the_last_capture_leaves_no_layer_with_graphs(one_rank, 
     training.capture(lambda training: training.helper.create_cudagraphs())
     assert len(made) == 2
     assert not any(layer.cuda_graphs for layer in training.helper.flattened_callables)
-    assert training.fsdp.fsdp_hooks.registry.graphed == {}
+    assert training.fsdp.graphs.layers == {}
     training.step()
     assert in_use(training.fsdp) == [{}, {}]
 

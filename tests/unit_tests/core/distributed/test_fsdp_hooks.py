@@ -53,23 +53,23 @@ def test_the_end_of_a_backward_pass_ends_the_reductions_that_it_began(build, red
     fsdp = build("optim")
     fsdp.start_param_sync()
     fsdp.pre_backward()
-    assert fsdp.fsdp_hooks.gradients.awaited
+    assert fsdp.graphs.gradients.awaited
     with (
-        mock.patch.object(fsdp.fsdp_hooks.gradients, "_accumulate_and_reduce", return_value=reduced),
+        mock.patch.object(fsdp.graphs.gradients, "_accumulate_and_reduce", return_value=reduced),
         mock.patch.object(fsdp.grad_reduce_pipeline, "reset") as end,
     ):
         fsdp.fsdp_hooks.backward.finish_backward()
     assert end.called is reduced
-    assert not fsdp.fsdp_hooks.gradients.awaited
+    assert not fsdp.graphs.gradients.awaited
 
 
 def test_after_a_backward_pass_that_was_forgotten_all_gradients_are_expected_again(build):
     fsdp = build("optim")
     fsdp.start_param_sync()
     fsdp.pre_backward()
-    expected = set(fsdp.fsdp_hooks.gradients.awaited)
+    expected = set(fsdp.graphs.gradients.awaited)
     fsdp.fsdp_hooks.backward.drop()
-    assert not fsdp.fsdp_hooks.gradients.awaited
+    assert not fsdp.graphs.gradients.awaited
     fsdp.pre_backward()
-    assert expected and fsdp.fsdp_hooks.gradients.awaited == expected
+    assert expected and fsdp.graphs.gradients.awaited == expected
     fsdp.fsdp_hooks.backward.drop()

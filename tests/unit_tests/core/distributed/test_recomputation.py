@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_fsdp_cuda_graphs.cpu_backend import pools
+from megatron_fsdp_cuda_graphs.cpu_backend import memory
 
 from .captured_training import CapturedTraining, graphed, trained
 from .fsdp_variants import FINE_BOTH, Variant, hook_layers
@@ -37,8 +37,8 @@ def noted_bytes():
 
     def note(graph, pool=None, **mode):
         if pool is not None:
-            owned = pools.pool_of(pool)._owned
-            held = [wholes[-1] for key, wholes in owned.items() if not pools._is_abandoned(key, wholes)]
+            owned = memory.pool_of(pool)._owned
+            held = [wholes[-1] for key, wholes in owned.items() if not memory._is_abandoned(key, wholes)]
             found.append(sum(whole.numel() for whole in held))
         begin(graph, pool=pool, **mode)
 

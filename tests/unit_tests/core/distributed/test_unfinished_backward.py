@@ -94,8 +94,8 @@ def test_everything_that_it_held_is_released(one_rank):
     interrupted_backward(training)
     with warns():
         training.fsdp.zero_grad_buffer()
-    hooks, groups = training.fsdp.fsdp_hooks, training.fsdp.param_and_grad_buffer.parameter_groups
-    assert hooks.gradients.awaited == set()
+    groups = training.fsdp.param_and_grad_buffer.parameter_groups
+    assert training.fsdp.graphs.gradients.awaited == set()
     assert all(param.grad is None for param in training.fsdp.raw_param.values())
     assert not any(training.fsdp.grad_reduce_pipeline.bucket_grad_ready_params)
     unit = next(group for group in groups if group.fsdp_unit_id is not None)
@@ -111,7 +111,7 @@ def test_gradients_that_no_hook_has_handled_are_dropped(one_rank):
     for param in params:
         param.grad, param.grad_added_to_main_grad = torch.zeros_like(param), True
     layer = training.fsdp.module.decoder.layers[0]
-    backward.collected[training.fsdp.fsdp_hooks.registry.of(layer)] += params
+    backward.collected[training.fsdp.graphs.runner_of(layer)] += params
     with warns():
         backward.drop_unfinished()
     assert [param.grad for param in params] == [None] * len(params)

@@ -18,10 +18,10 @@ import torch
 
 import megatron.core
 from megatron.core.transformer import _cuda_graphs, cuda_graphs
-from megatron.core.transformer._cuda_graphs import for_callers, imported_names, state
+from megatron.core.transformer._cuda_graphs import agreement, for_callers, imported_names, report, state
 from megatron.core.transformer._cuda_graphs.engine import rng
 from megatron.core.transformer._cuda_graphs.local import manager, memory, record, runner
-from megatron.core.transformer._cuda_graphs.te import capture_session, helper
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session
 from megatron_fsdp_cuda_graphs import overlay
 from tests.support.sample import asked, mostly_long
 
@@ -268,13 +268,13 @@ def test_the_reuse_pool_is_that_of_the_session(no_graphs):
 # Kinds of names, with files of the package whose functions use them.
 PATCHED: dict[str, tuple[str, list[ModuleType]]] = {
     "function": ("is_graph_capturing", [state]),
-    "imported function": ("get_num_microbatches", [imported_names, helper]),
+    "imported function": ("get_num_microbatches", [imported_names, capture_arguments]),
     "function of several files": ("make_graphed_callables", [capture_session]),
     "class": ("_CudaGraphRunner", [runner, manager]),
     "constant": ("FREEZE_GC", [state]),
     "flag of an optional package": ("HAVE_TE_GRAPHS", [imported_names, for_callers]),
-    "logger": ("logger", [record, helper]),
-    "module": ("time", [helper, record]),
+    "logger": ("logger", [record, agreement]),
+    "module": ("time", [report, record]),
     "variable": ("_IS_GRAPH_CAPTURING", [state]),
     "another variable": ("fwd_buffer_reuse_ref_count", [memory]),
 }

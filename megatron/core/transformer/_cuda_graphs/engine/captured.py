@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ..expected_inputs import ExpectedInputs
+from ..replacements import TakenForward
 from .addresses import Place, places_of
 from .capture_time_hooks import CaptureTimeHooks
 from .graph import (
@@ -219,7 +220,7 @@ class GraphedCallable:
         self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []
         self._has_leaf = self._ran_eagerly = False
         self._before_forward: Callable[[], None] | None = None
-        self._replaced: tuple[torch.nn.Module, dict[str, Any]] | None = None
+        self._taken: TakenForward | None = None
 
     # ------------------------------------------------------------------------------------------- warm-up and capture
 
@@ -350,7 +351,7 @@ class GraphedCallable:
         if self._warmup.backward_ran:
             return nullcontext()
         known = set(map(id, leaves))
-        for leaf in () if self._holds_hooks else connected_leaves(self._roots, stops=leaves):  # type: ignore[arg-type]
+        for leaf in () if self._holds_hooks else connected_leaves(self._roots, stops=leaves):
             # Modules may make leaves in forward.
             if id(leaf) not in known and (self.module is None or isinstance(leaf, torch.nn.Parameter)):
                 raise RuntimeError(
@@ -686,13 +687,13 @@ class GraphedCallable:
                     "but the backward graph computes no gradient of it: reset() and capture again"
                 )
 
-    def _match(self, given: tuple) -> Sequence[torch.Tensor]:
+    def _match(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Return the inputs of a call, flattened, if they are like the static ones.
 
         Raises:
             TypeError, ValueError: they are not.
         """
-        inputs, structure = flat(given)
+        inputs, structure = flat(tuple(given))
         if len(inputs) != len(self._expected):
             raise TypeError(f"{self.name} was captured with {len(self.inputs)} tensors, this call gives {len(inputs)}")
         self._expected.check(inputs)
@@ -705,9 +706,8 @@ class GraphedCallable:
 
     def replace_methods(self, module: torch.nn.Module) -> None:
         """Let calls of ``module`` come here until ``reset``, as TransformerEngine's engine does."""
-        methods = {"forward": self, "reset": self.reset, "backward_dw": self.backward_dw}
-        self._replaced = module, {name: vars(module)[name] for name in methods if name in vars(module)}
-        vars(module).update(methods)
+        self._taken = TakenForward(module, self)
+        vars(module).update(reset=self.reset, backward_dw=self.backward_dw)
         self._watch_parameters(module)
 
     def forget_delayed(self) -> None:
@@ -727,12 +727,11 @@ class GraphedCallable:
         self._delayed, self._warmup = DelayedWeightGradients((), ()), WarmupRecord()
         self._hooks, self._context = CaptureTimeHooks(self.name, None), nullcontext
         self.quantized = None
-        if self._replaced is not None and vars(self._replaced[0]).get("forward") is self:
-            module, methods = self._replaced
-            for name in ("forward", "reset", "backward_dw"):
-                del vars(module)[name]
-            vars(module).update(methods)
-        self._replaced = None
+        if self._taken is not None:
+            self._taken.end()
+            for name in ("reset", "backward_dw"):
+                vars(self.func).pop(name, None)
+            self._taken = None
         self._before_forward = None
         owner, self.owner = self.owner, None
         if owner is not None:

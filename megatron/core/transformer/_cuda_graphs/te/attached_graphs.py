@@ -50,9 +50,9 @@ def attach_graphs(
         fused = stage.config.gradient_accumulation_fusion and apart
         memory = memory_aspects(named(layer, name), buffers=False, parameters=apart, main_grads=fused)
         gathered = Snapshot(_MOVED, *memory)
-        around = None
-        if stage.config.overlap_moe_expert_parallel_comm and fsdp is not None:
-            around = fsdp.fsdp_hooks.around_part(layer)
+        around, runner = None, None if apart else fsdp.graphs.layers[layer]
+        if stage.config.overlap_moe_expert_parallel_comm and not apart:
+            around = fsdp.fsdp_hooks.around_part(layer, runner)
         layer.cuda_graphs = LayerGraphs()
         for slot in slots:
             args, kwargs = samples[slot]
@@ -74,6 +74,7 @@ def attach_graphs(
                     may_run_eagerly=stage.may_skip_replays,
                     eager_passes=counted,
                     packed=packed_use(layer),
+                    runner=runner,
                 )
             )
 

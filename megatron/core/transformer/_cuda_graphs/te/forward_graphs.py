@@ -66,7 +66,7 @@ def captured(
 
     Args:
         slots: The passes of each module whose ``forward`` they will stand for, in the order of the plan's slots.
-        owners: Megatron-FSDP's ``RecordedUnits`` of what is captured.
+        owners: Megatron-FSDP's ``RecordedPasses`` of what is captured.
         plan: The order of passes.
         num_warmup_iters: How often all of them run before.
         around: The context in which they run.
@@ -206,6 +206,7 @@ class ForwardGraphs:
         """Free the graphs, and give the module its ``forward`` back."""
         if self._taken is not None:
             self._taken.end()
+            self._taken = None  # which refers to these graphs
         for passes in self.slots:
             passes.reset()
         self._kept = ()

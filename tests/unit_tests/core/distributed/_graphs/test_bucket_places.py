@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_units import BucketPlaces
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_passes import BucketPlaces
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
 

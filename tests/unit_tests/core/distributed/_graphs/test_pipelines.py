@@ -7,14 +7,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import unit_plan
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import collectives
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import (
     drop_collectives,
     release_all,
     take_back_unlaunched,
     take_places,
 )
-from megatron_fsdp_cuda_graphs.cpu_backend.held_results import HeldWork
+from megatron_fsdp_cuda_graphs.cpu_backend.distributed import HeldWork
 
 from ..fsdp_variants import Variant, small
 
@@ -99,15 +99,15 @@ def test_what_is_in_flight_ends_and_gradient_buckets_are_freed(fsdp, layers):
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_communicator_whose_first_reduction_failed_is_set_up_again_unless_it_was_launched(fsdp, launched):
-    units, plans = list(fsdp.fsdp_hooks.context.units.values()), fsdp.fsdp_hooks.context.plans
+    buckets, done = [bucket for unit in fsdp.graphs.units.values() for bucket in unit.buckets], set[object]()
     reduce = mock.Mock(side_effect=[Fault, True])
     with (
         mock.patch.object(fsdp.grad_reduce_pipeline, "_bucket_group_gradient_reduce", reduce),
-        mock.patch.object(unit_plan, "launches_of", return_value=lambda: launched or reduce.call_count > 1),
+        mock.patch.object(collectives, "launches_of", return_value=lambda: launched or reduce.call_count > 1),
     ):
         with pytest.raises(Fault):
-            plans.set_up_communicators(units)
-        plans.set_up_communicators(units)
+            collectives.set_up_communicators(fsdp, buckets, done)
+        collectives.set_up_communicators(fsdp, buckets, done)
     assert reduce.call_count == (1 if launched else 2)
 
 
@@ -139,7 +139,7 @@ def test_neighbouring_units_have_different_places_before_any_pass(ranks, case):
 
 def test_places_do_not_depend_on_which_buckets_are_reduced_before_a_first_capture(ranks):
     fsdp = Variant(small(layers=4)).build().module
-    every_one = mock.patch.object(unit_plan, "launches_of", return_value=lambda: False)
+    every_one = mock.patch.object(collectives, "launches_of", return_value=lambda: False)
     with every_one, fsdp.graphs.capture_graphs(fsdp.module.decoder.layers):
         pass
     assert_neighbours_share_nothing(places_of(fsdp))

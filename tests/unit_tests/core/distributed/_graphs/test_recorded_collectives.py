@@ -17,7 +17,7 @@ FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 
 @pytest.fixture
 def fsdp(ranks):
-    """Three layers with plans; modules hold raw parameters."""
+    """Three layers whose collectives are recorded; modules hold raw parameters."""
     fsdp = Variant(small(layers=3)).build(graphs=True).module
     layers = list(fsdp.module.decoder.layers)
     hooks = fsdp.fsdp_hooks
@@ -27,12 +27,11 @@ def fsdp(ranks):
             hooks.release_after_forward(layer)
         for layer in reversed(layers):
             hooks.unshard_for_backward(layer)
-            hooks.registry.of(layer).facts.written = frozenset(layer.parameters())
-            for param in layer.parameters():
-                param.get_main_grad()
+            (sink,) = fsdp.graphs.gradient_sinks([layer], whole=True)
+            sink.take(list(layer.parameters()), [torch.zeros_like(param) for param in layer.parameters()])
             hooks.release_after_backward(layer)
     for layer in layers:
-        layer.replaying = "training"
+        layer.replaying = fsdp.graphs.layers[layer]
     fsdp.start_param_sync()
     yield fsdp
     for layer in layers:
@@ -61,7 +60,7 @@ def without_buffer(buffer):
 
 
 def unit_of(fsdp, layer):
-    return fsdp.fsdp_hooks.context.units[layer]
+    return fsdp.graphs.units[layer]
 
 
 def group_of(fsdp, layer):
@@ -109,12 +108,11 @@ def test_after_an_eager_gather_elsewhere_parameters_are_where_graphs_read_them_a
 
 
 def test_a_unit_that_is_gathered_already_is_not_gathered_again(fsdp, layers):
-    plan = fsdp.fsdp_hooks.registry.graphed[layers[0]].plan
-    (own, *_) = plan.gathers["forward"]
+    (bucket,) = unit_of(fsdp, layers[0]).buckets
     fsdp.fsdp_hooks.unshard_for_forward(layers[0])
     with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
-        assert not own.recordings[own.group].launch()
-        own.launch()
+        assert not fsdp.all_gather_pipeline.recorded[bucket].launch()
+        fsdp.fsdp_hooks.unshard_for_forward(layers[0])
     assert not gathered.called
 
 
@@ -127,11 +125,11 @@ def main_gradients(fsdp, layer):
 
 def reduce(fsdp, layer, value):
     """Write ``value`` to all gradients of ``layer`` as its backward graph does, and reduce them."""
-    plan = fsdp.fsdp_hooks.registry.graphed[layer].plan
-    plan.claim()
+    runner = fsdp.graphs.layers[layer]
+    runner.before_backward()
     for param in layer.parameters():
         param.get_main_grad().fill_(value)
-    plan.reduce()
+    runner.after_backward()
     fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
 
 
@@ -145,13 +143,13 @@ def test_a_recorded_reduction_adds_to_the_shard(fsdp, layers):
 
 
 def test_a_bucket_of_gradients_that_has_moved_is_an_error(fsdp, layers):
-    plan = fsdp.fsdp_hooks.registry.graphed[layers[0]].plan
+    runner = fsdp.graphs.layers[layers[0]]
     (bucket,) = unit_of(fsdp, layers[0]).buckets
     with (
         without_buffer(group_of(fsdp, layers[0]).main_grad_buffer),
         pytest.raises(MovedBufferError, match=f"write the gradients of bucket {bucket} to 0x") as error,
     ):
-        plan.claim()
+        runner.before_backward()
     assert all(flag in str(error.value) for flag in FLAGS)
     free_gradients(fsdp, unit_of(fsdp, layers[0]).buckets)
 
@@ -168,11 +166,3 @@ def test_where_the_bucket_has_moved_megatron_core_reduces(fsdp, layers):
         fsdp.grad_reduce_pipeline.reset()
     assert reduced.call_count == 1
     assert main_gradients(fsdp, layers[0]).unique().tolist() == [2.0 / RANKS]
-
-
-def test_a_graphed_unit_claims_its_buckets_where_the_graph_writes(fsdp, layers):
-    plan = fsdp.fsdp_hooks.registry.graphed[layers[2]].plan
-    with eager(fsdp.grad_reduce_pipeline, "_enforce_double_buffer_limit") as limit:
-        plan.claim()
-    limit.assert_called_once_with(unit_of(fsdp, layers[2]).buckets)
-    free_gradients(fsdp, unit_of(fsdp, layers[2]).buckets)

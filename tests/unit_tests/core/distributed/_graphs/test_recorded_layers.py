@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import runners
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import prepared, release_all
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_collectives import RecordedReduction
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.collectives import RecordedReduction
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import prepared
 from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import GradientStorages
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import AllGatherPipeline
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
 from ..captured_training import WARMED_UP, captured, graphed, in_use
@@ -32,15 +33,15 @@ def test_after_a_step_nothing_is_held(ranks):
     with captured(graphed()) as training:
         training.step()
         assert in_use(training.fsdp) == [{}, {}]
-        assert training.fsdp.fsdp_hooks.gradients.awaited == set()
+        assert training.fsdp.graphs.gradients.awaited == set()
         assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
 
 
 def test_the_hooks_of_layers_do_not_run_in_a_replay(ranks):
     with captured(graphed()) as training:
         training.step()
-        registry = training.fsdp.fsdp_hooks.registry
-        with mock.patch.object(registry, "of", wraps=registry.of) as asked:
+        graphs = training.fsdp.graphs
+        with mock.patch.object(graphs, "runner_of", wraps=graphs.runner_of) as asked:
             training.step()
         modules = {call.args[0] for call in asked.call_args_list}
         assert modules  # the embedding, say
@@ -68,26 +69,26 @@ def test_layers_whose_gradients_would_go_elsewhere_are_an_error(ranks):
 
 
 def test_only_recorded_layers_are_prefetched_by_them(ranks):
-    with captured(graphed(0, mtp=1)) as training:
-        units = training.fsdp.fsdp_hooks.context.units
-        buckets = {bucket for layer in training.layers for bucket in units[layer].buckets}
-        graphs = training.fsdp.fsdp_hooks.registry.graphed
-        gathered = [
-            bucket
-            for layer in training.layers
-            for gathers in graphs[layer].plan.gathers.values()
-            for group in gathers
-            for bucket, _ in group.keys
-        ]
-        assert set(gathered) == buckets
-        assert len(gathered) == 10  # each layer in both directions, and the next one once in each
+    gathered = []
+    gather = AllGatherPipeline.async_bucket_gather
+
+    def note(pipeline, bucket_id, bwd):
+        if torch.cuda.is_current_stream_capturing():
+            gathered.append(bucket_id)
+        return gather(pipeline, bucket_id, bwd)
+
+    noting = mock.patch.object(AllGatherPipeline, "async_bucket_gather", note)
+    with noting, captured(graphed(0, mtp=1)) as training:
+        units = training.fsdp.graphs.units
+        buckets = [bucket for layer in training.layers for bucket in units[layer].buckets]
+    assert gathered[: 2 * len(buckets)] == [*buckets, *reversed(buckets)]
 
 
 def test_an_eager_pass_gathers_what_the_graphs_gather_that_other_ranks_replay(ranks):
     with captured(graphed(0, mtp=1)) as training:
         hooks, gathers = training.fsdp.fsdp_hooks, training.fsdp.all_gather_pipeline
         groups = training.fsdp.param_and_grad_buffer.parameter_groups
-        forward = [bucket for layer in training.layers for bucket in hooks.context.units[layer].buckets]
+        forward = [bucket for layer in training.layers for bucket in hooks.graphs.units[layer].buckets]
         training.layers[1].mlp.register_forward_hook(lambda *_: None)
         with mock.patch.object(gathers, "async_bucket_gather", wraps=gathers.async_bucket_gather) as gather:
             training.step()
@@ -100,7 +101,7 @@ def test_an_eager_pass_gathers_what_the_graphs_gather_that_other_ranks_replay(ra
 @pytest.mark.parametrize("layers_per_graph", [0, -1])
 def test_an_eager_pass_reduces_the_buckets_of_a_layer_together_as_graphs_do(ranks, layers_per_graph):
     with captured(graphed(layers_per_graph, experts=4, capacity=1.0)) as training:
-        units, reductions = training.fsdp.fsdp_hooks.context.units, training.fsdp.grad_reduce_pipeline
+        units, reductions = training.fsdp.graphs.units, training.fsdp.grad_reduce_pipeline
         training.layers[1].mlp.register_forward_hook(lambda *_: None)
         with mock.patch.object(reductions, "reduce_gradients", wraps=reductions.reduce_gradients) as reduce:
             training.step()
@@ -139,38 +140,21 @@ def test_kernels_that_are_captured_before_a_first_step_overwrite_gradients_as_in
         for param in params:
             del param.overwrite_main_grad  # as if no step had gathered it
         marked: list[torch.nn.Parameter] = []
-        runner = runners.Recorded.before_backward
+        runner = runners.Eager.before_backward
 
         def before_backward(self):
             runner(self)
-            marked.extend(param for param in self.params if param.overwrite_main_grad)
+            marked.extend(param for param in self.module.parameters() if param.overwrite_main_grad)
 
-        with mock.patch.object(runners.Recorded, "before_backward", before_backward):
+        with mock.patch.object(runners.Eager, "before_backward", before_backward):
             training.helper.create_cudagraphs()
         assert {*marked} == {*params}
-
-
-def test_fp8_parameters_are_transposed_for_the_backward_pass_as_eagerly(ranks):
-    with captured(graphed()) as training:
-        fsdp = training.fsdp
-        fsdp._replace_param_with_raw_if_needed()
-        runner = fsdp.fsdp_hooks.registry.graphed[training.layers[1]]
-        weight = training.layers[1].mlp.linear_fc1.weight
-        runner.plan.unit.float8_params.append(weight)
-        with mock.patch.object(runners, "fp8_create_transpose_cache") as transpose:
-            runner.gather("forward")
-            assert not transpose.called
-            release_all(fsdp)
-            runner.gather("backward")
-        transpose.assert_called_once_with([weight])
-        runner.plan.unit.float8_params.clear()
-        release_all(fsdp)
 
 
 def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
     with captured(graphed()) as training:
         fsdp, layer = training.fsdp, training.layers[1]
-        (bucket,) = fsdp.fsdp_hooks.context.units[layer].buckets
+        (bucket,) = fsdp.graphs.units[layer].buckets
         status = []
 
         def gather(*_):

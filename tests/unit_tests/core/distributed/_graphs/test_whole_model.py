@@ -45,7 +45,7 @@ def test_after_a_step_nothing_is_held(ranks):
         training.step()
         hooks = training.fsdp.fsdp_hooks
         assert in_use(training.fsdp) == [{}, {}]
-        assert (hooks.gradients.awaited, hooks.backward.is_open, hooks.registry.captured) == (set(), False, None)
+        assert (hooks.graphs.gradients.awaited, hooks.backward.is_open, hooks.graphs.captured) == (set(), False, None)
         assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
         assert status(training.fsdp) == {"PRESERVED"}
         states = {module._training_state.name for layer in training.layers for module in layer.modules()}
@@ -55,8 +55,8 @@ def test_after_a_step_nothing_is_held(ranks):
 def test_no_hook_inside_the_model_runs_in_a_replay(ranks):
     with captured(graphed(MODEL)) as training:
         training.step()
-        registry = training.fsdp.fsdp_hooks.registry
-        with mock.patch.object(registry, "of", wraps=registry.of) as asked:
+        graphs = training.fsdp.graphs
+        with mock.patch.object(graphs, "runner_of", wraps=graphs.runner_of) as asked:
             training.step()
         modules = {call.args[0] for call in asked.call_args_list}
         assert modules == {training.fsdp.module}
@@ -116,8 +116,7 @@ def test_buckets_are_reset_after_eager_passes_only(ranks):
 def test_parameters_outside_of_units_are_gathered_once_in_a_step(ranks):
     with captured(graphed(MODEL, microbatches=3)) as training:
         training.step()
-        owner = training.fsdp.graphs_of_model
-        recorded = [group.recordings[group.group] for group in owner._gathers]
+        recorded = list(dict.fromkeys(training.fsdp.all_gather_pipeline.recorded.values()))
         with mock.patch.object(type(recorded[0].work), "launch", autospec=True) as launched:
             training.step()
         works = [call.args[0] for call in launched.call_args_list]
@@ -183,7 +182,7 @@ def test_every_bucket_is_reduced_in_the_graph(ranks):
     ):
         assert sorted(reduced) == list(range(len(training.fsdp.param_and_grad_buffer.parameter_groups)))
         training.step()
-        assert training.fsdp.fsdp_hooks.gradients.awaited == set()
+        assert training.fsdp.graphs.gradients.awaited == set()
 
 
 def test_the_first_unit_is_gathered_beside_what_runs_before_it(ranks):
@@ -217,7 +216,7 @@ def test_the_first_unit_is_gathered_beside_what_runs_before_it(ranks):
         mock.patch.object(AllGatherPipeline, "async_bucket_gather", gathered),
         captured(case, Variant(case, change=watch)) as training,
     ):
-        units = [training.fsdp.fsdp_hooks.context.units[layer].buckets[0] for layer in training.layers]
+        units = [training.fsdp.graphs.units[layer].buckets[0] for layer in training.layers]
     first, *_, last = units
     assert events[:2] == [first, "embedding"]
     logits = events.index("gradient of logits")
@@ -270,12 +269,12 @@ def test_deleted_graphs_leave_nothing_behind(ranks):
         assert graphs is not None
         training.step()
         gone = [weakref.ref(graph) for graph in (graphs.passes.forward_graph, graphs.passes.backward_graph, graphs)]
-        assert hooks.registry.whole_model is not None
+        assert hooks.graphs.model_passes is not None
         del graphs
         training.helper.delete_cuda_graphs()
         assert [reference() for reference in gone] == [None] * 3
-        assert hooks.registry.whole_model is None
-        assert hooks.context.plans._gathers == {}
+        assert hooks.graphs.model_passes is None
+        assert training.fsdp.graphs.recorded_collectives() == 0
         assert "forward" not in vars(training.fsdp.module)
         training.step()
         capture_again(training)
@@ -292,8 +291,8 @@ def test_after_a_failed_capture_no_backward_pass_is_open(ranks):
         training.helper.delete_cuda_graphs()
         with failing(training.layers[0], in_backward=True), pytest.raises(RuntimeError, match="is capturing"):
             capture_again(training)
-        hooks = training.fsdp.fsdp_hooks
-        assert (hooks.backward.is_open, hooks.gradients.awaited, hooks.registry.whole_model) == (False, set(), None)
+        graphs = training.fsdp.graphs
+        assert (graphs.backward.is_open, graphs.gradients.awaited, graphs.passes) == (False, set(), None)
         training.step()
         capture_again(training)
 

@@ -47,5 +47,6 @@ def layer_graph(graphed: Any = None, keywords: dict[str, torch.Tensor] | None = 
         "may_run_eagerly": False,
         "eager_passes": EagerPasses(),
         "packed": None,
+        "runner": None,
     }
     return LayerGraph(**attributes | changes)

@@ -14,17 +14,17 @@ Other modules gather their own direct parameters before forward and keep them. `
 pass of the whole model (``BackwardPass``), which handles at its end what is left.
 
 Autograd has no hook that runs before or after the backward pass of a module, so ``attach_*`` insert one into the graph
-around the module (``around_backward``). They carry the sentinels by which
-``megatron.core.transformer._cuda_graphs.hooks`` finds the handler.
+around the module. They carry the sentinels by which ``megatron.core.transformer._cuda_graphs.hooks`` finds the handler.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_map, tree_unflatten
 
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
@@ -32,49 +32,38 @@ from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKW
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_submodule
 
-from ._graphs.backward_pass import BackwardPass, Phase
-from ._graphs.context import Context
-from ._graphs.gradients import Gradients
+from ._graphs.backward_pass import Phase
+from ._graphs.fsdp_graphs import FsdpGraphs
 from ._graphs.pipelines import release_units
-from ._graphs.registry import Registry, Runner
 from ._graphs.runners import Eager
-from ._graphs.unit import Unit
-from ._graphs.unit_plan import UnitPlans
-from .around_backward import call_after_backward, call_before_backward
+from ._graphs.unit import TrainingState, Unit, shown_in_profiles
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
-from .profiles import shown_in_profiles
-from .training_state import TrainingState
 
 LAYERS = (TransformerLayer, MambaLayer)
 
 
+def _hook(method: Callable) -> Callable:
+    """Mark ``method`` as a hook: shown in profiles, never compiled, and never run while a graph records."""
+    hook: Callable = torch.compiler.disable(runs_outside_graphs(shown_in_profiles(method)))
+    return hook
+
+
 class FsdpHooks:
-    """Owns the hooks of one ``MegatronFSDP`` and the state they share.
+    """The hooks of one ``MegatronFSDP``.
 
     Attributes:
         fsdp: The wrapper whose pipelines and buffers the hooks drive.
-        context: What the hooks share with captures and graphs.
-        registry: Decides how a pass of a module is run.
-        before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in
-            evaluation.
+        graphs: Its graphs, which decide what runs a pass.
         forward_failed: Whether an exception ended the last forward pass of the whole model.
     """
 
-    def __init__(self, fsdp: torch.nn.Module):
-        self.fsdp = fsdp
-        self.registry = Registry(
-            lambda module: Eager(self.context, module), is_own=lambda module: module in self.module_names
-        )
-        self.gradients = Gradients(fsdp, self.registry)
-        self.backward = BackwardPass(fsdp, self.gradients, self.registry)
+    def __init__(self, graphs: FsdpGraphs):
+        self.fsdp, self.graphs, self.backward = graphs.fsdp, graphs, graphs.backward
         self.module_names = self.backward.module_names  # for profiles
-        self.context = Context(fsdp, self.registry, self.gradients, self.backward, UnitPlans(fsdp))
-        self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self.forward_failed = False
         self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
-        self._unit_types = tuple(fsdp.fsdp_unit_modules)
+        self._unit_types = tuple(self.fsdp.fsdp_unit_modules)
         self._has_float8_params = False
-        self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
 
     def __deepcopy__(self, memo: dict) -> "FsdpHooks":
         """A copied module keeps the hooks of the wrapper it was registered with; the wrapper is not copied."""
@@ -101,7 +90,7 @@ class FsdpHooks:
             if not fsdp.enable_fine_grained_param_gather_hook:
                 self._register_forward_unshard(module)
             if isinstance(module, self._unit_types):
-                self.context.units[module] = Unit.of(module, fsdp.param_and_grad_buffer.param_to_param_group)
+                self.graphs.units[module] = Unit.of(module, fsdp.param_and_grad_buffer.param_to_param_group)
                 units.append(module)
                 self._register_unit(name, module)
             else:
@@ -141,7 +130,7 @@ class FsdpHooks:
         self._register_gradients(module.parameters())
 
     def _register_other(self, name, module):
-        if self._shards_params and not self.fsdp.ddp_config.keep_fp8_transpose_cache:
+        if self.graphs.shards_params and not self.fsdp.ddp_config.keep_fp8_transpose_cache:
             self.fsdp.forward_hooks[f"remove module {name} fp8 transpose cache"] = module.register_forward_hook(
                 self.release_transpose_cache
             )
@@ -178,43 +167,36 @@ class FsdpHooks:
 
     # -------------------------------------------------------------------------------------------------- parameters
 
-    @torch.compiler.disable
-    @runs_outside_graphs
-    @shown_in_profiles
+    @_hook
     def unshard_for_forward(
-        self, module: torch.nn.Module, args: tuple = (), kwargs: dict | None = None, *, runner: Runner | None = None
+        self, module: torch.nn.Module, args: tuple = (), kwargs: dict | None = None, *, runner: Eager | None = None
     ) -> None:
         """Gather the parameters that ``module`` is about to use; ``runner`` is that of a schedule that replays it."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
             module.__dict__["_training_state"] = TrainingState.FORWARD
-        (runner or self.registry.of(module)).gather("forward", prefetch=not recomputing)
+        (runner or self.graphs.runner_of(module)).gather("forward", prefetch=not recomputing)
 
-    @torch.compiler.disable
-    @runs_outside_graphs
-    @shown_in_profiles
+    @_hook
     def release_after_forward(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
         """Release the parameter bucket of a unit; lazily while backward recomputes the unit and needs it again."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
             module.__dict__["_training_state"] = TrainingState.IDLE
-        self.registry.of(module).release("forward", lazy=recomputing)
+        self.graphs.runner_of(module).release("forward", lazy=recomputing)
 
-    @torch.compiler.disable
-    @runs_outside_graphs
-    @shown_in_profiles
+    @_hook
     def unshard_for_backward(
-        self, module: torch.nn.Module, grad: torch.Tensor | None = None, *, runner: Runner | None = None
+        self, module: torch.nn.Module, grad: torch.Tensor | None = None, *, runner: Eager | None = None
     ) -> None:
         """Gather the parameters of ``module`` for its backward pass, whose forward pass had ``runner``."""
-        (runner or self.registry.of(module)).before_backward()
+        (runner or self.graphs.runner_of(module)).before_backward()
 
-    @runs_outside_graphs
-    @shown_in_profiles
+    @_hook
     def release_after_backward(self, module: torch.nn.Module) -> None:
         """Handle the unit's gradients that are left, and release its parameter buckets."""
         runner = self.backward.runners.get(module)
-        (runner or self.registry.of(module)).after_backward()
+        (runner or self.graphs.runner_of(module)).after_backward()
 
     def install_loaded_parameters(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
         """Copy the parameters that ``load_state_dict`` has set into the weights that the model computes with."""
@@ -243,21 +225,21 @@ class FsdpHooks:
             return
         runner = self.backward.takers.get(param)
         if runner is not None:
-            runner.take(param)
+            runner.collect(param)
             return
-        if self.registry.whole_model is not None and self.registry.captured is None:
+        passes = self.graphs.passes
+        if passes is not None and passes.whole and self.graphs.captured is None:
             self.backward.note_beside_graphs(param)
-        self.gradients.handle([param])
+        self.graphs.gradients.handle([param])
 
     # ---------------------------------------------------------------------------------------- the whole model's pass
 
-    @runs_outside_graphs
-    @shown_in_profiles
+    @_hook
     def start_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
         """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come."""
         # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward
         # pass at capture is not one of the model. Where that is captured, the capture opens it.
-        if self.registry.captured is None:
+        if self.graphs.captured is None:
             self.backward.start()
 
     @shown_in_profiles
@@ -278,10 +260,11 @@ class FsdpHooks:
         if self.forward_failed:  # the layer that failed and the next one hold the double buffer
             self.forward_failed = False
             release_units(self.fsdp)
-        if self.registry.whole_model is not None and torch.is_grad_enabled():
-            self.registry.whole_model.replayed = False
-        if self.before_evaluation and not (self.fsdp.training or self.backward.is_open) and may_replay_evaluation():
-            expecting, self.before_evaluation = self.before_evaluation, []
+        graphs = self.graphs
+        if graphs.passes is not None and torch.is_grad_enabled():
+            graphs.passes.replayed = False
+        if graphs.before_evaluation and not (self.fsdp.training or self.backward.is_open) and may_replay_evaluation():
+            expecting, graphs.before_evaluation = graphs.before_evaluation, []
             for prepare in expecting:
                 prepare(args, kwargs)
 
@@ -293,14 +276,14 @@ class FsdpHooks:
         self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
         """Forward-pre hook that makes autograd call ``handler(module)`` once ``module``'s backward pass is over."""
-        if not torch.is_grad_enabled() or self.registry.of(module).frames_backward:
+        if not torch.is_grad_enabled() or self.graphs.runner_of(module).frames_backward:
             return None
         return call_after_backward(partial(handler, module), args, kwargs)
 
     @torch.compiler.disable
     @runs_outside_graphs
     def attach_before_backward(
-        self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any, *, runner: Runner | None = None
+        self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any, *, runner: Eager | None = None
     ) -> Any:
         """Forward hook that makes autograd call ``handler(module, grads)`` at the first gradient of ``output``.
 
@@ -308,15 +291,15 @@ class FsdpHooks:
         """
         call = partial(handler, module)
         if handler == self.unshard_for_backward:
-            runner = runner or self.registry.of(module)
+            runner = runner or self.graphs.runner_of(module)
             if runner.frames_backward:
                 return None
             call = partial(call, runner=runner)
-        elif self.registry.whole_model is not None and self.registry.whole_model.replayed:
+        elif (passes := self.graphs.passes) is not None and passes.whole and passes.replayed:
             return None  # which starts the backward pass
         return call_before_backward(call, output)
 
-    def around_part(self, module: torch.nn.Module) -> Callable[..., Any] | None:
+    def around_part(self, module: torch.nn.Module, runner: Eager) -> Callable[..., Any] | None:
         """Return what replays ``module`` for a schedule that does not call it, so that no hooks run; None for nothing.
 
         ``--overlap-moe-expert-parallel-comm`` runs layers in parts, so that the experts' tokens of one micro-batch
@@ -325,13 +308,77 @@ class FsdpHooks:
         """
         if self.fsdp.data_parallel_sharding_strategy == "no_shard":
             return None  # nothing is ever gathered
-        runner = self.registry.graphed[module]
 
         def replay(graphed: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
             self.unshard_for_forward(module, runner=runner)
             output = graphed(*args, **kwargs)
-            if not self._shards_params:
+            if not self.graphs.shards_params:
                 return output
             return self.attach_before_backward(self.unshard_for_backward, module, args, output, runner=runner)
 
         return replay
+
+
+class RunAfterBackward(torch.autograd.Function):
+    """An identity function of tensors, whose backward pass first calls a handler."""
+
+    @staticmethod
+    def forward(ctx: Any, handler: Callable[[], object], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.handler = handler
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.handler()
+        return None, *grads
+
+
+_PLAIN = (torch.Tensor, type(None), bool, int, float, str)  # what layers are mostly called with
+
+
+def call_after_backward(handler: Callable[[], object], args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Make autograd call ``handler`` once the backward pass of a module that gets these arguments is over.
+
+    Returns the arguments to give it, whose tensors went through an identity function: the module must not change them
+    in place. None if no tensor among them requires a gradient: nothing will be called.
+    """
+    leaves, spec = [*args, *kwargs.values()], None
+    if not _are_leaves(leaves):
+        leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
+    if not places:
+        return None
+    wrapped = RunAfterBackward.apply(handler, *(leaves[i] for i in places))
+    for place, tensor in zip(places, wrapped, strict=True):
+        leaves[place] = tensor
+    if spec is not None:
+        return tree_unflatten(leaves, spec)
+    return tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
+
+
+def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
+    """Make autograd call ``handler`` with the gradients at the first gradient of ``output``, what a module returned.
+
+    Returns the output to take in its place. Its tensors are views, so that one that is also an input is a tensor of its
+    own.
+    """
+    if torch.is_tensor(output):
+        output = output.view_as(output)
+    elif type(output) is tuple and _are_leaves(output):
+        output = tuple(map(_view_of, output))
+    else:
+        output = tree_map(_view_of, output)
+    tensors = [output] if torch.is_tensor(output) else output if isinstance(output, (tuple, list)) else []
+    torch.autograd.graph.register_multi_grad_hook(
+        [tensor for tensor in tensors if torch.is_tensor(tensor)], handler, mode="any"
+    )
+    return output
+
+
+def _are_leaves(values: Sequence[Any]) -> bool:
+    """Whether none of ``values`` is a container with tensors in it: walking through one costs the host many calls."""
+    return all(map(tree_is_leaf, [value for value in values if not isinstance(value, _PLAIN)]))
+
+
+def _view_of(leaf: Any) -> Any:
+    return leaf.view_as(leaf) if torch.is_tensor(leaf) else leaf

@@ -7,12 +7,12 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-from ._graphs.gradients import Progress
-from ._graphs.sharded_graphs import ShardedGraphs
-from .around_backward import RunAfterBackward as RegisterFSDPBackwardFunction  # noqa: F401, for those who import it
+from ._graphs.backward_pass import Progress
+from ._graphs.fsdp_graphs import FsdpGraphs
+from ._graphs.unit import TrainingState  # noqa: F401
 from .fsdp_hooks import FsdpHooks
+from .fsdp_hooks import RunAfterBackward as RegisterFSDPBackwardFunction  # noqa: F401, for those who import it
 from .parameter_swap import ParameterSwap
-from .training_state import TrainingState  # noqa: F401
 
 _upstream: Any = extend(__name__)
 
@@ -27,7 +27,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     """
 
     fsdp_hooks: FsdpHooks
-    graphs: ShardedGraphs
+    graphs: FsdpGraphs
     is_param_fsdp_distributed: bool
     _parameter_swap: ParameterSwap | None = None
     _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has exchanged all parameters
@@ -49,11 +49,11 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.forward_hooks: dict = {}
         self.backward_pre_hooks: dict = {}
         self.grad_acc_hooks: dict = {}
-        self.fsdp_hooks = hooks = FsdpHooks(self)
+        self.graphs = FsdpGraphs(self)
+        self.fsdp_hooks = hooks = FsdpHooks(self.graphs)
         hooks.register(root_module)
-        self.graphs = ShardedGraphs(hooks.context, hooks.unshard_for_backward, hooks.release_after_backward)
         for module in root_module.modules():
-            _upstream.setup_delayed_wgrad_acc_hook(module, hooks.gradients.handle)
+            _upstream.setup_delayed_wgrad_acc_hook(module, self.graphs.gradients.handle)
         # Schedules that run a layer in parts call these by name.
         self.post_forward_release_module = hooks.release_after_forward
         self.post_backward_release_module = hooks.release_after_backward
@@ -71,7 +71,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
-        self.fsdp_hooks.backward.drop_unfinished()
+        self.graphs.backward.drop_unfinished()
         swap = self._parameter_swap
         params = self.module.parameters() if swap is None else swap.params(self.is_param_fsdp_distributed)
         for param in params:
@@ -93,7 +93,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             if self.graphs_of_model is not None:
                 self.graphs_of_model.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
-                if self.dist_index.hsdp_outer_dp_shard and self.fsdp_hooks.registry.has_graphs:
+                if self.dist_index.hsdp_outer_dp_shard and self.graphs.has_graphs:
                     self.all_gather_pipeline.gather_between_instances()
                 first = next(self.module.parameters())
                 self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
@@ -115,7 +115,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         Replays of the whole model have used none. Without ``overlap_grad_reduce`` megatron-core reduces gradients here,
         also those that a backward pass has reduced because it was told that it is a step's last.
         """
-        gradients = self.fsdp_hooks.gradients
+        gradients = self.graphs.gradients
         self.param_and_grad_buffer.gathered_between_instances = False  # the optimizer will change the weights
         if gradients.progress is Progress.REPLAYED and self.graphs_of_model is not None:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
@@ -129,8 +129,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     @property
     def graphs_of_model(self) -> Any:
-        """The ``WholeModel`` that owns graphs of the whole model's passes; None without such graphs."""
-        return self.fsdp_hooks.registry.whole_model
+        """The ``RecordedPasses`` of the whole model; None without such graphs."""
+        return self.graphs.model_passes
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start to reduce gradients, unless backward passes do; see megatron-core.
@@ -142,7 +142,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             RuntimeError: gradients were left unreduced for that reason.
         """
         if self.ddp_config.overlap_grad_reduce:
-            self.fsdp_hooks.gradients.check_final()
+            self.graphs.gradients.check_final()
         super().start_grad_sync(*unused)
 
     def _replace_param_with_distributed_if_needed(self) -> None:

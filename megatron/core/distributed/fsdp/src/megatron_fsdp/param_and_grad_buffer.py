@@ -7,8 +7,8 @@ optimizer's step are planned once.
 """
 
 import weakref
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -222,6 +222,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         between_instances: The events after which buckets have been gathered between instances, by bucket; graphs of
             forward passes wait for them.
         recording: Whether such a graph is being recorded.
+        recorded: The ``RecordedGather`` of each bucket that has one.
     """
 
     _awaited: bool  # by the current stream, all of them
@@ -230,6 +231,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         super().__init__(*args, **kwargs)
         self.between_instances: dict[int, torch.cuda.Event] = {}
         self.recording = False
+        self.recorded: dict[int, Any] = {}
         self.buffer.gathers = self
 
     def settle(self) -> None:
@@ -243,6 +245,19 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         if any(status is kind.READY_TO_USE or status is kind.COMMUNICATING for status in self.bucket_status.values()):
             self.settle()
             self.reset()
+
+    @contextmanager
+    def only(self, buckets: Collection[int]) -> Iterator[None]:
+        """Meanwhile gather and prefetch none but ``buckets``: others count as gathered."""
+        self.recycle_unused_buckets()
+        kind = _upstream.BucketStatus
+        to_gather = kind.EMPTY, kind.PRESERVED
+        others = {key: each for key, each in self.bucket_status.items() if key[0] not in buckets and each in to_gather}
+        self.bucket_status.update(dict.fromkeys(others, kind.READY_TO_USE))
+        try:
+            yield
+        finally:
+            self.bucket_status.update(others)
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
         """Gather a bucket; see megatron-core."""

@@ -6,7 +6,7 @@ megatron-core reduces them after each micro-batch: it multiplies them by 1 / dat
 with each later, and where gradients are communicated in another dtype it adds them to themselves.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -49,13 +49,6 @@ class UnshardedGradients:
             if reduced.gradient_scaling_factor not in (None, 1.0):
                 self._unscaled[bucket] = reduced, reduced.gradient_scaling_factor
                 reduced.gradient_scaling_factor = None
-
-    def let_kernels_write(self, params: Collection[torch.nn.Parameter]) -> None:
-        """Mark ``params`` for fused kernels as megatron-core marks those it gathers; for those it does not gather."""
-        for param in params:
-            param.grad_added_to_main_grad = False
-            param.__fsdp_param__ = param.overwrite_main_grad = True
-        self.let_kernels_add(params)
 
     def let_kernels_add(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Let fused kernels add to those of ``params`` that accumulate.

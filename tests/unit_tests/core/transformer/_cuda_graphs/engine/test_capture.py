@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.capture import Capture
+from megatron.core.transformer._cuda_graphs.engine.graph import Capture
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 

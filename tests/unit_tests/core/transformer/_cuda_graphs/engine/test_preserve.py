@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.preserve import hide_grads_and_hooks, preserve_buffers
+from megatron.core.transformer._cuda_graphs.engine.graph import hide_grads_and_hooks, preserve_buffers
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 

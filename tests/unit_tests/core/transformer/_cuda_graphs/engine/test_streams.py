@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.engine.graph import capture_stream, make_workspaces
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
-from megatron.core.transformer._cuda_graphs.engine.streams import capture_stream, make_workspaces
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 

@@ -255,7 +255,7 @@ def test_failed_capture_leaves_evaluation_eager(one_rank, caplog):
         with mock.patch.object(mlp, "forward", lambda *args, **kwargs: (args[0].sum().item(), forward(*args))[1]):
             training.evaluate()
         training.evaluate()
-        assert training.fsdp.fsdp_hooks.registry.captured is None
+        assert training.fsdp.graphs.captured is None
         assert in_use(training.fsdp) == [{}, {}]
 
     with caplog.at_level(logging.WARNING):

@@ -1,22 +1,175 @@
-"""The backward pass of the whole model: what opens it, what closes it, and cleanup where an exception ended it."""
+"""The backward pass of a ``MegatronFSDP``, and its gradients: accumulated in buckets as they complete, and reduced."""
 
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from enum import Enum, auto
-from typing import Any
+from enum import Enum, IntEnum, auto
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..profiles import shown_in_profiles
-from ..training_state import TrainingState
-from .gradients import Gradients
+from ..param_and_grad_buffer import _check_nan_in_grad, to_local_if_dtensor
+from ..unsharded_gradients import REDUCES_EVERY_BACKWARD
 from .pipelines import release_all
-from .registry import Registry, Runner
+from .unit import TrainingState, shown_in_profiles
+
+if TYPE_CHECKING:
+    from .fsdp_graphs import FsdpGraphs
+    from .runners import Eager
+
+
+class Progress(IntEnum):
+    """How far the gradients of a step are."""
+
+    REPLAYED = 0  # all of them, by graphs of the whole model
+    ACCUMULATED = 1
+    REDUCED = 2  # by a backward pass
+
+
+class Gradients:
+    """Accumulates and reduces the gradients of one model.
+
+    Attributes:
+        awaited: Parameters whose gradient the open backward pass has not handled yet.
+        progress: How far they are since the last step.
+        final: Whether the last backward pass was known to be a step's last, and has reduced what no other does.
+    """
+
+    def __init__(self, graphs: "FsdpGraphs"):
+        self._graphs, self._fsdp = graphs, graphs.fsdp
+        self.awaited: set[torch.nn.Parameter] = set()
+        self.progress = Progress.ACCUMULATED
+        self.final = False
+
+    def reduce_between_instances(self) -> None:
+        """Reduce across HSDP replicas at the end of a step's last backward pass, if its reductions have not.
+
+        Ranks whose pass a graph replayed and those where it ran eagerly do so in one order.
+        """
+        if self._graphs.passes is not None and self._graphs.captured is None:
+            self.final = getattr(self._fsdp, "is_last_microbatch", False) or self._fsdp.model_auto_sync
+            if self.final:
+                self._fsdp.grad_reduce_pipeline.reduce_all_between_instances()
+
+    def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Await the gradients of ``params``, and no others."""
+        self.awaited = set(params)
+        for param in self.awaited:
+            param.grad_added_to_main_grad = False
+
+    @torch.compiler.disable
+    def handle(self, params: list[torch.nn.Parameter]) -> None:
+        """Move the complete gradients of ``params`` to their buckets and reduce the buckets that are complete.
+
+        Gradients of shared parameters are left to the end of the backward pass: only then are they complete.
+
+        Raises:
+            RuntimeError: a weight gradient is delayed, and nothing will accumulate it.
+        """
+        params = [param for param in params if not getattr(param, "_is_shared", False)]
+        for param in params:
+            if getattr(param, "skip_backward_post_hook", False) and not hasattr(param, "post_wgrad_grad_acc_hook"):
+                raise RuntimeError(
+                    f"{self._fsdp.param_to_name[param]} has a delayed weight gradient but no hook to accumulate it"
+                )
+        if params:
+            self._accumulate_and_reduce(params)
+            self.awaited.difference_update(params)
+
+    def handle_rest(self, params: Iterable[torch.nn.Parameter]) -> bool:
+        """Handle those of ``params`` whose gradient is awaited, complete or not; return whether they are reduced."""
+        rest = sorted(self.awaited.intersection(params), key=self._fsdp.param_to_name.__getitem__)
+        self.awaited.difference_update(rest)
+        return self._accumulate_and_reduce(rest)
+
+    def check_final(self) -> None:
+        """Check that the step's last backward pass was known to be the last.
+
+        Raises:
+            RuntimeError: it was not, and left gradients unreduced.
+        """
+        fsdp = self._fsdp
+        waits = fsdp.dist_index.use_hybrid_fsdp or fsdp.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD
+        if waits and fsdp.microbatch_count and not self.final:
+            raise RuntimeError(
+                "Megatron-FSDP reduces these gradients in the backward pass of a step's last micro-batch only, and the "
+                "pipeline schedule did not say which that is: it does if config.grad_sync_func is None, as with "
+                "--no-align-grad-reduce"
+            )
+
+    def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
+        """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
+        fsdp = self._fsdp
+        self.final = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
+        reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
+        self.progress = max(Progress.REDUCED if reduces else Progress.ACCUMULATED, self.progress)
+        self.accumulate(params)
+        if reduces:
+            between_instances = fsdp.dist_index.use_hybrid_fsdp and self.final and self._graphs.passes is None
+            fsdp.grad_reduce_pipeline.reduce_gradients(
+                params,
+                suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,
+                outer_fsdp_group_grad_reduce=between_instances,  # graphs of whole passes never do
+            )
+        return reduces
+
+    def accumulate(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Add each gradient to its main gradient, unless a fused kernel or a graph has done so."""
+        buffer = self._fsdp.param_and_grad_buffer
+        copied_to, copied_from = [], []
+        claimed: dict[int, Any] = {}
+        for param in params:
+            bucket = buffer.param_to_param_group[param]
+            group = buffer.parameter_groups[bucket]
+            if not group.requires_grad:
+                continue
+            sharded = (group.hfsdp_helper_gbuf or group.main_grad_buffer).is_data_distributed
+            if not param.grad_added_to_main_grad and (sharded or param.grad is not None):
+                if param.grad is not None and self._fsdp.report_nan_in_param_grad:
+                    _check_nan_in_grad(to_local_if_dtensor(param.grad))
+                main_grad = self._claim_main_grad(param, bucket, claimed)
+                if param.grad is None:
+                    main_grad.zero_()
+                elif sharded:  # the bucket is new in every backward pass; the reduction adds to the shard
+                    copied_to.append(main_grad)
+                    copied_from.append(to_local_if_dtensor(param.grad))
+                else:
+                    main_grad.add_(to_local_if_dtensor(param.grad))
+            if param.grad is not None:
+                del param.grad
+            param.grad_added_to_main_grad = False
+        if copied_to:
+            torch._foreach_copy_(copied_to, copied_from)
+
+    def _claim_main_grad(self, param: torch.nn.Parameter, bucket: int, claimed: dict[int, Any]) -> torch.Tensor:
+        """Return ``param.main_grad``, a view of its bucket for this backward pass.
+
+        Args:
+            claimed: The storage of each bucket that the caller has claimed already, by index.
+        """
+        main_grads = param._gbuf
+        if bucket in claimed:
+            item = main_grads.get_item_from_bucket(claimed[bucket], param._item_id)
+            param.main_grad = item.view(to_local_if_dtensor(param).shape)
+        else:
+            param.main_grad = param.get_main_grad()
+            dtype = self._fsdp.mp_policy.grad_comm_dtype if main_grads.is_data_distributed else None
+            claimed[bucket] = main_grads.fetch_bucket(dtype=dtype)
+        return param.main_grad
+
+    def drop(self) -> None:
+        """Drop the gradients of an unfinished backward pass."""
+        self.awaited.clear()
+        for param in self._fsdp.raw_param.values():
+            param.grad = None
+            param.grad_added_to_main_grad = False
+        for ready in self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params:
+            ready.clear()
+        self._fsdp.grad_reduce_pipeline.reset()
 
 
 class Phase(Enum):
-    """How far the backward pass is."""
+    """The phase of the backward pass."""
 
     CLOSED = auto()
     REPLAYED = auto()  # by graphs of the whole model, which leave nothing to do for hooks
@@ -25,25 +178,24 @@ class Phase(Enum):
 
 
 class BackwardPass:
-    """The backward pass of one ``MegatronFSDP``.
+    """The backward pass of one model: opened, closed, and cleaned up after an exception.
 
     Attributes:
-        module_names: The name of each module in the model, for profiles; filled while hooks are registered.
+        module_names: The name of each module in the model; filled while hooks are registered.
         trainable: All parameters that require a gradient, likewise; an ordered set, whose hashes are known.
-        runners: Those of modules whose backward pass has begun in it; what was replayed as a whole has its owner here.
-        takers: Who takes the complete gradients of parameters; others are handled at once.
-        collected: Parameters whose gradient a runner has taken and not handled yet.
+        runners: The runners of modules whose backward pass has begun in it; of replayed whole passes their owner.
+        takers: The runners that collect complete gradients; others are handled at once.
+        collected: Parameters whose gradient a runner has collected and not handled yet.
     """
 
-    def __init__(self, fsdp: Any, gradients: Gradients, registry: Registry):
-        self._fsdp, self._gradients, self._registry = fsdp, gradients, registry
+    def __init__(self, graphs: "FsdpGraphs"):
+        self._graphs, self._fsdp = graphs, graphs.fsdp
         self.module_names: dict[torch.nn.Module, str] = {}
         self.trainable: dict[torch.nn.Parameter, None] = {}
-        self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
         self.phase = Phase.CLOSED
         self.runners: dict[torch.nn.Module, Any] = {}
-        self.takers: dict[torch.nn.Parameter, Runner] = {}
-        self.collected: defaultdict[Runner, list[torch.nn.Parameter]] = defaultdict(list)
+        self.takers: dict[torch.nn.Parameter, Eager] = {}
+        self.collected: defaultdict[Eager, list[torch.nn.Parameter]] = defaultdict(list)
         self._caller_ends_it = False
         self._before: tuple[int, torch.nn.Parameter] | None = None  # see ``note_beside_graphs``
 
@@ -101,22 +253,22 @@ class BackwardPass:
         )
 
     def _expect_gradients(self) -> None:
-        if self._shards_params:
+        if self._graphs.shards_params:
             self._set_training_states(TrainingState.PRE_BACKWARD)
             gathers = self._fsdp.all_gather_pipeline
             for bucket, group in enumerate(self._fsdp.param_and_grad_buffer.parameter_groups):
                 if group.fsdp_unit_id is not None:
                     gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, bwd=False)] = True
-        self._gradients.expect(self.trainable)
-        if self._registry.whole_model is not None:
-            self._registry.whole_model.gather_first_unit("backward")  # as ranks do that replay this pass
+        self._graphs.gradients.expect(self.trainable)
+        if self._graphs.model_passes is not None:
+            self._graphs.model_passes.gather_first_unit("backward")  # as ranks do that replay this pass
 
     def begin(self, modules: Iterable[torch.nn.Module], runner: object) -> None:
-        """Note that the backward pass of ``modules`` begins, with what their forward pass had.
+        """Note that the backward pass of ``modules`` begins, whose forward pass had ``runner``.
 
         Raises:
-            RuntimeError: the same backward pass of the model has one of another kind, too: their gradients would be
-                summed in two places.
+            RuntimeError: this backward pass mixes replayed and eager forward passes of a module: their gradients would
+                be summed in two places.
         """
         for module in modules:
             if self.runners.setdefault(module, runner) is not runner:
@@ -126,7 +278,7 @@ class BackwardPass:
                 )
 
     def end_of_modules(self) -> None:
-        """Forget what has begun: no module's backward pass goes on."""
+        """Forget the backward passes of modules that have begun."""
         self.runners.clear()
         self.takers.clear()
         self.collected.clear()
@@ -134,28 +286,28 @@ class BackwardPass:
     @shown_in_profiles
     def finish_backward(self) -> None:
         """Close it: handle the remaining parameters, and finish the reductions."""
-        fsdp = self._fsdp
+        fsdp, gradients = self._fsdp, self._graphs.gradients
         self.end_of_modules()  # what was collected is still awaited
-        if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and self._gradients.handle_rest(self.trainable):
+        if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and gradients.handle_rest(self.trainable):
             fsdp.grad_reduce_pipeline.reset()
         if fsdp.dist_index.use_hybrid_fsdp:
-            self._gradients.reduce_between_instances()
+            gradients.reduce_between_instances()
         self.phase = Phase.CLOSED
         fsdp.__dict__["microbatch_count"] += 1  # bypasses Module.__setattr__, which is slow
         if fsdp.model_auto_sync:
             fsdp.finish_grad_sync()
 
     def close(self) -> None:
-        """Close it though gradients may be awaited, which count as if they had never been."""
+        """Close it, and await no gradients any more."""
         self.phase = Phase.CLOSED
         self.end_of_modules()
-        self._gradients.awaited.clear()
+        self._graphs.gradients.awaited.clear()
         self._set_training_states(TrainingState.IDLE)
 
     def drop(self) -> None:
-        """Close one that did not come to its end, and drop its gradients."""
+        """Close an unfinished one, and drop its gradients."""
         self.close()
-        self._gradients.drop()
+        self._graphs.gradients.drop()
         release_all(self._fsdp)
 
     def drop_unfinished(self) -> None:
@@ -182,6 +334,6 @@ class BackwardPass:
         if not self._caller_ends_it and torch._C._current_graph_task_id() == -1:
             self.drop_unfinished()
 
-    def _set_training_states(self, state: Any) -> None:
+    def _set_training_states(self, state: TrainingState) -> None:
         for module in self.module_names:
             module.__dict__["_training_state"] = state

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from ..param_and_grad_buffer import BucketStatus
-from ..training_state import TrainingState
+from .unit import TrainingState
 
 
 @contextmanager
@@ -113,30 +113,10 @@ def release_units(fsdp: Any) -> None:
     """Wait for collectives in flight, and release the parameters of all units that are released after use."""
     fsdp.all_gather_pipeline.settle()
     fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
-    release_buckets(fsdp, buckets_of_other_units(fsdp, ()))
-
-
-def release_buckets(fsdp: Any, buckets: Iterable[int]) -> None:
-    """Release ``buckets`` of parameters, those of both directions."""
-    for bucket in buckets:
-        for bwd in (False, True):
-            fsdp.all_gather_pipeline.release_bucket(bucket, bwd)
-
-
-def release_gathered_ahead(fsdp: Any, buckets: Iterable[int]) -> None:
-    """Let nothing be in flight, and release ``buckets``, of modules that do not run in a capture: no hook does it."""
-    fsdp.all_gather_pipeline.settle()
-    release_buckets(fsdp, buckets)
-
-
-def buckets_of_other_units(fsdp: Any, modules: Iterable[torch.nn.Module]) -> list[int]:
-    """Return the buckets of FSDP units that are released after use and hold no parameter of ``modules``."""
-    if fsdp.data_parallel_sharding_strategy != "optim_grads_params" or not fsdp.fsdp_unit_modules:
-        return []
-    buffer = fsdp.param_and_grad_buffer
-    of_modules = {buffer.param_to_param_group[param] for module in modules for param in module.parameters()}
-    groups = enumerate(buffer.parameter_groups)
-    return [bucket for bucket, group in groups if group.fsdp_unit_id is not None and bucket not in of_modules]
+    if fsdp.data_parallel_sharding_strategy == "optim_grads_params" and fsdp.fsdp_unit_modules:
+        for bucket, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
+            for bwd in (False, True) if group.fsdp_unit_id is not None else ():
+                fsdp.all_gather_pipeline.release_bucket(bucket, bwd)
 
 
 def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:

@@ -1,45 +1,48 @@
-"""The kinds of passes, a class for each: how they deal with the parameters and gradients of a module.
+"""How one pass of a module gathers and releases parameters, and handles gradients.
 
-===================  ==============================================================================================
-``Eager``            as in megatron-core; of modules with graphs in the order of the replays of other ranks
-``Recorded``         recorded with its collectives inside, together with other units
-``Captured``         captured by an engine that calls hooks before and after each pass
-``Graphed``          a replay: addresses are compared, gradients are handled together
-``Planned``          a replay of a unit whose collectives are recorded and planned
-===================  ==============================================================================================
+``Eager`` does it as megatron-core does, also while whole passes are recorded. ``Replayed`` does it for the graphs of
+one module, and while these are captured. Whoever runs a pass forward writes its runner into autograd's graph.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
-from ..mixed_precision import fp8_create_transpose_cache, fp8_discard_transpose_cache
+from ..mixed_precision import fp8_discard_transpose_cache
 from ..param_and_grad_buffer import PrefetchOrder
-from ..training_state import TrainingState
-from .context import Context
-from .pipelines import free_gradients, release_gathered_ahead
-from .unit import ADVICE, Direction, Unit
-from .unit_plan import UnitPlan
+from .collectives import TO_GATHER, RecordedReduction
+from .pipelines import free_gradients, release_all
+from .unit import ADVICE, Direction, TrainingState, Unit, shown_in_profiles
 
-_ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder.BACKWARD_PASS_ORDER}
+if TYPE_CHECKING:
+    from .fsdp_graphs import FsdpGraphs
+
+_ORDERS: dict[Direction, PrefetchOrder] = {
+    "forward": PrefetchOrder.FORWARD_PASS_ORDER,
+    "backward": PrefetchOrder.BACKWARD_PASS_ORDER,
+}
 
 
 class Eager:
-    """The ``Runner`` of passes that run eagerly, and what the others have in common."""
+    """The runner of a module's eager passes.
+
+    Attributes:
+        frames_backward: Whether replays of the backward graph call ``before_backward`` and ``after_backward``;
+            otherwise autograd does.
+    """
 
     frames_backward = False
-    records_reductions = False
 
-    def __init__(self, context: Context, module: torch.nn.Module):
+    def __init__(self, graphs: "FsdpGraphs", module: torch.nn.Module):
         self.module = module
-        self.params: list[torch.nn.Parameter] = []
-        self._context, self._fsdp = context, context.fsdp
-        self._unit = context.units.get(module)
+        self._graphs, self._fsdp, self._backward = graphs, graphs.fsdp, graphs.backward
+        self._unit = graphs.units.get(module)
         self._in_place = self._fsdp.param_and_grad_buffer.unsharded_gradients
+        self.module_names = self._backward.module_names  # for profiles
 
     def _params(self, direction: Direction) -> list[torch.nn.Parameter]:
         fsdp = self._fsdp
@@ -54,17 +57,19 @@ class Eager:
         return list(self.module.parameters(recurse=whole))
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
+        """Gather the parameters, wait for them, and ``prefetch`` those of the units after the module."""
         params = self._params(direction)
         if not params:
             return
-        graphed = self._context.registry.graphed.get(self.module)
-        in_training = self._fsdp.training or direction == "backward"
-        if prefetch and in_training and graphed is not None and graphed.gather_beside_replays(direction):
-            return
-        self._gather(params, direction, prefetch)
+        passes = self._graphs.passes if prefetch and self._unit is not None else None
+        if passes is None or self._graphs.captured is not None or not (self._fsdp.training or direction == "backward"):
+            self._gather(params, direction, prefetch)
+        else:
+            with passes.gathering(self.module, direction):
+                self._gather(params, direction, prefetch)
 
     def _gather(self, params: list[torch.nn.Parameter], direction: Direction, prefetch: bool) -> None:
-        if self._fsdp.dist_index.hsdp_outer_dp_shard and self._context.registry.has_graphs:
+        if self._fsdp.dist_index.hsdp_outer_dp_shard and self._graphs.has_graphs:
             # Other ranks may replay, and gather everything between instances before that.
             self._fsdp.all_gather_pipeline.gather_between_instances()
         self._fsdp.all_gather_and_wait_parameters_ready(
@@ -74,7 +79,7 @@ class Eager:
             self._in_place.let_kernels_add(params)
 
     def release(self, direction: Direction, lazy: bool = False) -> None:
-        """Release the bucket of the unit for this direction.
+        """Release the unit's buckets for this direction; ``lazy`` leaves it to the next gather that needs the memory.
 
         Raises:
             TypeError: the module is not an FSDP unit.
@@ -93,250 +98,224 @@ class Eager:
         return self._unit
 
     def _discard_transposes(self) -> None:
-        """Drop the FP8 transposes of the unit, unless they are kept, each in one place."""
+        """Drop the unit's FP8 transposes, unless they are kept."""
         if self._unit is not None and not self._fsdp.ddp_config.keep_fp8_transpose_cache:
             for param in self._unit.float8_params:
                 fp8_discard_transpose_cache(param)
 
+    def _collected(self) -> Sequence[torch.nn.Parameter]:
+        """Return the parameters of the unit whose gradients are handled together in ``after_backward``.
+
+        Eager passes do so beside graphs only: other ranks may replay, and reduce in that order.
+        """
+        beside_replays = self._backward.expects_gradients and self._graphs.hold(self.module)
+        return self._unit.params if beside_replays and self._unit is not None else ()
+
     def before_backward(self) -> None:
-        """Note that the backward pass of the module begins, and gather parameters."""
-        backward = self._context.backward
-        backward.begin((self.module,), self)
+        """Note that the module's backward pass begins, and gather parameters."""
+        self._backward.begin((self.module,), self)
         if self._unit is not None:
             self._unit.set_training_state(TrainingState.PRE_BACKWARD)
-            taken = self.params
-            if not taken and backward.expects_gradients:  # other ranks may replay, and reduce buckets in their order
-                taken = self._context.registry.taken_in_replays(self.module, self._unit.params)
-            if taken:  # ``after_backward`` will be called
-                backward.takers.update(dict.fromkeys(taken, self))
+            self._backward.takers.update(dict.fromkeys(self._collected(), self))
         else:  # fine-grained hooks are on every module
             for submodule in self.module.modules():
-                submodule._training_state = TrainingState.PRE_BACKWARD
+                submodule.__dict__["_training_state"] = TrainingState.PRE_BACKWARD
         self.gather("backward")
 
     def after_backward(self) -> None:
-        """Handle collected gradients, and release both buckets of the unit."""
-        self._handle_collected()
+        """Handle collected gradients, and release the unit's buckets for both directions."""
+        collected = self._backward.collected.pop(self, None)
+        if collected:
+            self._graphs.gradients.handle(collected)
         self.release("backward")
         self.release("forward")
         (self._unit or self._inner_unit()).set_training_state(TrainingState.IDLE)
 
-    def take(self, param: torch.nn.Parameter) -> None:
-        """Keep ``param`` until ``after_backward``: handling all gradients of a unit at once saves host time."""
-        self._context.backward.collected[self].append(param)
-
-    def _handle_collected(self) -> None:
-        collected = self._context.backward.collected.pop(self, None)
-        if not collected:
-            return
-        graphed = self._context.registry.graphed.get(self.module)
-        for params in [collected] if graphed is None else graphed.in_order(collected):
-            self._context.gradients.handle(params)
-
-    def gather_beside_replays(self, direction: Direction) -> bool:
-        return False
-
-    def in_order(self, params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-        return [params]
+    def collect(self, param: torch.nn.Parameter) -> None:
+        """Keep ``param``, whose gradient is complete, until ``after_backward``."""
+        self._backward.collected[self].append(param)
 
 
-class Recorded(Eager):
-    """Passes that are recorded together with those of other units, with their collectives.
+class Replayed(Eager, GraphOwner):
+    """The runner of a module's replays, and of its capture by an engine that calls hooks around each pass.
+
+    It owns graphs that hold the whole module. Gradients computed at capture are meaningless.
 
     Args:
-        before: For a direction in which it is the first of those units, what releases them all.
+        reads_experts: Whether the graphs may read experts, and buckets come and go. Otherwise the buckets of all other
+            parameters keep their memory as long as there are graphs.
 
     Attributes:
-        plan: Gathers, where that must be otherwise than in eager training; None in graphs of the whole model, beside
-            which eager passes gather as ever.
+        params: The parameters that are gathered for the graphs, even if these do not read all of them.
+        kept: The buckets that keep their memory.
+        takes_gradients: Whether the backward graph writes gradients to their buckets.
     """
 
-    records_reductions = True
+    def __init__(self, graphs: "FsdpGraphs", module: torch.nn.Module, reads_experts: bool):
+        super().__init__(graphs, module)
+        self.params, self.kept = list(module.parameters()), frozenset[int]()
+        self.takes_gradients = False
+        buffer = self._fsdp.param_and_grad_buffer
+        self._bucket_of = buffer.param_to_param_group
+        if not reads_experts and self._unit is not None and graphs.shards_params:
+            self.params = [p for p in self.params if not buffer.parameter_groups[self._bucket_of[p]].is_expert_param]
+            self.kept = frozenset(self._bucket_of[param] for param in self.params)
+        self._own = sorted({self._bucket_of[param] for param in self.params})
+        self._guards: dict[Direction, AddressGuard] = {}
+        self._fused: dict[torch.nn.Parameter, None] = {}  # whose main gradients fused kernels in the graph update
+        self._main_grads: AddressGuard | None = None  # theirs
+        self._written: dict[int, dict[Any, None]] = {}  # by bucket the parameters whose gradients the graph writes
+        self._claimed: list[RecordedReduction] = []
+        self._ahead: dict[Direction, list[int]] = {}  # buckets in megatron-core's order, if gathers are recorded
 
-    def __init__(
-        self,
-        context: Context,
-        module: torch.nn.Module,
-        plan: UnitPlan | None,
-        before: Mapping[Direction, Callable[[], None]],
-    ):
-        super().__init__(context, module)
-        self.plan, self._before = plan, before
-        self.params = context.units[module].params
-
-    def gather(self, direction: Direction, prefetch: bool = True) -> None:
-        if self.plan is not None and prefetch:
-            self.plan.gather(direction)
-            if direction == "backward" and self.plan.unit.float8_params:
-                fp8_create_transpose_cache(self.plan.unit.float8_params)
-            self._in_place.let_kernels_write(self.params)
-        else:  # without a prefetch, in a pass that is computed again, no other unit is gathered
-            super().gather(direction, prefetch)
-
-    def gather_beside_replays(self, direction: Direction) -> bool:
-        if direction in self._before:  # the graphs find all units released, whoever gathered some ahead
-            self._before[direction]()
-        self.gather(direction)
-        return True
-
-
-@dataclass
-class Facts:
-    """What a capture has shown of a module.
-
-    Attributes:
-        params: Its parameters that are gathered together for its graphs, even if these do not read all of them.
-        kept: The buckets that keep their memory as long as there are graphs.
-        guards: The addresses of ``params``, for each captured direction.
-        written: The parameters whose gradients the backward graph writes to their buckets itself.
-        whole: Whether the replay of the backward graph calls what is to run before and after it.
-        fused: An ordered set (dict keys) of the parameters whose main gradients fused kernels in the backward graph
-            update.
-        main_grad_guard: The addresses of these main gradients; None before a backward pass was captured.
-    """
-
-    params: list[torch.nn.Parameter]
-    kept: frozenset[int] = frozenset()
-    guards: dict[Direction, AddressGuard] = field(default_factory=dict)
-    written: frozenset[torch.nn.Parameter] = frozenset()
-    whole: bool = False
-    fused: dict[torch.nn.Parameter, None] = field(default_factory=dict)
-    main_grad_guard: AddressGuard | None = None
-
-
-class Graphed(Eager):
-    """Replays of a module without a plan."""
-
-    def __init__(self, context: Context, module: torch.nn.Module, facts: Facts):
-        super().__init__(context, module)
-        self.facts, self.params = facts, facts.params
+    # ---------------------------------------------------------------------------------------------------- parameters
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
-        """Gather the parameters of the module and of those in it, which do not gather for themselves in a graph.
+        """Gather the parameters of the module and of those in it, whose hooks no graph calls.
 
         Raises:
             MovedBufferError: a parameter is not where the graph reads it.
         """
-        self._gather(self.params, direction, prefetch)
-        self._check(direction)
+        if prefetch and direction in self._ahead:
+            self._replay_gathers(direction)
+        else:
+            self._gather(self.params, direction, prefetch and self._graphs.captured is None)
+        guard = self._guards.get(direction)
+        if guard is not None:
+            guard.check()
+        else:
+            self._guards[direction] = self._guard(lambda: self.params, self.params, f"{{}} (in {direction})")
 
-    def _check(self, direction: Direction) -> None:
-        """Record the addresses of the parameters, or compare them with those that were recorded."""
-        guards = self.facts.guards
-        if direction in guards:
-            guards[direction].check()
-            return
-        names, params = self._fsdp.param_to_name, self.params
-        guards[direction] = AddressGuard(lambda: params, lambda i: f"{names[params[i]]} (in {direction})", ADVICE)
+    def _replay_gathers(self, direction: Direction) -> None:
+        """Gather what megatron-core would, by recorded all-gathers where these can be replayed."""
+        gathers, buffer = self._fsdp.all_gather_pipeline, self._fsdp.param_and_grad_buffer
+        if self._fsdp.dist_index.hsdp_outer_dp_shard:
+            gathers.gather_between_instances()
+        for bucket in self._own:
+            gathers.bucket_can_be_released[bucket, False] = False
+        for bucket in self._ahead[direction]:
+            if gathers.bucket_status[bucket, False] in TO_GATHER:
+                recorded = gathers.recorded.get(bucket)
+                if recorded is None or not recorded.launch():
+                    group = buffer.bucket_to_bucket_group[bucket]
+                    gathers.all_gather_params(
+                        [param for each in group for param in buffer.parameter_groups[each].params]
+                    )
+        for bucket in self._own:
+            gathers.wait_bucket_ready(bucket, False)
 
+    def _guard(self, tensors: Callable[[], Any], params: Sequence[torch.nn.Parameter], name: str) -> AddressGuard:
+        names = self._fsdp.param_to_name
+        return AddressGuard(tensors, lambda i: name.format(names[params[i]]), ADVICE)
+
+    def follow_hooks(self) -> None:
+        """Prepare replays of what is recorded for the unit: all-gathers in the order of megatron-core's own hook.
+
+        Nothing is gathered, before and after.
+        """
+        for direction in _ORDERS:
+            self._gather(self.params, direction, prefetch=True)
+            status = self._fsdp.all_gather_pipeline.bucket_status.items()
+            self._ahead[direction] = [bucket for (bucket, _), each in status if each not in TO_GATHER]
+            release_all(self._fsdp)
+        recorded = self._fsdp.grad_reduce_pipeline.recorded.values()
+        self._claimed = [each for each in recorded if not self._written.keys().isdisjoint(each.buckets)]
+
+    # ----------------------------------------------------------------------------------------------------- gradients
+
+    def _collected(self) -> Sequence[torch.nn.Parameter]:
+        return self.params
+
+    @shown_in_profiles
     def before_backward(self) -> None:
-        """Gather parameters, and get hold of the main gradients that the graph will write.
+        """Gather parameters, and claim the gradients that the graph will write.
 
         Raises:
-            MovedBufferError: a parameter or a main gradient is not where it was at capture.
+            MovedBufferError: a parameter or a gradient is not where it was at capture.
         """
         super().before_backward()
-        self._claim()
+        if self._graphs.captured is not None:
+            self._discard_transposes()  # freed later; the graph makes its own
+            if self.takes_gradients:  # the graph must not allocate the buckets
+                for param in self.params:
+                    if param.requires_grad:
+                        param.get_main_grad()
+            return
+        for reduction in self._claimed:
+            reduction.claim()
+        for param in self._fused:
+            param.main_grad = param.get_main_grad()
+        if self._fused and self._main_grads is not None:
+            self._main_grads.check()
 
-    def _claim(self) -> None:
-        facts = self.facts
-        if facts.fused:
-            for param in facts.fused:
-                param.main_grad = param.get_main_grad()
-            if facts.main_grad_guard is not None:
-                facts.main_grad_guard.check()
+    def collect(self, param: torch.nn.Parameter) -> None:
+        """Keep ``param``, whose gradient the graph may have added already; leave it where it is at capture."""
+        if self._graphs.captured is None:
+            if param in self._fused:
+                param.grad_added_to_main_grad = True
+            super().collect(param)
 
-    def take(self, param: torch.nn.Parameter) -> None:
-        """Keep ``param``, and set the flag of the fused kernel if the graph has added its gradient."""
-        if param in self.facts.fused:
-            param.grad_added_to_main_grad = True
-        self._context.backward.collected[self].append(param)
-
-
-class Planned(Graphed):
-    """Replays of a unit with a plan."""
-
-    def __init__(self, context: Context, module: torch.nn.Module, facts: Facts, plan: UnitPlan):
-        super().__init__(context, module, facts)
-        self.plan = plan
-        self.frames_backward = facts.whole
-
-    def gather(self, direction: Direction, prefetch: bool = True) -> None:
-        self.plan.gather(direction)
-        self._check(direction)
-
-    def _claim(self) -> None:
-        self.plan.claim()
-        super()._claim()
-
-    def after_backward(self) -> None:
-        """Handle the gradients that the graph has not reduced, reduce the others, and release the unit."""
-        context, plan = self._context, self.plan
-        context.gradients.handle([*context.backward.collected.pop(self, ()), *plan.left])
-        plan.reduce(self._fsdp.dist_index.use_hybrid_fsdp and context.gradients.between_instances)
-        context.gradients.awaited -= self.facts.written
-        self.release("forward")
-        plan.unit.set_training_state(TrainingState.IDLE)
-
-    def gather_beside_replays(self, direction: Direction) -> bool:
-        self.plan.gather(direction)
-        self._in_place.let_kernels_write(self.params)
-        return True
-
-    def in_order(self, params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-        bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
-        turns = {bucket: turn for turn, each in enumerate(self.plan.reduced, 1) for bucket in each.buckets}
-        in_turn: list[list[torch.nn.Parameter]] = [[] for _ in range(len(self.plan.reduced) + 1)]
-        for param in params:
-            in_turn[turns.get(bucket_of[param], 0)].append(param)
-        return in_turn
+    def take(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """Move ``grads`` to their buckets, as a part of the backward graph; return those that others complete."""
+        taken: list[Any] = []
+        left: list[torch.Tensor | None] = []
+        for param, grad in zip(params, grads, strict=True):
+            if completed_elsewhere(param) or (grad is None and not self.frames_backward):
+                left.append(grad)
+                continue
+            left.append(None)
+            param.grad = grad  # None, of a parameter that is not used, counts as zeros
+            taken.append(param)
+        with torch.no_grad():
+            self._graphs.gradients.accumulate(taken)
+        for param in taken:
+            self._written.setdefault(self._bucket_of[param], {})[param] = None
+        return left
 
     def gradients_written(self) -> None:
-        """Called when the backward graph has written gradients to their buckets, unless it calls ``after_backward``."""
-        for param in self.facts.written:
-            param.grad_added_to_main_grad = True
+        """Note that the backward graph has written gradients: of each bucket one is handled for all."""
+        ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
+        for bucket, params in self._written.items():
+            one, *others = params  # with the last of these parameters the bucket is reduced
+            ready[bucket].update(others)
+            self._graphs.gradients.awaited.difference_update(params)
+            one.grad_added_to_main_grad = True
+            self._backward.collected[self].append(one)
+
+    @shown_in_profiles
+    def after_backward(self) -> None:
+        """Reduce gradients, and release parameters; note fused gradients at capture, and free the gradient buckets."""
+        if self._graphs.captured is None and self.frames_backward:
+            self.gradients_written()
+        super().after_backward()
+        if self._graphs.captured is not None:
+            fused = [param for param in self.params if param.grad_added_to_main_grad]
+            for param in fused:
+                param.grad_added_to_main_grad = False
+            self._fused = dict.fromkeys(fused)
+            self._main_grads = self._guard(
+                lambda: [param.main_grad for param in fused], fused, "the main gradient of {}"
+            )
+            free_gradients(self._fsdp, {self._bucket_of[param] for param in self.module.parameters()})
 
 
-class Captured(Graphed):
-    """Passes that an engine captures, with hooks between them. Gradients computed meanwhile are meaningless.
+class PartOfModule(GraphOwner):
+    """Owns graphs that hold a part of a module, whose backward pass autograd frames."""
 
-    Args:
-        others: The buckets of units that do not run in the capture.
+    def __init__(self, runner: Replayed):
+        self._runner = runner
 
-    Attributes:
-        sink: What takes gradients in the backward graph; None for autograd.
-    """
-
-    def __init__(self, context: Context, module: torch.nn.Module, facts: Facts, others: list[int]):
-        super().__init__(context, module, facts)
-        self._others = others
-        self.sink: Any = None
-
-    def gather(self, direction: Direction, prefetch: bool = True) -> None:
-        self._gather(self.params, direction, prefetch)
-        release_gathered_ahead(self._fsdp, self._others)
-        self._check(direction)
-
-    def _claim(self) -> None:
-        self._discard_transposes()  # freed later; the graph makes its own
-        if self.sink is not None:  # writes to the buckets; the graph must not allocate them
-            for param in self.params:
-                if param.requires_grad:
-                    param.get_main_grad()
-
-    def take(self, param: torch.nn.Parameter) -> None:
-        """Leave the gradient where it is."""
+    def take(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        return self._runner.take(params, grads)
 
     def after_backward(self) -> None:
-        """Release parameters, note fused gradients, and free the gradient buckets."""
-        super().after_backward()
-        names = self._fsdp.param_to_name
-        fused = [param for param in self.params if param.grad_added_to_main_grad]
-        for param in fused:
-            param.grad_added_to_main_grad = False
-        self.facts.fused = dict.fromkeys(fused)
-        self.facts.main_grad_guard = AddressGuard(
-            lambda: [param.main_grad for param in fused], lambda i: f"the main gradient of {names[fused[i]]}", ADVICE
-        )
-        bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
-        free_gradients(self._fsdp, {bucket_of[param] for param in self.module.parameters()})
+        self._runner.gradients_written()
+
+
+def completed_elsewhere(param: torch.Tensor) -> bool:
+    """Whether a delayed pass, or another module that shares the parameter, completes the gradient."""
+    return getattr(param, "skip_backward_post_hook", False) or getattr(param, "_is_shared", False)

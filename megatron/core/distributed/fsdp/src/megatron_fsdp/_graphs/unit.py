@@ -1,6 +1,9 @@
-"""The parts of an FSDP unit, collected once: hooks need them several times in every pass."""
+"""FSDP units, the states of their modules, and the names of phases in profiles."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -9,20 +12,29 @@ from ..mixed_precision import is_float8tensor
 
 Direction = Literal["forward", "backward"]
 
-# What an error about a moved buffer says at the end.
+# The end of errors about moved buffers.
 ADVICE = (
     "Graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
     "both are set, the order of all-gathers changed since capture (a unit that ran out of turn, say)."
 )
 
 
+class TrainingState(Enum):
+    """The state of a module in a training step, in its ``_training_state``."""
+
+    FORWARD = auto()
+    PRE_BACKWARD = auto()  # its parameters are gathered for backward, or its forward pass is recomputed
+    POST_BACKWARD = auto()
+    IDLE = auto()
+
+
 @dataclass(frozen=True)
 class Unit:
-    """An FSDP unit: a module whose parameters are gathered and released together.
+    """A module whose parameters are gathered and released together.
 
     Attributes:
         params: Its parameters, raw.
-        buckets: The indices of the buckets that hold them.
+        buckets: The indices of their buckets.
         float8_params: Those of ``params`` that are FP8 tensors.
         submodules: The module and all modules below it.
     """
@@ -34,7 +46,7 @@ class Unit:
 
     @classmethod
     def of(cls, module: torch.nn.Module, bucket_of: dict[torch.nn.Parameter, int]) -> "Unit":
-        """Collect the parts of ``module``, whose parameters must be raw."""
+        """Return the unit of ``module``, whose parameters must be raw."""
         params = list(module.parameters())
         return cls(
             params=params,
@@ -43,7 +55,23 @@ class Unit:
             submodules=list(module.modules()),
         )
 
-    def set_training_state(self, state: Any) -> None:
+    def set_training_state(self, state: TrainingState) -> None:
         """Set the training state of every module of the unit."""
         for submodule in self.submodules:
             submodule.__dict__["_training_state"] = state  # bypasses Module.__setattr__, which is slow
+
+
+def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
+    """Show the method ``phase`` in profiles, with the name of the module that it is given, or that its owner has."""
+
+    @wraps(phase)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.autograd._profiler_enabled():
+            return phase(*args, **kwargs)
+        owner: Any = args[0]
+        module = args[1] if len(args) > 1 else getattr(owner, "module", None)
+        name = owner.module_names.get(module, "")
+        with torch.profiler.record_function(f"FSDP::{phase.__name__} ({name})"):
+            return phase(*args, **kwargs)
+
+    return run

@@ -1,11 +1,10 @@
-"""Collectives of FSDP units, recorded once as CUDA graphs of their own and replayed in every pass.
+"""All-gathers and reductions that are recorded as CUDA graphs of their own.
 
-Under the double buffer the parameters of a unit are gathered from and to the same addresses in every pass, and its
-gradients reduced likewise. A replay is one launch, where the collective by itself costs the host a walk through
-buckets, a process group and its bookkeeping.
+Under the double buffer a unit's parameters are gathered from and to the same addresses in every pass, and its gradients
+reduced likewise. A replay is one launch; the collective itself costs the host a walk through buckets and NCCL's calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.graph import Capture
+from megatron.core.transformer._cuda_graphs.launches import launches_of
 
 from ..param_and_grad_buffer import BucketStatus
 from .unit import ADVICE
@@ -21,13 +21,13 @@ TO_GATHER = (BucketStatus.EMPTY, BucketStatus.PRESERVED)
 
 
 class RecordedWork:
-    """Work on a communication stream, recorded in a graph.
+    """Work on a communication stream that is recorded in a graph.
 
     All ranks must replay recorded collectives, and run others, in the same order. The graph must be freed before the
-    communicator is: NCCL keeps a communicator alive as long as a graph holds work of it.
+    communicator: NCCL keeps a communicator alive as long as a graph holds work of it.
 
     Args:
-        run: Enqueues the work, on the current stream or on others that join it.
+        run: Enqueues the work on the current stream, or on others that join it.
     """
 
     def __init__(self, capture: Capture, stream: torch.cuda.Stream, run: Callable[[], Any]):
@@ -39,8 +39,8 @@ class RecordedWork:
             run()
 
     def launch(self) -> None:
-        """Run it once the current stream has done what it was given so far."""
-        # torch looks the current stream up several times slower if it is not told the device.
+        """Run it once the current stream has finished its work so far."""
+        # torch looks the current stream up several times slower without the device.
         stream, current = self._stream, torch.cuda.current_stream(self._device)
         self._ready.record(current)
         stream.wait_event(self._ready)
@@ -79,22 +79,17 @@ class RecordedGather:
                 gathers.wait_bucket_ready(bucket, False)
 
         self.work = RecordedWork(capture, gathers.ag_stream, run)
-        weights = [gathers.get_fsdp_buffer(bucket) for bucket in buckets]
         self._buckets = [
             (gathers.get_bucket_key(bucket, False), buffer, buffer.fetch_bucket().data.data_ptr())
-            for bucket, buffer in zip(buckets, weights, strict=True)
+            for bucket, buffer in zip(buckets, map(gathers.get_fsdp_buffer, buckets), strict=True)
         ]
         # An eager gather lets parameters view the bucket, wherever that is then; a replay leaves them as they are.
-        viewing = [groups[bucket].params[0] for bucket in buckets]
-        self._views = [(param, param.data_ptr()) for param in viewing]
+        self._views = [(param, param.data_ptr()) for param in (groups[bucket].params[0] for bucket in buckets)]
         for bucket in buckets:
             gathers.release_bucket(bucket, False)
 
     def launch(self) -> bool:
-        """Start the all-gather, unless a bucket has been gathered or it and its parameters are not where they were.
-
-        Returns False if it did not start.
-        """
+        """Start the all-gather; return False if a bucket is gathered or something is not where it was at capture."""
         gathers = self._gathers
         status = gathers.bucket_status
         for key, _, _ in self._buckets:
@@ -137,7 +132,7 @@ class RecordedReduction:
             free()
 
     def claim(self) -> None:
-        """Get hold of the buckets, once earlier reductions have read what is in their place.
+        """Claim the buckets, once earlier reductions have read what is in their place.
 
         Raises:
             MovedBufferError: a bucket cannot go where it was at capture.
@@ -152,10 +147,7 @@ class RecordedReduction:
                 )
 
     def launch(self) -> bool:
-        """Start the reduction, and queue it, unless a bucket is not where it was at capture.
-
-        Returns False if it did not start.
-        """
+        """Start and queue the reduction; return False if a bucket is not where it was at capture."""
         if [fetch().data.data_ptr() for fetch in self._fetch] != self._addresses:
             return False
         reductions = self._reductions
@@ -164,3 +156,52 @@ class RecordedReduction:
             reductions.bucket_status[bucket] = BucketStatus.COMMUNICATING
         reductions.grad_reduce_queue.extend(self._queued)
         return True
+
+
+def record(fsdp: Any, buckets: Iterable[int], *, reductions: bool) -> None:
+    """Record the all-gathers of ``buckets``, and their reductions if so asked; none is in use before or after."""
+    capture = Capture(None, draws=False)
+    gathers, reduces = fsdp.all_gather_pipeline, fsdp.grad_reduce_pipeline
+    for group in _groups(fsdp, buckets):
+        if group[0] in gathers.recorded:
+            continue
+        gathers.recorded.update(dict.fromkeys(group, RecordedGather(capture, gathers, group)))
+        with_grads = [bucket for bucket in group if bucket in reduces.bucket_status]
+        if reductions and with_grads:
+            reduces.recorded[with_grads[0]] = RecordedReduction(capture, reduces, with_grads)
+
+
+def forget(fsdp: Any, buckets: Iterable[int]) -> None:
+    """Free what is recorded for ``buckets``."""
+    for bucket in buckets:
+        for recorded in (fsdp.all_gather_pipeline.recorded, fsdp.grad_reduce_pipeline.recorded):
+            if bucket in recorded:
+                recorded.pop(bucket).work.reset()
+
+
+def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> None:
+    """Reduce once in each process group that reduces ``buckets``: captures cannot set up communicators.
+
+    The content of the buckets is reduced; the caller zeroes gradients later. The buckets have their places already,
+    and keep them (``take_places``).
+
+    Args:
+        done: The process groups that have reduced; extended by those whose reduction was launched, even if it failed.
+    """
+    reductions = fsdp.grad_reduce_pipeline
+    for group in _groups(fsdp, buckets):
+        with_grads = [bucket for bucket in group if bucket in reductions.bucket_status]
+        process_group = reductions.get_fsdp_buffer(with_grads[0]).data_parallel_group if with_grads else None
+        if process_group is not None and process_group not in done:
+            launched = launches_of(process_group)
+            try:
+                reductions._bucket_group_gradient_reduce(with_grads)
+            finally:
+                if launched():
+                    done.add(process_group)
+
+
+def _groups(fsdp: Any, buckets: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return the groups of ``buckets`` that are gathered or reduced together."""
+    groups = fsdp.param_and_grad_buffer.bucket_to_bucket_group
+    return sorted({tuple(sorted(groups[bucket])) for bucket in buckets})

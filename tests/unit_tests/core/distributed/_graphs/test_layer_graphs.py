@@ -1,7 +1,8 @@
-"""Captures of layers under Megatron-FSDP, and their replays: gradients withheld, nothing left over, moved buffers."""
+"""Captures of layers under Megatron-FSDP, and their replays: gradients, gathers, moved buffers, what is left over."""
 
 import warnings
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import pipelines, runners
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Captured, Eager, Planned
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import release_all, release_units
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Eager, PartOfModule, Replayed
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import PrefetchOrder
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_PRE_HANDLER
 
-from ..fsdp_variants import Variant, run_backward, small
+from ..fsdp_variants import STRATEGIES, Variant, small
 
 CASE = small(layers=4)
 DOUBLE_BUFFERED = Variant(CASE)
@@ -79,7 +82,7 @@ def capture(fsdp, layers, *, fused=()):
 def replaying(fsdp, layers, direction="backward"):
     """The step after capture, in its forward or its backward pass: layers replay, modules hold raw parameters."""
     for layer in layers:
-        layer.replaying = "training"
+        layer.replaying = fsdp.graphs.layers.get(layer)
     fsdp.start_param_sync()
     if direction == "backward":
         fsdp.pre_backward()
@@ -110,12 +113,6 @@ def outcome(fsdp, error):
 ERRORS = pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["success", "exception"])
 
 
-def test_capture_sees_raw_parameters(fsdp, layers):
-    with fsdp.graphs.capture_graphs(layers):
-        captured = dict(fsdp.module.named_parameters())
-    assert all(captured[name] is fsdp.raw_param[name] for name in captured)
-
-
 @ERRORS
 @pytest.mark.parametrize("distributed", [True, False], ids=["DTensor", "raw"])
 def test_parameters_are_what_they_were_after_capture(fsdp, distributed, error):
@@ -128,51 +125,20 @@ def test_parameters_are_what_they_were_after_capture(fsdp, distributed, error):
     assert fsdp.is_param_fsdp_distributed == distributed
 
 
-@ERRORS
-def test_capture_mode_ends(fsdp, error):
-    outcome(fsdp, error)
-    assert fsdp.fsdp_hooks.registry.captured is None
-
-
 def test_capture_mode_ends_even_if_buckets_cannot_be_given_back(fsdp, layers):
-    registry, distributed = fsdp.fsdp_hooks.registry, fsdp.is_param_fsdp_distributed
+    distributed = fsdp.is_param_fsdp_distributed
     stuck = RuntimeError("a collective does not end")
     give_back = mock.patch.object(pipelines, "release_all", side_effect=[None, stuck, stuck])
     with give_back, pytest.raises(RuntimeError, match="does not end"), fsdp.graphs.capture_graphs(layers):
         pass
-    assert (registry.captured, registry.graphed) == (None, {})
+    assert (fsdp.graphs.captured, fsdp.graphs.layers) == (None, {})
     assert fsdp.is_param_fsdp_distributed == distributed
-
-
-@ERRORS
-def test_every_bucket_is_given_back(fsdp, error):
-    outcome(fsdp, error)
-    assert in_use(fsdp) == NOTHING
-    assert not fsdp.all_gather_pipeline.param_gather_event_map
-
-
-@ERRORS
-def test_modules_are_idle_after_capture(fsdp, error):
-    outcome(fsdp, error)
-    assert {module._training_state.name for module in fsdp.module.modules()} == {"IDLE"}
 
 
 def test_a_failed_capture_leaves_no_unit_graphed(fsdp, layers):
     outcome(fsdp, KeyboardInterrupt())
     with replaying(fsdp, layers) as hooks:
-        assert {type(hooks.registry.of(layer)) for layer in layers} == {Eager}
-
-
-def test_the_runner_of_a_captured_unit_is_that_of_the_graphs_that_its_call_replays(fsdp, layers):
-    capture(fsdp, layers)
-    registry = fsdp.fsdp_hooks.registry
-    assert type(registry.of(layers[0])) is Eager
-    with replaying(fsdp, layers):
-        assert type(registry.of(layers[0])) is Planned
-        with fsdp.graphs.capture_graphs(layers[1:]):
-            assert [type(registry.of(layer)) for layer in layers[:2]] == [Eager, Captured]
-        fsdp.graphs.forget_graphs(layers)
-        assert type(registry.of(layers[1])) is Eager
+        assert {type(hooks.graphs.runner_of(layer)) for layer in layers} == {Eager}
 
 
 def test_a_backward_pass_has_the_runner_of_its_forward_pass_whatever_the_module_replays_by_then(fsdp, layers):
@@ -180,14 +146,14 @@ def test_a_backward_pass_has_the_runner_of_its_forward_pass_whatever_the_module_
     fsdp._replace_param_with_raw_if_needed()
     hooks, x = fsdp.fsdp_hooks, torch.ones(2, requires_grad=True)
     (attach,) = [hook for hook in layers[3]._forward_hooks.values() if hasattr(hook, BACKWARD_PRE_HANDLER)]
-    for expected in (Planned, Eager):
-        if expected is Planned:
-            layers[3].replaying = "training"
+    for expected in (Replayed, Eager):
+        if expected is Replayed:
+            layers[3].replaying = fsdp.graphs.layers[layers[3]]
         output = attach(layers[3], (), x * 2)
-        if expected is Planned:
+        if expected is Replayed:
             del layers[3].replaying
         else:
-            layers[3].replaying = "training"
+            layers[3].replaying = fsdp.graphs.layers[layers[3]]
         fsdp.pre_backward()
         output.sum().backward()
         assert type(hooks.backward.runners[layers[3]]) is expected
@@ -200,21 +166,14 @@ def test_one_backward_pass_of_a_replay_and_of_an_eager_pass_is_refused(fsdp, lay
     with replaying(fsdp, layers) as hooks:
         hooks.unshard_for_backward(layers[3])
         with pytest.raises(RuntimeError, match="graphs replayed and one that ran eagerly"):
-            hooks.unshard_for_backward(layers[3], runner=Eager(hooks.context, layers[3]))
-
-
-def test_nothing_is_in_flight_when_a_graph_records(fsdp, layers):
-    with fsdp.graphs.capture_graphs(layers):
-        fsdp.fsdp_hooks.unshard_for_forward(layers[0])
-        assert len(in_use(fsdp)["parameters"]) == 2  # the next layer was prefetched
-        assert not fsdp.all_gather_pipeline.param_gather_event_map
+            hooks.unshard_for_backward(layers[3], runner=Eager(hooks.graphs, layers[3]))
 
 
 def test_a_graph_makes_fp8_transposes_itself(fsdp, layers):
     """Those that Megatron-FSDP makes before the backward pass are freed after it."""
     hooks, discarded = fsdp.fsdp_hooks, []
     weight = layers[0].mlp.linear_fc1.weight
-    hooks.context.units[layers[0]].float8_params.append(weight)
+    hooks.graphs.units[layers[0]].float8_params.append(weight)
     with mock.patch.object(runners, "fp8_discard_transpose_cache") as drop:
         drop.side_effect = lambda param: discarded.append(param is weight)
         with fsdp.graphs.capture_graphs(layers):
@@ -223,25 +182,6 @@ def test_a_graph_makes_fp8_transposes_itself(fsdp, layers):
             hooks.unshard_for_backward(layers[0])
             assert discarded == [True]
             hooks.release_after_backward(layers[0])
-
-
-def test_a_unit_that_is_prefetched_but_not_captured_is_released(fsdp, layers):
-    with fsdp.graphs.capture_graphs(layers[2:]):
-        fsdp.fsdp_hooks.unshard_for_backward(layers[2])
-        used = in_use(fsdp)["parameters"]
-        buffer = fsdp.param_and_grad_buffer
-        assert used.keys() == {buffer.param_to_param_group[param] for param in layers[2].parameters()}
-
-
-def test_both_buckets_of_a_unit_that_is_not_captured_are_released(fsdp, layers):
-    """With FP8 parameters a unit has one for forward and one for backward."""
-    buffer, gathers = fsdp.param_and_grad_buffer, fsdp.all_gather_pipeline
-    with fsdp.graphs.capture_graphs(layers[2:]):
-        others = {buffer.param_to_param_group[param] for layer in layers[:2] for param in layer.parameters()}
-        with mock.patch.object(gathers, "release_bucket", wraps=gathers.release_bucket) as release:
-            fsdp.fsdp_hooks.unshard_for_forward(layers[2])
-        released = {call.args for call in release.call_args_list}
-    assert released == {(bucket, bwd) for bucket in others for bwd in (False, True)}
 
 
 def test_gathers_in_flight_are_settled_before_capture(fsdp, layers):
@@ -271,14 +211,15 @@ def test_the_backward_of_a_captured_layer_opens_no_backward_pass(fsdp, layers):
 
 
 @ERRORS
-def test_no_gradient_is_left_of_a_capture(fsdp, layers, error):
-    params = list(fsdp.raw_param.values())
-    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.graphs.capture_graphs(layers):
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        if error:
-            raise error
-    assert [param.grad for param in params] == [None] * len(params)
+def test_nothing_is_left_of_a_capture(fsdp, error):
+    for param in fsdp.raw_param.values():
+        param.grad = torch.zeros_like(param)
+    outcome(fsdp, error)
+    assert fsdp.graphs.captured is None
+    assert in_use(fsdp) == NOTHING
+    assert not fsdp.all_gather_pipeline.param_gather_event_map
+    assert {module._training_state.name for module in fsdp.module.modules()} == {"IDLE"}
+    assert all(param.grad is None for param in fsdp.raw_param.values())
 
 
 @ERRORS
@@ -302,15 +243,6 @@ def test_reductions_in_flight_end_before_capture(fsdp, layers):
 
 
 # --------------------------------------------------------------------------------------------------- moved parameters
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_units_are_gathered_where_their_graphs_read(fsdp, layers, direction):
-    capture(fsdp, layers)
-    with replaying(fsdp, layers, direction) as hooks:
-        for layer in layers if direction == "forward" else reversed(layers):
-            getattr(hooks, f"unshard_for_{direction}")(layer)
-            getattr(hooks, f"release_after_{direction}")(layer)
 
 
 def test_units_take_turns_with_the_two_buffers(fsdp, layers):
@@ -352,37 +284,9 @@ def test_a_unit_that_runs_out_of_turn_is_noticed(fsdp, layers):
             hooks.unshard_for_forward(layers[3])
 
 
-def test_an_eager_run_in_between_does_not_move_parameters(fsdp, layers):
-    capture(fsdp, layers)
-    fsdp.eval()
-    with torch.no_grad():
-        for layer in (*layers, layers[0], layers[3]):
-            fsdp.start_param_sync()
-            fsdp.fsdp_hooks.unshard_for_forward(layer)
-            fsdp.fsdp_hooks.release_after_forward(layer)
-    fsdp.finish_grad_sync()
-    fsdp.train()
-    with replaying(fsdp, layers, "forward") as hooks:
-        for layer in layers:
-            forward_of(hooks, layer)
-
-
 # ---------------------------------------------------------------------------------------------------- fused gradients
 
 FUSED = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
-
-
-def test_fused_gradients_take_turns_with_the_two_buffers_while_capturing(fsdp, layers):
-    places = list(capture(fsdp, layers, fused=FUSED).values())
-    assert len({tuple(place) for place in places}) == 2
-    assert places[:2] == places[2:]
-    assert in_use(fsdp) == NOTHING
-
-
-def test_no_main_gradient_points_to_a_released_buffer_after_capture(fsdp, layers):
-    capture(fsdp, layers, fused=FUSED)
-    claimed = [param for name, param in fsdp.raw_param.items() if name.endswith(FUSED)]
-    assert [param.main_grad for param in claimed] == [None] * len(layers) * len(FUSED)
 
 
 def test_fused_gradients_are_claimed_where_the_graph_writes_before_backward(fsdp, layers):
@@ -392,28 +296,11 @@ def test_fused_gradients_are_claimed_where_the_graph_writes_before_backward(fsdp
         assert [layers[3].get_parameter(name).main_grad.data_ptr() for name in FUSED] == places[layers[3]]
 
 
-def test_fused_gradients_of_every_later_backward_are_claimed(fsdp, layers):
-    capture(fsdp, layers, fused=FUSED)
-    with replaying(fsdp, layers) as hooks:
-        fused = [layers[3].get_parameter(name) for name in FUSED]
-        for _ in range(2):
-            hooks.unshard_for_backward(layers[3])
-            assert list(map(id, hooks.registry.of(layers[3]).facts.fused)) == list(map(id, fused))
-            hooks.release_after_backward(layers[3])
-
-
 def test_the_backward_of_a_unit_that_is_not_captured_notes_nothing_while_capturing(fsdp, layers):
     with fsdp.graphs.capture_graphs(layers[2:]):
         backward_of(fsdp.fsdp_hooks, layers[0])
         assert fsdp.fsdp_hooks.backward.collected == {}
-    assert layers[0] not in fsdp.fsdp_hooks.registry.graphed
-
-
-def test_gradients_that_no_graph_writes_are_not_claimed(fsdp, layers):
-    capture(fsdp, layers, fused=FUSED)
-    with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
-        assert getattr(layers[3].mlp.linear_fc1.bias, "main_grad", None) is None
+    assert layers[0] not in fsdp.graphs.layers
 
 
 def test_a_moved_main_gradient_is_an_error_that_names_it_and_the_flags(fsdp, layers):
@@ -465,7 +352,7 @@ def test_gradients_that_wait_for_a_unit_without_end_are_handled_at_the_end_of_ba
     with replaying(fsdp, layers) as hooks:
         hooks.unshard_for_backward(layers[3])
         params = list(layers[3].parameters())
-        hooks.gradients.awaited = set(params)
+        hooks.graphs.gradients.awaited = set(params)
         for param in params:
             param.grad = torch.full_like(param, 5.0)
             hooks.handle_gradient(param)
@@ -486,15 +373,6 @@ def test_gradients_are_written_anew_once_graphs_are_forgotten(fsdp, layers):
         assert param.main_grad.unique().tolist() == [5.0]
 
 
-def test_training_goes_on_after_capture(fsdp, layers):
-    run_backward(fsdp, CASE)
-    fsdp.finish_grad_sync()
-    capture(fsdp, layers, fused=FUSED)
-    run_backward(fsdp, CASE)
-    fsdp.finish_grad_sync()
-    assert in_use(fsdp) == NOTHING
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strategy, direction):
@@ -503,7 +381,7 @@ def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strate
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.capture_graphs([layer]):
         pass
-    layer.replaying = "training"
+    layer.replaying = fsdp.graphs.layers[layer]
     fsdp.start_param_sync()
     gathers, buffer = fsdp.all_gather_pipeline, fsdp.param_and_grad_buffer
     with mock.patch.object(gathers, "wait_bucket_ready", wraps=gathers.wait_bucket_ready) as wait:
@@ -511,3 +389,138 @@ def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strate
     assert {call.args[0] for call in wait.call_args_list} == {
         buffer.param_to_param_group[param] for param in layer.parameters()
     }
+
+
+# --------------------------------------------------------------------------------------------- what replays gather
+
+
+ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder.BACKWARD_PASS_ORDER}
+
+
+def gathered(fsdp, gather):
+    """The buckets of units that ``gather`` gathers, of which none is gathered before or after."""
+    gather()
+    status = fsdp.all_gather_pipeline.bucket_status
+    ready = [bucket for (bucket, _), each in status.items() if each.name in ("COMMUNICATING", "READY_TO_USE")]
+    release_units(fsdp)
+    return [bucket for bucket in ready if fsdp.param_and_grad_buffer.parameter_groups[bucket].fsdp_unit_id is not None]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("case", [CASE, small(layers=4, experts=4)], ids=["dense", "MoE"])
+def test_replays_gather_what_megatron_core_gathers_without_it(ranks, case, direction):
+    fsdp = Variant(case).build(graphs=True).module
+    layers = list(fsdp.module.decoder.layers)
+    capture(fsdp, layers)
+    fsdp._replace_param_with_raw_if_needed()
+    gather = fsdp.all_gather_and_wait_parameters_ready
+    for params in fsdp.param_and_grad_buffer.parameter_groups:
+        if params.fsdp_unit_id is None:  # as the model's own hooks do
+            gather(params.params, prefetch=False)
+    options = {"prefetch_order": ORDERS[direction], "bwd": direction == "backward"}
+    for layer in layers:
+        expected = gathered(fsdp, partial(gather, list(layer.parameters()), **options))
+        with mock.patch.object(fsdp.all_gather_pipeline, "async_bucket_gather") as eagerly:
+            replayed = gathered(fsdp, partial(fsdp.graphs.layers[layer].gather, direction))
+        assert (replayed, eagerly.called) == (expected, False)
+    release_all(fsdp)
+
+
+# ------------------------------------------------------------------------------------------------- gradient sinks
+
+
+def has_sinks(variant):
+    """Whether graphs of its layers write gradients, and their collectives are recorded."""
+    fsdp = variant.build().module
+    layers = list(fsdp.module.decoder.layers)
+    with fsdp.graphs.capture_graphs(layers):
+        sinks = fsdp.graphs.gradient_sinks(layers, whole=True)
+        parts = fsdp.graphs.gradient_sinks(layers, whole=False)
+    has = bool(fsdp.graphs.recorded_collectives())
+    kinds = [Replayed, PartOfModule] if has else [type(None)] * 2
+    assert [{type(sink) for sink in of} for of in (sinks, parts)] == [{kind} for kind in kinds]
+    return has
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_of_sharded_units_are_recorded(ranks, strategy):
+    assert has_sinks(Variant(small(strategy=strategy))) is (strategy == "optim_grads_params")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [Variant(small(double_buffer=False)), Variant(fsdp={"report_nan_in_param_grad": True})],
+    ids=["no double buffer", "NaN check"],
+)
+def test_collectives_without_fixed_addresses_are_not_recorded(ranks, variant):
+    assert not has_sinks(variant)
+
+
+@pytest.mark.parametrize(("mixing", "has"), [("0", False), ("1", True)])
+def test_no_collective_is_recorded_where_nccl_may_not_mix_it_with_others(ranks, monkeypatch, mixing, has):
+    monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", mixing)
+    assert has_sinks(Variant()) is has
+
+
+def taken(fsdp, *, whole=True, unused=()):
+    """The names of the parameters of the first layer whose gradients its sink takes in a capture."""
+    layer = fsdp.module.decoder.layers[0]
+    with fsdp.graphs.capture_graphs([layer]):
+        (sink,) = fsdp.graphs.gradient_sinks([layer], whole)
+        fsdp.fsdp_hooks.unshard_for_backward(layer)
+        names, params = zip(*layer.named_parameters(), strict=True)
+        grads = [
+            None if name in unused else torch.full_like(param, 5.0) for name, param in zip(names, params, strict=True)
+        ]
+        left = sink.take(params, grads)
+        values = {}
+        for name, param, grad, back in zip(names, params, grads, left, strict=True):
+            if getattr(param, "main_grad", None) is None:
+                assert back is grad
+            else:
+                assert back is None
+                values[name] = param.main_grad.unique().item()
+        fsdp.fsdp_hooks.release_after_backward(layer)
+    assert values == {name: 0.0 if name in unused else 5.0 for name in values}
+    return set(values)
+
+
+FC1 = "mlp.linear_fc1.weight"
+
+
+def test_gradients_are_taken_in_a_capture_only(fsdp):
+    with pytest.raises(RuntimeError, match="call it in capture_graphs"):
+        fsdp.graphs.gradient_sinks(fsdp.module.decoder.layers, whole=True)
+
+
+def test_a_sink_takes_every_gradient(fsdp):
+    assert taken(fsdp) == {name for name, _ in fsdp.module.decoder.layers[0].named_parameters()}
+
+
+@pytest.mark.parametrize("mark", ["skip_backward_post_hook", "_is_shared"])
+def test_gradients_that_are_completed_elsewhere_are_left_to_autograd(fsdp, mark):
+    fsdp._replace_param_with_raw_if_needed()
+    everything = taken(fsdp)
+    setattr(fsdp.module.decoder.layers[0].get_parameter(FC1), mark, True)
+    assert taken(fsdp) == everything - {FC1}
+
+
+@pytest.mark.parametrize(
+    ("mark", "reason"),
+    [
+        ("skip_backward_post_hook", "the weight gradient of {} is delayed"),
+        ("_is_shared", "the gradient of {} is completed elsewhere"),
+    ],
+)
+def test_layers_with_such_gradients_are_not_recorded_with_their_collectives(fsdp, mark, reason):
+    layers = list(fsdp.module.decoder.layers)
+    fsdp._replace_param_with_raw_if_needed()
+    assert fsdp.graphs.recording_blocker(layers) == ""
+    setattr(layers[1].get_parameter(FC1), mark, True)
+    assert fsdp.graphs.recording_blocker(layers) == reason.format(f"decoder.layers.1.{FC1}")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_gradient_of_an_unused_parameter_is_zero_if_the_graph_holds_the_whole_layer(fsdp, whole):
+    everything = {name for name, _ in fsdp.module.decoder.layers[0].named_parameters()}
+    assert taken(fsdp, whole=whole, unused={FC1}) == (everything if whole else everything - {FC1})
