@@ -95,7 +95,7 @@ def captured(
                 snapshots[module] = Snapshot(
                     "replays go on once it is changed back",
                     *module_aspects(modules, around=module, replaced=module, volatile=state.volatile),
-                    *memory_aspects(modules),
+                    *memory_aspects(modules, volatile=state.volatile),
                     *(() if recorded is None else [quantized_aspect(recorded.tensors)]),
                 )
         yield snapshots
@@ -142,6 +142,10 @@ class ForwardGraphs:
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
         self._taken = TakenForward(module, self) if stands else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass, by a replay if possible."""
+        raise NotImplementedError
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         """Return the tokens of a sequence on this rank and the sequences of a micro-batch, given arguments by name."""
