@@ -40,12 +40,11 @@ class CapturePhases:
         """Watch the functions, for the life of the process."""
         from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_passes import RecordedPasses
         from megatron.core.transformer import cuda_graphs
-        from megatron.core.transformer._cuda_graphs.engine import whole_passes
+        from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable
         from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
         from megatron.core.transformer._cuda_graphs.te import forward_graphs, whole_model
         from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureState
 
-        passes: Any = whole_passes.WholePasses
         for owner, name, what in (
             (gc, "collect", "garbage collected"),
             (torch.cuda, "synchronize", "waited for the device"),
@@ -65,7 +64,9 @@ class CapturePhases:
         for name in ("forward", "backward"):
             # None is given where nothing is recorded.
             self.watch(
-                passes, f"_run_{name}", lambda *given, n=name: f"{n} {'warm-up' if given[-1] is None else 'recorded'}"
+                GraphedCallable,
+                name,
+                lambda *given, n=name: f"{n} {'warm-up' if given[1] is None else 'recorded'}",
             )
 
     def watch(self, owner: Any, name: str, what: Callable[..., str]) -> None:

@@ -33,7 +33,15 @@ _KNOWN_PACKAGES = (
 )
 # What torch, megatron-core and this package set on any module.
 _OF_ANY_MODULE = frozenset(
-    (*vars(torch.nn.Module()), "_training_state", "forward", "cuda_graphs", "replaying", "current_microbatch")
+    (
+        *vars(torch.nn.Module()),
+        "_training_state",
+        "forward",
+        "cuda_graphs",
+        "replaying",
+        "current_microbatch",
+        "is_first_microbatch",
+    )
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 # What training loops set in a configuration between steps.
@@ -308,11 +316,16 @@ def memory_aspects(
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
     if places:
         yield addresses([name for *_, name in places], lambda: list(map(dict.get, owners, keys)))
-    written = [(module._parameters, key, name) for module, name in modules.items() for key in module._parameters]
+    written = [
+        (module._parameters, key, name)
+        for module, name in modules.items()
+        for key, param in module._parameters.items()
+        if getattr(param, "main_grad", None) is not None
+    ]
     if main_grads and written:
         yield addresses(
             [f"the address of the main gradient of {key} of {name}" for _, key, name in written],
-            lambda: [getattr(own.get(key), "main_grad", None) for own, key, _ in written],
+            lambda: [getattr(own[key], "main_grad", None) for own, key, _ in written],
         )
 
 
