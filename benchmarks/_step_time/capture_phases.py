@@ -42,7 +42,7 @@ class CapturePhases:
         from megatron.core.transformer import cuda_graphs
         from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable
         from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
-        from megatron.core.transformer._cuda_graphs.te import forward_graphs, whole_model
+        from megatron.core.transformer._cuda_graphs.te import model
         from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureState
 
         for owner, name, what in (
@@ -57,8 +57,8 @@ class CapturePhases:
             (cuda_graphs.TECudaGraphHelper, "_reset_after_capture", "gradients zeroed afterwards"),
             (Snapshot, "__init__", "what replays compare noted"),
             (RecordedPasses, "__init__", "units listed"),
-            (whole_model, "inputs_of_slots", "static inputs made"),
-            (forward_graphs, "capture_passes", "random numbers and buffers restored, streams, quantization"),
+            (model, "inputs_of_slots", "static inputs made"),
+            (model, "capture_passes", "random numbers and buffers restored, streams, quantization"),
         ):
             self.watch(owner, name, lambda *_, what=what: what)
         for name in ("forward", "backward"):
