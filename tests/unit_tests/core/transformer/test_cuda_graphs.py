@@ -406,7 +406,7 @@ def source_is_found(file, name):
 
 
 def test_source_is_found_in_the_files_that_define_it():
-    without_methods = {"CudagraphBufferMetadata", "_GraphStatus"}  # no code says where they are
+    without_methods = {"CudagraphBufferMetadata", "_CudagraphReplayNode", "_GraphStatus"}  # no code says where they are
     listed = [(file, name) for file, name in DEFINED if name in {*OWN} - without_methods]
     assert listed and not [(file, name) for file, name in listed if not source_is_found(file, name)]
 
