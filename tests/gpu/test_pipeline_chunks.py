@@ -12,7 +12,7 @@ from tests.support.compared import assert_as_eager, assert_differs_from
 from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.launch import name_of
 
-COMMON: dict[str, Any] = {"layers": 2, "microbatches": MICROBATCHES, "tied": False, "layers_per_graph": -1}
+COMMON: dict[str, Any] = {"layers": 2, "microbatches": MICROBATCHES, "tied": False, "holds": "model"}
 FULL = ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=2"]
 ON_ONE_GPU: list[dict[str, Any]] = [
     COMMON | {"chunks_on_one_rank": True, "dtype": "bf16"} | case
@@ -25,7 +25,7 @@ ON_ONE_GPU: list[dict[str, Any]] = [
         {"config": FULL},
         {"control": "captured_again", "dropout": 0.1},
         {"control": "eager_micro_batch_on_one_rank", "dropout": 0.1},
-        {"layers_per_graph": 1, "dropout": 0.1},
+        {"holds": "layer", "dropout": 0.1},
         {"mtp": 1, "dropout": 0.1, "evaluates_often": True},
     )
 ]
@@ -37,13 +37,13 @@ STAGES: list[dict[str, Any]] = [
         {"virtual": 2, "experts": 8, "grouped_tensor": True},
         {"config": FULL, "microbatches": 8},
         {"tied": True, "mtp": 1, "virtual": 2, "evaluates_often": True},
-        {"layers_per_graph": 1, "virtual": 2, "evaluates": True},
+        {"holds": "layer", "virtual": 2, "evaluates": True},
     )
 ]
 
 
 def compared(compare_runs, cases, *options, ranks):
-    environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": "native"}
+    environment = DETERMINISTIC
     found = compare_runs([SIZES | case for case in cases], *options, ranks=ranks, environment=environment)
     return {name_of(case): result for case, result in zip(cases, found, strict=True)}
 
@@ -61,7 +61,7 @@ def stages(compare_runs):
 def assert_replayed(case, result, chunks):
     assert_as_eager(result)
     replays = 2 * chunks * case["microbatches"]
-    if case["layers_per_graph"] == 1:
+    if case["holds"] == "layer":
         replays *= case["layers"]
     skipped = 2 * chunks if case.get("control") == "eager_micro_batch_on_one_rank" else 0
     assert result["replays"] == replays - skipped

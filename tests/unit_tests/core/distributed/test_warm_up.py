@@ -27,7 +27,7 @@ def warm_ups(one_rank, monkeypatch):
             run(passes, capture)
 
         monkeypatch.setattr(captured.GraphedCallable, "forward", noted)
-        training = Training(graphed(-1), graphs=True)
+        training = Training(graphed("model"), graphs=True)
         training.make_helper()
         made.append(training.helper)
         for _ in range(steps):

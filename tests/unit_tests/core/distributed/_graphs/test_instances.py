@@ -11,7 +11,7 @@ import torch
 from ..captured_training import captured, graphed
 from ..fsdp_variants import Variant, run_backward
 
-MODEL, DECODER, LAYER = -1, 0, 1
+MODEL, DECODER, LAYER = "model", "decoder", "layer"
 KINDS = pytest.mark.parametrize("kind", [MODEL, DECODER, LAYER])
 RECORDED = pytest.mark.parametrize("kind", [MODEL, DECODER])
 GATHER, SHARD, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"

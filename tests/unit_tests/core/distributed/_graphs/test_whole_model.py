@@ -21,7 +21,7 @@ from ..fsdp_variants import Variant, run_backward, small
 from ..test_captured_training import Unused, failing
 from .test_recorded_layers import FLAGS, taken
 
-MODEL = -1
+MODEL = "model"
 
 
 def outside(fsdp):
@@ -353,7 +353,7 @@ def test_where_the_whole_model_cannot_be_captured_its_layers_are_and_the_reason_
     with (
         caplog.at_level(logging.WARNING),
         mock.patch.object(CapturedModel, "step", changed),
-        captured(small(layers=3, layers_per_graph=MODEL, warmup=WARMED_UP, **case)) as training,
+        captured(small(layers=3, holds=MODEL, warmup=WARMED_UP, **case)) as training,
     ):
         assert training.helper.model_graphs is None
         together = "modules" not in case and "strategy" not in case
