@@ -172,7 +172,7 @@ class CaptureSession:
                 Snapshot(
                     "change it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()",
                     *module_aspects(modules, around=layer, parameters=layer not in elsewhere, volatile=state.volatile),
-                    *memory_aspects(modules),
+                    *memory_aspects(modules, volatile=state.volatile),
                 )
                 for layer, modules in zip(layers, held, strict=True)
             ]

@@ -361,7 +361,7 @@ def _captured(
                 snapshots[module] = Snapshot(
                     "replays go on once it is changed back",
                     *module_aspects(modules, around=module, replaced=module, volatile=state.volatile),
-                    *memory_aspects(modules),
+                    *memory_aspects(modules, volatile=state.volatile),
                     *(() if recorded is None else [quantized_aspect(recorded.tensors)]),
                 )
         yield snapshots
