@@ -708,7 +708,7 @@ class GraphedCallable:
     # ------------------------------------------------------------------------------------------------------ life cycle
 
     def replace_methods(self, module: torch.nn.Module) -> None:
-        """Replace ``module.forward`` until ``reset``, and add ``reset`` and ``backward_dw``, as TransformerEngine does."""
+        """Replace ``module.forward`` until ``reset``; add ``reset`` and ``backward_dw``, as TransformerEngine does."""
         self._taken = TakenForward(module, self)
         vars(module).update(reset=self.reset, backward_dw=self.backward_dw)
         self._watch_parameters(module)
