@@ -44,7 +44,6 @@ class Case:
         reshard: Whether FSDP2 frees gathered parameters between forward and backward.
         overlap_param_gather: Whether parameters are gathered where forward needs them, rather than by the optimizer.
         mtp: Layers of multi-token prediction.
-        chunks_on_one_rank: Whether one rank has two chunks of ``layers`` layers each (``chunks_training``).
         virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
         bucket: Parameters in a gradient bucket of DistributedDataParallel; few, so that a model has several.
         positions: ``position_embedding_type``.
@@ -105,7 +104,6 @@ class Case:
     reshard: bool = True
     overlap_param_gather: bool = True
     mtp: int = 0
-    chunks_on_one_rank: bool = False
     virtual: int | None = None
     bucket: int = 10_000
     positions: str = "rope"

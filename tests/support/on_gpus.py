@@ -81,9 +81,8 @@ def jobs() -> Iterator[Job]:
     for case in test_hybrid_sharding.CASES:
         yield Job("test_hybrid_sharding", "two instances", SIZES | case, instances)
     chunks = test_pipeline_chunks
-    layout, cases, stages = ("PP2", chunks.STAGES, ("--pp", "2")) if GPUS > 1 else ("two chunks", chunks.ON_ONE_GPU, ())
-    for case in cases:
-        yield Job("test_pipeline_chunks", layout, SIZES | case, stages)
+    for case in chunks.STAGES if GPUS > 1 else ():
+        yield Job("test_pipeline_chunks", "PP2", SIZES | case, ("--pp", "2"))
     for layout in test_local_graphs.RUNS:
         options, cases, _ = test_local_graphs.LAYOUTS[layout]
         for case in cases:
