@@ -13,8 +13,8 @@ from ..eager_passes import EagerPasses
 from ..engine.captured import GraphedCallable
 from ..engine.plan import unordered_plan
 from ..engine.quantization import RecordedQuantization
+from ..inputs import from_static_offsets
 from ..layer_graph import ATTENTION_INPUTS
-from ..packed_sequences import from_static_offsets
 from .forward_graphs import ForwardGraphs, captured, whole_passes
 from .sample_inputs import captures_attention
 from .training_calls import is_training

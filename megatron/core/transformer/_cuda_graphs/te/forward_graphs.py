@@ -13,10 +13,9 @@ from ..eager_passes import EagerPasses
 from ..engine.captured import GraphedCallable, GraphOwner, capture_passes
 from ..engine.plan import Plan
 from ..engine.quantization import RecordedQuantization
-from ..expected_inputs import DefaultInputs, ExpectedInputs
-from ..packed_sequences import ADVICE, OFFSETS, unpack
+from ..inputs import ADVICE, OFFSETS, DefaultInputs, unpack
 from ..replacements import TakenForward
-from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named, quantized_aspect
+from ..snapshot import InputSignature, PassState, Snapshot, memory_aspects, module_aspects, named, quantized_aspect
 from .training_calls import arguments_by_name
 
 _MASK = "attention_mask"
@@ -138,7 +137,7 @@ class ForwardGraphs:
         self._names = list(inputs)
         self._known = frozenset((*inputs, *unused))
         self._defaults = DefaultInputs()
-        self._expected = ExpectedInputs(type(module).__name__, list(inputs.values()), self._names.__getitem__)
+        self._expected = InputSignature(type(module).__name__, list(inputs.values()), self._names.__getitem__)
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
         self._taken = TakenForward(module, self) if stands else None

@@ -18,7 +18,7 @@ from ..engine.captured import GraphedCallable
 from ..engine.plan import Plan, unordered_plan
 from ..engine.quantization import RecordedQuantization
 from ..evaluation_mode import may_replay_evaluation
-from ..packed_sequences import OFFSETS, from_static_offsets
+from ..inputs import OFFSETS, from_static_offsets
 from ..snapshot import Snapshot
 from .forward_graphs import ForwardGraphs, captured, whole_passes
 from .layers import decoder_layers, language_layers
