@@ -375,12 +375,8 @@ class CaptureState:
 
     def _of_training(self) -> Iterable[Any]:
         """The engine's callables that are replayed in training."""
-        if self.models:
-            return [passes for graphs in self.models for passes in graphs.slots]
-        recorded = [] if self.decoder is None else [self.decoder.passes]
-        return recorded + [
-            getattr(graph, "graphed", graph) for each in self._stage.layers for graph in each.cuda_graphs
-        ]
+        whole = [passes for graphs in self.whole for passes in graphs.slots]
+        return whole + [getattr(graph, "graphed", graph) for each in self._stage.layers for graph in each.cuda_graphs]
 
     # ---------------------------------------------------------------------------------------------------- deletion
 

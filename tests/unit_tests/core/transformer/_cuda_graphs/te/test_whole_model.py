@@ -251,13 +251,6 @@ def test_static_inputs_are_what_losses_depend_on():
     assert shapes(language_model(MaskedLayer(), positions="mrope")) == MASKED | multimodal
 
 
-@pytest.mark.usefixtures("cpu_backend")
-def test_offsets_are_static_inputs_in_the_place_of_the_attention_mask():
-    packing = dict.fromkeys(OFFSETS, ([5], torch.int32))
-    found = shapes(language_model(MaskedLayer(), cuda_graph_packed_sequences=4))
-    assert found == {name: MASKED[name] for name in ("input_ids", "position_ids", "labels")} | packing
-
-
 class NoAttention(MaskedLayer):
     """A layer without attention."""
 
