@@ -22,9 +22,8 @@ LAYERS = (
     {
         f"{PACKAGE}.{name}"
         for name in (
-            *("state", "errors", "expected_inputs", "eager_passes", "hooks", "packed_sequences", "flags"),
-            *("evaluation_mode", "dispatcher_state", "launches", "attribute_reads", "replay_conditions"),
-            *("replacements", "state_of_passes"),
+            *("state", "errors", "inputs", "eager_passes", "hooks", "flags", "evaluation_mode", "launches"),
+            *("replacements", "snapshot"),
         )
     },
     {f"{PACKAGE}.report"},
