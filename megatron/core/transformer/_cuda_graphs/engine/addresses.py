@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..errors import ChangedSinceCaptureError
+from ..snapshot import address_of
 
 MovedBufferError = ChangedSinceCaptureError
 
@@ -50,13 +51,3 @@ class AddressGuard:
         raise MovedBufferError(
             f"CUDA graphs use {name} at {before:#x}, where it was at capture; {moved}. {self._advice}"
         )
-
-
-def address_of(tensor: torch.Tensor | None) -> int:
-    """The address of ``tensor``; 0 for None and for tensors without memory of their own (quantized parameters)."""
-    if tensor is None:
-        return 0
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0
