@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ..replacements import TakenForward
-from ..snapshot import InputSignature, Snapshot, equal, identities, named
+from ..snapshot import Aspect, InputSignature, Snapshot, equal, identities, named
 from .capture_time_hooks import CaptureTimeHooks
 from .graph import (
     Capture,
@@ -183,13 +183,8 @@ class GraphedCallable:
         known = () if self.module is None or holds_hooks else tuple(self.module.parameters())
         self._all_params: tuple[torch.Tensor, ...] = known
         self.params = tuple(param for param in known if param.requires_grad)
-        self._frozen = frozen = tuple(param for param in known if not param.requires_grad)
-        self._unfrozen = equal(  # of which the backward graph computes no gradient
-            [f"requires_grad of a parameter of shape {tuple(param.shape)}" for param in frozen],
-            lambda: [param.requires_grad and torch.is_grad_enabled() for param in frozen],
-            [False] * len(frozen),
-        )
-        self._snapshot = Snapshot(f"{_PARAMETERS} ({name})", *([self._unfrozen] if frozen else ()))
+        self._frozen = tuple(param for param in known if not param.requires_grad)
+        self._snapshot = self._compare([]) if self._frozen else None
         self.owner, self.quantized, self._context = owner, quantized, context
         self._hooks = hooks or CaptureTimeHooks(name, None)
         self._holds_hooks, self._copies_results = holds_hooks, copies_results
@@ -510,7 +505,8 @@ class GraphedCallable:
             ) from None
         if self._structure is not None or not self._expected.accepts(inputs):
             inputs = self._match(inputs)
-        self._snapshot.check()
+        if self._snapshot is not None:
+            self._snapshot.check()
         get = kwargs.get
         return self.replay(inputs, get("is_first_microbatch"), get("cuda_graph_stream"), get("cuda_graph_event"))
 
@@ -680,9 +676,21 @@ class GraphedCallable:
             for key, param in inner._parameters.items()
             if id(param) in used
         ]
-        replaced = identities([name for *_, name in held], lambda: [own.get(key) for own, key, _ in held])
-        frozen = [self._unfrozen] if self._frozen else []
-        self._snapshot = Snapshot(f"{_PARAMETERS} ({self.name})", *([replaced] if held else ()), *frozen)
+        if held:
+            replaced = identities([name for *_, name in held], lambda: [own.get(key) for own, key, _ in held])
+            self._snapshot = self._compare([replaced])
+
+    def _compare(self, aspects: list[Aspect]) -> Snapshot:
+        """Return a snapshot of ``aspects``, and of frozen parameters, of which the backward graph has no gradient."""
+        if frozen := self._frozen:
+            names = [f"requires_grad of a parameter of shape {tuple(param.shape)}" for param in frozen]
+            requires = equal(
+                names,
+                lambda: [param.requires_grad and torch.is_grad_enabled() for param in frozen],
+                [False] * len(names),
+            )
+            aspects = [*aspects, requires]
+        return Snapshot(f"{_PARAMETERS} ({self.name})", *aspects)
 
     def _match(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Return the inputs of a call, flattened, if they are like the static ones.
@@ -721,7 +729,7 @@ class GraphedCallable:
         self.drop_results()
         self.args, self.kwargs, self.inputs, self.params, self._all_params, self._frozen = (), {}, (), (), (), ()
         self._places, self._grad_places, self._grads_of_params = [], [], []
-        self._snapshot.forget()
+        self._snapshot = None
         self._delayed, self._warmup = DelayedWeightGradients((), ()), WarmupRecord()
         self._hooks, self._context = CaptureTimeHooks(self.name, None), nullcontext
         self.quantized = None

@@ -277,14 +277,14 @@ def test_an_input_that_requires_grad_and_did_not_at_capture_is_refused():
 def test_a_parameter_that_was_replaced_since_capture_is_refused_by_name():
     module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
     module[0].weight = torch.nn.Parameter(torch.zeros_like(module[0].weight))
-    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\): parameter weight of .* was replaced"):
+    with pytest.raises(RuntimeError, match=r"changed since capture: parameter weight of 0; .*\(callable 0 \(Sequential\)\)"):
         module(device_tensor(4, 6))
 
 
 def test_a_parameter_that_was_unfrozen_since_capture_is_refused():
     module = make_graphed_callables(frozen_mlp(), (device_tensor(4, 6),))
     module[0].weight.requires_grad_()
-    with pytest.raises(RuntimeError, match=r"a parameter of shape \(8, 6\) required no grad at capture and does now"):
+    with pytest.raises(RuntimeError, match=r"requires_grad of a parameter of shape \(8, 6\)"):
         module(device_tensor(4, 6))
     with torch.no_grad():
         module(device_tensor(4, 6))
