@@ -277,7 +277,7 @@ def test_an_input_that_requires_grad_and_did_not_at_capture_is_refused():
 def test_a_parameter_that_was_replaced_since_capture_is_refused_by_name():
     module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
     module[0].weight = torch.nn.Parameter(torch.zeros_like(module[0].weight))
-    with pytest.raises(RuntimeError, match=r"changed since capture: parameter weight of 0; .*\(callable 0 \(Sequential\)\)"):
+    with pytest.raises(RuntimeError, match=r"changed since capture: parameter weight of 0; .*callable 0 \(Sequential"):
         module(device_tensor(4, 6))
 
 
