@@ -15,7 +15,8 @@ have computed is not there after it, memory that moved is an error. It does not 
 that an autograd node remembers, memory that one graph of a pool reuses from another, NCCL, TransformerEngine or FP8.
 """
 
-from .errors import CaptureError, StaleAddress
-from .install import install, installed, leave, uninstall
+from .installation import install, installed, leave, uninstall
+from .memory import StaleAddress
+from .streams import CaptureError
 
 __all__ = ["CaptureError", "StaleAddress", "install", "installed", "leave", "uninstall"]

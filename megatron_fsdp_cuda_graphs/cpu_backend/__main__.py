@@ -13,7 +13,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from .install import install, leave
+from .installation import install, leave
 from .patches import APPLIED
 
 USAGE = "usage: python -m megatron_fsdp_cuda_graphs.cpu_backend (SCRIPT | -m MODULE | --list | --help) [ARGS...]"

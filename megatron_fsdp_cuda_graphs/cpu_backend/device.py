@@ -1,13 +1,21 @@
-"""One device with the properties that megatron asks for. They are made up, and no result depends on them."""
+"""One device with made-up properties, and calls that name it, answered with CPU tensors.
+
+Every factory and every method that moves a tensor is replaced on ``torch`` and ``torch.Tensor``, so that this holds in
+all threads, in hooks and in tensor subclasses. A factory that names no device, or "cpu" as a string, makes a
+host tensor; ``torch.device("cpu")`` may be the ``.device`` of a device tensor and means the device.
+"""
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from . import pools
-from .patches import patch
+from . import generators, memory, streams
+from .memory import host_factory, is_host, is_pinned, mark_host
+from .patches import patch, wrap
+from .streams import NOT_PERMITTED, CaptureError, cuda_error
 
 NAME = "CPU behind torch.cuda"
 PROPERTIES = SimpleNamespace(
@@ -24,6 +32,177 @@ PROPERTIES = SimpleNamespace(
     uuid=None,
 )
 
+_WHY = "device='cuda' and calls without a device"
+_TWO = "host and device draw from two sequences"
+
+# make a tensor from sizes and numbers
+_FACTORIES = (
+    "empty empty_strided empty_permuted zeros ones full eye arange range linspace logspace scalar_tensor tril_indices "
+    "triu_indices hann_window hamming_window blackman_window bartlett_window kaiser_window"
+)
+_RANDOM_FACTORIES = "rand randn randint randperm normal"
+# copy Python data
+_COPIES = "tensor as_tensor asarray"
+# make a tensor on the device of their first argument
+_LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
+_NEW = "new_empty new_empty_strided new_zeros new_ones new_full new_tensor"
+_RANDOM_METHODS = "normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_"
+_RANDOM_FUNCTIONS = "bernoulli multinomial poisson"
+_TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool"
+
+
+def is_cuda_device(device: Any) -> bool:
+    """Whether ``device``, as torch's functions take it, is a CUDA device."""
+    if isinstance(device, str):
+        return device.split(":")[0] == "cuda"
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def to_cpu(device: Any) -> Any:
+    """Return the CPU for a CUDA device, and anything else as it is."""
+    return torch.device("cpu") if is_cuda_device(device) else device
+
+
+def _refuse_copy_to_host(tensor: torch.Tensor, what: str) -> None:
+    state = streams.current_capture()
+    if state is not None and streams.is_current_stream_capturing() and not is_host(tensor):
+        raise state.invalidate(cuda_error(NOT_PERMITTED, f"{what} copies device data to the host"))
+
+
+def _drawing(call: Callable, args: tuple, kwargs: dict, on_host: bool) -> Any:
+    """Call a random function with the generator that a GPU build would use."""
+    generator = kwargs.get("generator")
+    if isinstance(generator, generators.CudaGenerator):
+        with generator.state.loaded():
+            return call(*args, **{**kwargs, "generator": None})
+    if generator is None and on_host:
+        kwargs = {**kwargs, "generator": generators.HOST}
+    return call(*args, **kwargs)
+
+
+def _factory(call: Callable, *args: Any, is_random: bool = False, **kwargs: Any) -> torch.Tensor:
+    device = kwargs.get("device")
+    on_device = is_cuda_device(device) or isinstance(device, torch.device)
+    if on_device:
+        kwargs["device"] = to_cpu(device)
+    pinned = kwargs.pop("pin_memory", False)
+    on_host = pinned or not (on_device or kwargs.get("out") is not None)
+    with host_factory(on_host):
+        made = _drawing(call, args, kwargs, on_host) if is_random else call(*args, **kwargs)
+    return mark_host(made, pinned) if on_host else made
+
+
+def _random_factory(call: Callable, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if any(isinstance(a, torch.Tensor) for a in args):  # normal(mean, std)
+        return _drawing(call, args, kwargs, False)
+    return _factory(call, *args, is_random=True, **kwargs)
+
+
+def _copy(call: Callable, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    kwargs.pop("pin_memory", None)
+    device = kwargs.get("device")
+    if is_cuda_device(device):
+        state = streams.current_capture()
+        if state is not None and streams.is_current_stream_capturing() and not isinstance(data, torch.Tensor):
+            raise state.invalidate(
+                CaptureError(
+                    "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is "
+                    f"pinned. torch.{call.__name__}(data, device='cuda') copies host data: make it before."
+                )
+            )
+        kwargs["device"] = to_cpu(device)
+        made = call(data, *args, **kwargs)
+        return _moved(made, data) if isinstance(data, torch.Tensor) else made
+    with host_factory():
+        made = call(data, *args, **kwargs)
+    return made if isinstance(data, torch.Tensor) or isinstance(device, torch.device) else mark_host(made)
+
+
+def _like(call: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    pinned = kwargs.pop("pin_memory", False)
+    if kwargs.get("device") is not None:
+        on_host = kwargs["device"] == "cpu"
+        kwargs["device"] = to_cpu(kwargs["device"])
+    else:
+        on_host = is_host(tensor)
+    on_host = on_host or pinned
+    with host_factory(on_host):
+        made = call(tensor, *args, **kwargs)
+    return mark_host(made, pinned) if on_host else made
+
+
+def _random(call: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _drawing(call, (tensor, *args), kwargs, is_host(tensor))
+
+
+def _moved(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``made``, got from ``source`` by a move to the device. If ``source`` lies on the host, that is a copy."""
+    return made.clone() if made is source and is_host(source) else made
+
+
+def _cuda(
+    call: Callable, tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None
+) -> torch.Tensor:
+    return _moved(tensor, tensor)
+
+
+def _to(call: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if args and not isinstance(args[0], (torch.Tensor, torch.dtype)):
+        kwargs.update(zip(("device", "dtype", "non_blocking", "copy"), args, strict=False))
+        args = ()
+    device = kwargs.get("device")
+    if device is None:
+        return call(tensor, *args, **kwargs)
+    kwargs["device"] = to_cpu(device)
+    if device != "cpu" or is_host(tensor):
+        return _moved(call(tensor, *args, **kwargs), tensor)
+    _refuse_copy_to_host(tensor, "Tensor.to('cpu')")
+    made = call(tensor, *args, **kwargs)
+    return mark_host(made.clone() if made is tensor else made)
+
+
+def _cpu(call: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if is_host(tensor):
+        return tensor
+    _refuse_copy_to_host(tensor, "Tensor.cpu")
+    made = call(tensor, *args, **kwargs)
+    return mark_host(made.clone() if made is tensor else made)
+
+
+def _reading(call: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    _refuse_copy_to_host(tensor, f"Tensor.{call.__name__}")
+    return call(tensor, *args, **kwargs)
+
+
+def _type(call: Callable, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    if dtype is None:
+        name = call(tensor)
+        return name if is_host(tensor) else name.replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.", 1)
+    return call(tensor, dtype, non_blocking, **kwargs)
+
+
+def _one_hot(call: Callable, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes <= 0 or is_host(tensor):
+        return call(tensor, num_classes)
+    # CUDA's does not look at the values; the CPU's reads their range on the host
+    return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not is_host(tensor)
+
+
+def _context_init(call: Callable, self: Any, device: Any) -> None:
+    call(self, to_cpu(torch.device(device)))
+
+
+def _load(call: Callable, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return call(f, to_cpu(map_location), *args, **kwargs)
+
 
 class Device:
     """``torch.cuda.device``: selects nothing, there is one device."""
@@ -38,7 +217,7 @@ class Device:
         return None
 
 
-def install() -> None:
+def _install_device() -> None:
     """Answer torch.cuda's questions about the device and its memory."""
     cuda = torch.cuda
     why = "one device, number 0, in every process"
@@ -76,8 +255,8 @@ def install() -> None:
         "max_memory_reserved": lambda device=None: 0,
         "device_memory_used": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
-        "memory_stats": pools.statistics,
-        "memory_snapshot": pools.segments,
+        "memory_stats": memory.statistics,
+        "memory_snapshot": memory.segments,
         "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
     }.items():
         for owner in (cuda, cuda.memory):
@@ -91,3 +270,41 @@ def install() -> None:
         "range": lambda msg, *args, **kwargs: contextlib.nullcontext(),
     }.items():
         patch(cuda.nvtx, name, value, "no profiler listens")
+
+
+def install() -> None:
+    """Give torch.cuda one device, and replace the factories and the methods that move tensors."""
+    _install_device()
+    from torch.utils import _device
+
+    # torch keeps the set of factories that `with torch.device(...)` applies to: it must hold the originals
+    _device._device_constructors()
+    wrap(_device.DeviceContext, "__init__", _context_init, "with torch.device('cuda')")
+    for owner, names, around, why in (
+        (torch, _FACTORIES, _factory, _WHY),
+        (torch, _RANDOM_FACTORIES, _random_factory, _WHY),
+        (torch, _COPIES, _copy, _WHY),
+        (torch, _LIKE, _like, _WHY),
+        (torch.Tensor, _NEW, _like, _WHY),
+        (torch.Tensor, _RANDOM_METHODS, _random, _TWO),
+        (torch, _RANDOM_FUNCTIONS, _random, _TWO),
+        (torch.Tensor, "to", _to, "moves a tensor"),
+        (torch.Tensor, "cuda", _cuda, "moves a tensor"),
+        (torch.Tensor, "cpu", _cpu, "moves a tensor"),
+        (torch.Tensor, "type", _type, "moves a tensor"),
+        (torch.Tensor, "tolist numpy", _reading, "reads device data on the host"),
+        (torch.nn.functional, "one_hot", _one_hot, "CUDA's one_hot does not wait for the device"),
+        (torch, "load", _load, "map_location='cuda'"),
+    ):
+        for name in names.split():
+            wrap(owner, name, around, why)
+    patch(torch.Tensor, "is_cuda", property(_is_cuda), "device tensors are CPU tensors")
+    patch(torch.Tensor, "pin_memory", lambda tensor, *_: mark_host(tensor.clone(), pinned=True), "nothing to pin")
+    patch(torch.Tensor, "is_pinned", lambda tensor, *_: is_pinned(tensor), "nothing to pin")
+    patch(torch.Tensor, "record_stream", lambda tensor, stream: None, "memory is freed in program order")
+    from_numpy, get_rng_state = torch.from_numpy, torch.random.get_rng_state
+    patch(torch, "from_numpy", lambda array: mark_host(from_numpy(array)), "host memory")
+    for owner in (torch, torch.random):
+        patch(owner, "get_rng_state", lambda: mark_host(get_rng_state()), "host memory")
+    for name in _TYPES.split():
+        patch(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"), "device tensors are CPU tensors")

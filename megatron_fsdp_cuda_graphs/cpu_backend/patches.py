@@ -1,4 +1,4 @@
-"""Replaces names of torch, and keeps the list of all that were replaced."""
+"""Replaces names of torch, lists all replaced names with the reasons, and restores them."""
 
 import functools
 import sys
@@ -6,53 +6,21 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
-
-_MISSING = object()
+from unittest import mock
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced attribute: where, its name, the value ``owner`` answered with before, and why it was replaced.
+    """One replaced name: its full name, its value before and now, the reason, and a call that restores it."""
 
-    ``is_own`` tells whether that value was the owner's own, not inherited or missing.
-    """
-
-    owner: Any
     name: str
     original: Any
-    is_own: bool
+    replacement: Any
     reason: str
+    undo: Callable[[], object]
 
     def __str__(self) -> str:
-        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}: {self.reason}"
-
-    def undo(self) -> None:
-        """Put the old value back."""
-        if self.is_own:
-            setattr(self.owner, self.name, self.original)
-            return
-        delattr(self.owner, self.name)
-        if self.original is not _MISSING and not hasattr(self.owner, self.name):
-            setattr(self.owner, self.name, self.original)  # a module that computes its names hides what is deleted
-
-
-class Entries:
-    """The entries of a mapping as attributes, so that they are replaced and noted like every other name."""
-
-    def __init__(self, mapping: MutableMapping[str, Any], name: str) -> None:
-        vars(self).update(_mapping=mapping, __name__=name)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self._mapping[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._mapping[name] = value
-
-    def __delattr__(self, name: str) -> None:
-        del self._mapping[name]
+        return f"{self.name}: {self.reason}"
 
 
 APPLIED: list[Patch] = []
@@ -60,15 +28,25 @@ APPLIED: list[Patch] = []
 
 def patch(owner: Any, name: str, value: Any, reason: str) -> None:
     """Set ``owner.name`` to ``value`` and note it in ``APPLIED``."""
-    is_own = name in vars(owner)
-    # vars() keeps a staticmethod or property as what it is
-    original = vars(owner)[name] if is_own else getattr(owner, name, _MISSING)
-    APPLIED.append(Patch(owner, name, original, is_own, reason))
-    setattr(owner, name, value)
+    patcher: Any = mock.patch.object(owner, name, value, create=not hasattr(owner, name))
+    original, _ = patcher.get_original()
+    patcher.__enter__()
+    undo = functools.partial(patcher.__exit__, None, None, None)
+    APPLIED.append(Patch(f"{owner.__name__}.{name}", original, getattr(owner, name), reason, undo))
+
+
+def patch_entry(mapping: MutableMapping[str, Any], where: str, key: str, value: Any, reason: str) -> None:
+    """Set ``mapping[key]`` and note it in ``APPLIED``."""
+    before = mapping.get(key)
+    mapping[key] = value
+    undo: Any = functools.partial(mapping.pop, key)
+    if before is not None:
+        undo = functools.partial(mapping.__setitem__, key, before)
+    APPLIED.append(Patch(f"{where}.{key}", before, value, reason, undo))
 
 
 def wrapping(call: Callable, around: Callable) -> Callable:
-    """Return a function in the place of ``call``: ``around``, which gets ``call`` in front of the arguments."""
+    """Return a replacement of ``call`` that runs ``around``, with ``call`` in front of the arguments."""
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -78,32 +56,27 @@ def wrapping(call: Callable, around: Callable) -> Callable:
 
 
 def wrap(owner: Any, name: str, around: Callable, reason: str) -> None:
-    """Let ``around`` run where ``owner.name`` is called; see ``wrapping`` and ``patch``."""
+    """Run ``around`` where ``owner.name`` is called; see ``wrapping`` and ``patch``."""
     patch(owner, name, wrapping(getattr(owner, name), around), reason)
 
 
 def rebind_early_names() -> None:
-    """Give modules of megatron that were imported before the patches the replaced functions and classes.
-
-    They hold torch's under names of their own (``from torch.distributed import new_group``).
-    """
-    _rebind({id(p.original): getattr(p.owner, p.name) for p in APPLIED if callable(p.original)})
+    """Give the replacements to modules of megatron that hold torch's functions under names of their own."""
+    _rebind({id(p.original): p.replacement for p in APPLIED if callable(p.original)})
 
 
 def undo_all() -> None:
-    """Put every replaced name back, in the modules of megatron too."""
-    ours = [(getattr(p.owner, p.name), p.original) for p in reversed(APPLIED)]
-    # functions and plain classes are the backend's own; other values may be torch's, known by other names too
-    originals = {id(new): old for new, old in ours if type(new) in (FunctionType, type) and callable(old)}
+    """Restore every replaced name, in the modules of megatron too."""
+    # Functions and plain classes are the backend's own; other values may be torch's, with other names too.
+    own = [p for p in APPLIED if type(p.replacement) in (FunctionType, type) and callable(p.original)]
     while APPLIED:
         APPLIED.pop().undo()
-    _rebind(originals)
+    _rebind({id(p.replacement): p.original for p in own})
 
 
 def _rebind(replaced: dict[int, Any]) -> None:
     for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.split(".")[0] != "megatron":
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in replaced:
-                setattr(module, name, replaced[id(value)])
+        if module is not None and module_name.split(".")[0] == "megatron":
+            for name, value in list(vars(module).items()):
+                if id(value) in replaced:
+                    setattr(module, name, replaced[id(value)])

@@ -1,8 +1,8 @@
-"""``torch.cuda.Stream`` and ``Event`` where program order is execution order.
+"""Streams, events, and the capture under way, with the errors of CUDA.
 
-A stream is an identity: which one is current is tracked per thread, the legacy default stream can be told apart, and
-streams join a capture through events as CUDA's do. Backward runs in the calling thread, so inside it the caller's
-stream is current, where on a GPU it would be the stream of each forward operation.
+Program order is execution order. A stream is an identity: the current one is tracked per thread, the legacy default
+stream can be told apart, and streams join a capture through events as CUDA's do. Backward runs in the calling thread,
+so the caller's stream is current in it; on a GPU it would be the stream of each forward operation.
 """
 
 from __future__ import annotations
@@ -14,12 +14,73 @@ from typing import Any
 
 import torch
 
-from . import capture_state
-from .errors import CAPTURED_EVENT, IMPLICIT, ISOLATION, cuda_error
 from .patches import patch
 
-_ids = itertools.count(1)
+NOT_PERMITTED = "operation not permitted when stream is capturing"
+INVALIDATED = "operation failed due to a previous error during capture"
+IMPLICIT = "operation would make the legacy stream depend on a capturing blocking stream"
+ISOLATION = "dependency created on uncaptured work in another stream"
+CAPTURED_EVENT = "operation not permitted on an event last recorded in a capturing stream"
+UNJOINED = "capturing stream has unjoined work"
 DEVICE = torch.device("cuda", 0)
+
+_ids = itertools.count(1)
+_thread = threading.local()
+
+
+class CaptureError(torch.AcceleratorError):
+    """An operation that a CUDA stream capture forbids. The capture it happened in is void."""
+
+
+def cuda_error(message: str, detail: str = "") -> CaptureError:
+    """Return the error CUDA would report as ``message``; ``detail`` says what caused it here."""
+    return CaptureError(f"CUDA error: {message}" + (f" ({detail})" if detail else ""))
+
+
+class CaptureState:
+    """The streams a capture spans, the thread it began in, and the first error in it.
+
+    A stream joins by waiting for an event of a stream that has joined. ``unjoined`` holds streams with recorded work
+    that the origin stream has not waited for yet. ``memory`` is the address book of its tape.
+    """
+
+    def __init__(self, origin: Any, mode: str, memory: Any) -> None:
+        self.origin, self.mode, self.memory = origin, mode, memory
+        self.thread = threading.get_ident()
+        self.streams = {origin}
+        self.unjoined: set[Any] = set()
+        self.error: CaptureError | None = None
+
+    def invalidate(self, error: CaptureError) -> CaptureError:
+        """Void the capture and return ``error`` for the caller to raise."""
+        if self.error is None:
+            self.error = error
+        return error
+
+
+_current: CaptureState | None = None
+
+
+def current_capture() -> CaptureState | None:
+    """The capture under way in this process, or ``None``."""
+    return _current
+
+
+def set_capture(state: CaptureState | None) -> None:
+    """Begin (a state) or end (``None``) the capture of this process."""
+    global _current
+    _current = state
+
+
+def refuse_while_capturing(what: str) -> None:
+    """Raise CUDA's error if ``what``, a call that waits for the device, is made during a capture.
+
+    Raises:
+        CaptureError: a capture is under way in this thread, or in any thread with ``capture_error_mode="global"``.
+    """
+    state = _current
+    if state is not None and (state.mode == "global" or state.thread == threading.get_ident()):
+        raise state.invalidate(cuda_error(NOT_PERMITTED, what))
 
 
 class Event:
@@ -39,13 +100,13 @@ class Event:
         self.enable_timing = enable_timing
         self.external = external
         self.time: float | None = None
-        self.capture: capture_state.CaptureState | None = None
+        self.capture: CaptureState | None = None
         self.stream: Stream | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         self.stream = stream or current_stream()
         self.time = time.perf_counter()
-        state = capture_state.current()
+        state = current_capture()
         is_captured = state is not None and self.stream in state.streams and not self.external
         self.capture = state if is_captured else None
 
@@ -53,17 +114,17 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        capture_state.refuse_while_capturing("Event.query")
+        refuse_while_capturing("Event.query")
         self._refuse_if_captured("Event.query")
         return True
 
     def synchronize(self) -> None:
-        capture_state.refuse_while_capturing("Event.synchronize")
+        refuse_while_capturing("Event.synchronize")
         self._refuse_if_captured("Event.synchronize")
 
     def _refuse_if_captured(self, what: str) -> None:
         # such an event is a place in a graph: outside of its capture it never happens
-        if self.capture is not None and self.capture is not capture_state.current():
+        if self.capture is not None and self.capture is not current_capture():
             raise cuda_error(CAPTURED_EVENT, what)
 
     def elapsed_time(self, end_event: Event) -> float:
@@ -93,7 +154,6 @@ class Stream:
         self.device_index = 0
         self.device_type = 1
         self.stream_id = self.cuda_stream >> 8
-        self._before: list[Stream] = []
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -107,7 +167,7 @@ class Stream:
                 capturing for one that is not, or the event is from a capture that has ended.
         """
         event._refuse_if_captured("Stream.wait_event")
-        state = capture_state.current()
+        state = current_capture()
         if state is None or event.stream is None or event.external:
             return
         if event.capture is None:
@@ -131,24 +191,16 @@ class Stream:
         return event
 
     def query(self) -> bool:
-        capture_state.refuse_while_capturing("Stream.query")
+        refuse_while_capturing("Stream.query")
         return True
 
     def synchronize(self) -> None:
-        capture_state.refuse_while_capturing("Stream.synchronize")
+        refuse_while_capturing("Stream.synchronize")
 
     def is_capturing(self) -> bool:
         """Whether it takes part in a capture."""
-        state = capture_state.current()
+        state = current_capture()
         return state is not None and self in state.streams
-
-    def __enter__(self) -> Stream:
-        self._before.append(current_stream())
-        set_stream(self)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        set_stream(self._before.pop())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
@@ -161,7 +213,6 @@ class Stream:
 
 
 _default = Stream(_handle=0)
-_thread = threading.local()
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -202,7 +253,7 @@ def synchronize(device: Any = None) -> None:
     Raises:
         CaptureError: a capture is under way.
     """
-    capture_state.refuse_while_capturing("torch.cuda.synchronize")
+    refuse_while_capturing("torch.cuda.synchronize")
 
 
 def is_current_stream_capturing() -> bool:

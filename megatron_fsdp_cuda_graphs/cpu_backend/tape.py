@@ -1,33 +1,132 @@
-"""Records the operators of a capture below autograd, and runs them again.
+"""Records the operators of a capture below autograd, and runs them again: ``torch.cuda.CUDAGraph``.
 
-During capture the operators compute, because Python goes on with their results. At the end what they wrote is undone:
+During capture the operators compute, because Python goes on with their results. At the end their writes are undone:
 memory from outside the capture gets its old bytes back, and memory allocated in it is filled with NaN (integers and
 bools: zero), as if nothing had run.
+
+Collectives move nothing at capture and run in the order of the tape at each replay. A replay waits for its peers, so
+ranks must replay the same graphs in the same order, as with NCCL. A capture waits for no other rank.
 """
 
+from __future__ import annotations
+
 import functools
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from . import streams
-from .addresses import AddressBook
-from .capture_state import CaptureState
-from .collectives import is_collective, make_collective_step, without_communication
-from .errors import NOT_PERMITTED, UNJOINED, CaptureError, cuda_error
-from .generators import GeneratorState
-from .host_memory import is_host, is_pinned, making_host_tensor, mark_host
-from .ops import Op, describe, waits_for_device
-from .pools import Pool, poisoning
+from . import memory, streams
+from .generators import DEFAULT, CudaGenerator, GeneratorState
+from .memory import AddressBook, Pool, is_host, is_pinned, making_host_tensor, mark_host, poisoning
+from .patches import patch
+from .streams import INVALIDATED, NOT_PERMITTED, UNJOINED, CaptureError, CaptureState, cuda_error
 
 Step = Callable[[], Any]
-# where a result goes: its place among the tensors that the operator returns, and the memory it had at capture
-Targets = list[tuple[int, torch.Tensor]]
+Targets = list[tuple[int, torch.Tensor]]  # index of a result, and its memory at capture
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Wait for the device on a GPU, without a tag that says so.
+_SYNC = {"bincount", "histc", "is_nonzero", "item", "linalg_eig", "linalg_eigvals", "_linalg_check_errors"}
+# Take bool masks as indices, and turn them into positions (nonzero) inside the operator.
+_MASKABLE = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+_ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+# Change the tensor object, not memory.
+_METADATA = {"resize_", "resize_as_", "set_", "_resize_output_", "rename_", "requires_grad_", "detach_"}
+_BARRIERS = {"barrier", "monitored_barrier_"}  # the host waits for other ranks
+
+
+@dataclass(frozen=True)
+class Op:
+    """How the tape treats one overload.
+
+    ``written`` names the arguments it writes: positions for positional ones, names for keyword-only ones.
+    """
+
+    name: str
+    is_replayable: bool
+    waits_for_device: bool
+    is_maskable: bool
+    is_random: bool
+    writes_nothing: bool
+    written: tuple[int | str, ...]
+
+
+@functools.cache
+def describe(func: torch._ops.OpOverload) -> Op:
+    """Return what the tape must know of ``func``."""
+    name = func._schema.name.split("::")[-1]
+    tags = func.tags
+    written: list[int | str] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(argument.name if argument.kwarg_only else position)
+    maskable = name in _MASKABLE
+    dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+    return Op(
+        name=str(func),
+        is_replayable=func.namespace in ("aten", "prims") or is_collective(func),
+        waits_for_device=name in _SYNC or (dynamic and not maskable),
+        is_maskable=maskable,
+        is_random=torch.Tag.nondeterministic_seeded in tags,
+        writes_nothing=name in _ALLOCATES or name in _METADATA or torch.Tag.inplace_view in tags,
+        written=tuple(written),
+    )
+
+
+def waits_for_device(op: Op, args: tuple, kwargs: dict) -> bool:
+    """Whether this call would make the host wait for values on the device, as CUDA's operator does."""
+    if op.name == "aten.repeat_interleave.Tensor":
+        return kwargs.get("output_size") is None
+    return op.waits_for_device or (op.is_maskable and _needs_positions(op, args))
+
+
+def _needs_positions(op: Op, args: tuple) -> bool:
+    """Whether an indexing call holds a mask that has to be turned into positions on the host.
+
+    Writing one value under one mask is a ``masked_fill`` and needs none.
+    """
+    masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        return False
+    is_fill = "put" in op.name and len(masks) == sum(i is not None for i in args[1]) == 1 and args[2].numel() == 1
+    accumulates = len(args) > 3 and args[3]
+    return not (is_fill and not accumulates)
+
+
+def is_collective(func: torch._ops.OpOverload) -> bool:
+    """Whether ``func`` is an operator of torch.distributed that can be run again from its arguments."""
+    return func.namespace == "c10d" and func._schema.name.split("::")[-1] not in _BARRIERS
+
+
+def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Return what the collective would return, its work done.
+
+    What it would have written stays as it is; integers become zero, so that they may serve as indices and sizes.
+    """
+    output = args[0] if args else next(iter(kwargs.values()))
+    for tensor in tree_flatten(output)[0]:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.zero_()
+    results = [FakeWork().boxed() if "Work" in str(kind.type) else output for kind in func._schema.returns]
+    return tuple(results) if len(results) > 1 else next(iter(results), None)
+
+
+def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Callable[[], None]:
+    """Return a call that runs the collective and waits for it."""
+    call = func._op
+
+    def step() -> None:
+        for result in tree_flatten(call(*args, **kwargs))[0]:
+            if isinstance(result, torch.ScriptObject):
+                Work.unbox(result).wait()
+
+    return step
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -223,3 +322,153 @@ def _drawing_from(state: GeneratorState, step: Step) -> Step:
         step()
 
     return draw
+
+
+class CUDAGraph:
+    """A captured tape behind torch's interface.
+
+    Attributes:
+        replays: how often the graph was replayed since its capture.
+    """
+
+    def __new__(cls, keep_graph: bool = False) -> CUDAGraph:
+        return super().__new__(cls)
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.replays = 0
+        self._tape: Tape | None = None
+        self._recorder: Recorder | None = None
+        self._generators: set[GeneratorState] = set()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles, as torch's class does: a graph is tied to its addresses.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"cannot pickle {type(self).__name__!r} object")
+
+    @property
+    def op_count(self) -> int:
+        """How many operators a replay runs."""
+        return 0 if self._tape is None else len(self._tape.steps)
+
+    def capture_begin(
+        self,
+        pool: memory.PoolHandle | None = None,
+        capture_error_mode: str = "global",
+        check_input_liveness: bool = False,
+    ) -> None:
+        """Start recording the operators of the current stream.
+
+        Args:
+            pool: Where the graph's memory goes; a pool of its own by default.
+            capture_error_mode: As torch names them; all are the same here.
+            check_input_liveness: Accepted; every replay looks for memory that is gone.
+
+        Raises:
+            CaptureError: a capture is under way already.
+            RuntimeError: this object holds a graph, the current stream is the legacy default stream, or
+                ``capture_error_mode`` is none of "global", "thread_local", "relaxed".
+        """
+        if capture_error_mode not in ("global", "thread_local", "relaxed"):
+            raise RuntimeError(
+                f"Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got {capture_error_mode}"
+            )
+        if self._tape is not None:
+            raise RuntimeError(
+                "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+            )
+        running = streams.current_capture()
+        if running is not None:
+            raise running.invalidate(cuda_error(NOT_PERMITTED, "capture_begin in a capture"))
+        origin = streams.current_stream()
+        if origin == streams.default_stream():
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay "
+                "them on the default stream.)"
+            )
+        tape = Tape(memory.pool_of(pool))
+        state = CaptureState(origin, capture_error_mode, tape.memory)
+        recorder = Recorder(tape, state, self._generators | {DEFAULT.state})
+        recorder.__enter__()
+        streams.set_capture(state)
+        self._recorder = recorder
+
+    def capture_end(self) -> None:
+        """Stop recording and undo what the capture computed.
+
+        Raises:
+            CaptureError: an operation in the capture was refused; the capture is void.
+            RuntimeError: no capture of this graph is under way, or another stream is current than at its begin.
+        """
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise RuntimeError("capture_end() was called without a capture_begin() of this graph")
+        streams.set_capture(None)
+        recorder.__exit__(None, None, None)
+        state = recorder.state
+        recorder.finish()
+        if state.error is not None:
+            raise cuda_error(INVALIDATED, str(state.error)) from state.error
+        if streams.current_stream() != state.origin:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        self._tape = recorder.tape
+        recorder.tape.pool.add_graph()
+        if not self.op_count:
+            warnings.warn(
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
+                "device or stream. On the CPU backend, tensors made without device='cuda' are host tensors.",
+                stacklevel=2,
+            )
+
+    def replay(self) -> None:
+        """Run the graph's operators again, into the memory they had at capture.
+
+        Raises:
+            RuntimeError: nothing was captured, or the graph was reset.
+            CaptureError: a capture is under way.
+            StaleAddress: memory of the graph was freed, resized or moved since capture.
+        """
+        tape = self._captured()
+        streams.refuse_while_capturing("CUDAGraph.replay")
+        tape.replay()
+        self.replays += 1
+
+    def reset(self) -> None:
+        """Drop the graph and its reference to its pool."""
+        self._tape = None
+        self.replays = 0
+
+    def pool(self) -> memory.PoolHandle:
+        """The handle of the graph's memory pool.
+
+        Raises:
+            RuntimeError: nothing was captured.
+        """
+        return self._captured().pool.handle
+
+    def register_generator_state(self, generator: Any) -> None:
+        """Let the capture draw from ``generator``'s state; the default generator's is always registered.
+
+        Raises:
+            TypeError: ``generator`` is no generator of the device.
+        """
+        if not isinstance(generator, CudaGenerator):
+            raise TypeError(f"register_generator_state() takes a CUDA generator, got {generator!r}")
+        self._generators.add(generator.state)
+        if self._recorder is not None:
+            self._recorder.register(generator.state)
+
+    def _captured(self) -> Tape:
+        if self._tape is None:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        return self._tape
+
+
+def install() -> None:
+    """Put the class in the place of torch's."""
+    for owner in (torch.cuda, torch.cuda.graphs):
+        patch(owner, "CUDAGraph", CUDAGraph, "captures are tapes")
+        patch(owner, "graph_pool_handle", memory.new_handle, "pools are the tape's")
+    patch(torch._C, "_host_emptyCache", lambda: None, "torch.cuda.graph calls it before a capture")

@@ -97,7 +97,7 @@ def assert_bit_equal(result, case):
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0)
 
 
-@pytest.mark.parametrize("case", mostly_long(SHARDED, SHARDED[4], IN_TURN[-1]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(SHARDED, IN_TURN[-1]), ids=name_of)
 def test_graphs_under_fsdp_train_bit_for_bit_as_eager(sharded, case):
     assert_bit_equal(sharded[name_of(case)], case)
 

@@ -74,7 +74,6 @@ from ._cuda_graphs.te.capture_state import (
     GraphUse,
 )
 from ._cuda_graphs.te.changed_shapes import Recaptures
-from ._cuda_graphs.te.decoder_graphs import DecoderGraphs
 from ._cuda_graphs.te.layers import (
     _layer_is_graphable,
     fsdp_of,
@@ -83,6 +82,7 @@ from ._cuda_graphs.te.layers import (
     single_run_layers,
     vision_model_of,
 )
+from ._cuda_graphs.te.model import DecoderGraphs, ModelGraphs
 from ._cuda_graphs.te.order import (
     PassOrder,
     convert_schedule_table_to_order,
@@ -90,7 +90,6 @@ from ._cuda_graphs.te.order import (
 )
 from ._cuda_graphs.te.stage import Chunk, Role, Stage
 from ._cuda_graphs.te.training_calls import TrainingCalls
-from ._cuda_graphs.te.whole_model import ModelGraphs
 
 __all__ = [
     "FREEZE_GC",

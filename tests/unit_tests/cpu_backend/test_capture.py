@@ -253,7 +253,7 @@ def test_a_range_that_a_profile_shows_is_no_work_of_the_graph():
 
 @pytest.mark.parametrize("name", ["__init__", "capture_begin", "capture_end", "replay", "reset", "pool"])
 def test_a_method_of_a_graph_takes_what_torchs_takes(name):
-    (torchs,) = {patch.original for patch in patches.APPLIED if patch.name == "CUDAGraph"}
+    (torchs,) = {patch.original for patch in patches.APPLIED if patch.name == "torch.cuda.CUDAGraph"}
     method = getattr(torchs, "__new__" if name == "__init__" else name)
     ours, theirs = (inspect.signature(m).parameters for m in (getattr(torch.cuda.CUDAGraph, name), method))
     assert list(theirs)[1:] == list(ours)[1 : len(theirs)]

@@ -14,7 +14,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import (
     take_back_unlaunched,
     take_places,
 )
-from megatron_fsdp_cuda_graphs.cpu_backend.held_results import HeldWork
+from megatron_fsdp_cuda_graphs.cpu_backend.distributed import HeldWork
 
 from ..fsdp_variants import Variant, small
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.capture import Capture
+from megatron.core.transformer._cuda_graphs.engine.graph import Capture
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.launches import launches_of
 

@@ -1,0 +1,366 @@
+"""Host memory, private memory pools of graphs, and the addresses that a tape reads and writes.
+
+Tensors of a tape are views of raw memory and own nothing, so a graph keeps no input alive and does not follow
+``param.data = other``. All addresses are checked before a replay. Storages that stand for host memory are marked:
+views share the mark, results of operations outside a capture do not inherit it. All others stand for device memory.
+
+On a GPU, later captures into a pool may use memory that no tensor holds any more. Here memory is never used twice;
+instead each later graph of the pool overwrites such memory with NaN when its replay begins, so that a late read shows.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import streams
+from .patches import wrap
+
+PoolHandle = tuple[int, int]
+_Place = tuple[int, int]  # identity of a storage, address of its memory
+
+_MARK, _PINNED = "is_host_memory", "is_pinned_memory"
+_in_host_factory = False
+_handles = itertools.count(1)
+_pools: weakref.WeakValueDictionary[PoolHandle, Pool] = weakref.WeakValueDictionary()
+_with_graphs: set[PoolHandle] = set()
+_statistics: collections.Counter[str] = collections.Counter()
+
+
+class StaleAddress(RuntimeError):
+    """A replay would touch memory that was freed, resized or moved since capture."""
+
+
+# ---------------------------------------------------------------------------------------------------------- host memory
+
+
+def making_host_tensor() -> bool:
+    """Whether an operator without tensor arguments is called by a factory for a host tensor."""
+    return _in_host_factory
+
+
+@contextlib.contextmanager
+def host_factory(on_host: bool = True) -> Iterator[None]:
+    """Tell the tape where a factory called in this block puts its tensor."""
+    global _in_host_factory
+    before, _in_host_factory = _in_host_factory, on_host
+    try:
+        yield
+    finally:
+        _in_host_factory = before
+
+
+def mark_host(tensor: torch.Tensor, pinned: bool = False) -> torch.Tensor:
+    """Mark ``tensor``'s storage as host memory, pinned or not, and return ``tensor``."""
+    if tensor.layout is torch.strided and tensor.device.type == "cpu":
+        storage = tensor.untyped_storage()
+        setattr(storage, _MARK, True)
+        if pinned:
+            setattr(storage, _PINNED, True)
+    return tensor
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is known to lie in host memory."""
+    return _has(tensor, _MARK)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is known to lie in pinned host memory, which device copies in a capture may use."""
+    return _has(tensor, _PINNED)
+
+
+def _has(tensor: torch.Tensor, mark: str) -> bool:
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    try:
+        return getattr(tensor.untyped_storage(), mark, False)
+    except (NotImplementedError, RuntimeError):  # tensor subclasses without a storage
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------- pools
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill ``tensor``, of any strides, which must not be read, with NaN, or with zero where its dtype has no NaN."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor.zero_()
+    elif tensor.element_size() == 1:
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN in every 8-bit float of torch
+    else:
+        tensor.fill_(float("nan"))
+
+
+def poisoning(raw: torch.Tensor, dtype: torch.dtype) -> Callable[[], object]:
+    """Return a call that poisons ``raw``, the bytes of a storage whose tensors are of ``dtype``."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return raw.zero_
+    whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return functools.partial(poison, whole)
+
+
+class Pool:
+    """The storages that captures into one pool have allocated. The graphs of the pool keep it alive."""
+
+    def __init__(self, handle: PoolHandle) -> None:
+        self.handle = handle
+        self._owned: dict[int, list[torch.Tensor]] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def add_graph(self) -> None:
+        """Note that a graph of the pool was captured."""
+        _with_graphs.add(self.handle)
+
+    def own(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+        """Keep ``storage``, whose tensors are of ``dtype``, alive; return a tensor of its bytes."""
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._owned.setdefault(storage._cdata, []).append(whole)
+        self._dtypes[storage._cdata] = dtype
+        _statistics["reserved_bytes.all.allocated"] += whole.numel()
+        return whole
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Forget the bytes of ``storage``, which are about to be freed, but keep the storage itself."""
+        for whole in self._owned[storage._cdata]:
+            whole.set_(storage, 0, (0,), (1,))
+
+    def overwrite_abandoned(self) -> list[Callable[[], object]]:
+        """Return calls that poison the storages that only the pool holds, each storage once."""
+        abandoned = [
+            key
+            for key, wholes in self._owned.items()
+            if key in self._dtypes and _is_abandoned(key, wholes) and _is_whole(wholes[-1])
+        ]
+        return [poisoning(self._owned[key][-1], self._dtypes.pop(key)) for key in abandoned]
+
+
+def _is_abandoned(key: int, wholes: list[torch.Tensor]) -> bool:
+    """Whether only the pool holds the storage ``key``, of whose bytes it has the tensors ``wholes``."""
+    # torch counts the tensors on a storage, and the Python object that has stood for it
+    return bool(torch._C._storage_Use_Count(key) <= 1 + len(wholes))
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether the storage of ``tensor`` still has the bytes that it had; a program may have resized it."""
+    return tensor.untyped_storage().nbytes() >= tensor.numel()
+
+
+def segments(mempool_id: PoolHandle | None = None, include_traces: bool = True) -> list[dict[str, object]]:
+    """Replace ``torch.cuda.memory_snapshot``: the memory of graph pools; there is no other."""
+    return [
+        {"address": wholes[-1].data_ptr(), "total_size": wholes[-1].numel(), "segment_pool_id": pool.handle}
+        for pool in list(_pools.values())
+        if mempool_id is None or pool.handle == mempool_id
+        for wholes in pool._owned.values()
+    ]
+
+
+def statistics(device: object = None) -> dict[str, int]:
+    """Replace ``torch.cuda.memory_stats``: all bytes that graph pools were ever given; zero for all else."""
+    return collections.defaultdict(int, _statistics)
+
+
+def new_handle() -> PoolHandle:
+    """Return a handle that no pool has yet."""
+    return (0, next(_handles))
+
+
+def pool_of(handle: PoolHandle | None) -> Pool:
+    """Return the living pool of ``handle``, or a new one; ``None`` always makes a new one.
+
+    Raises:
+        RuntimeError: Every graph of the pool is gone; the words are those of torch's allocator.
+    """
+    key = new_handle() if handle is None else handle
+    pool = _pools.get(key)
+    if pool is None:
+        if key in _with_graphs:
+            raise RuntimeError(f"it->second->use_count > 0 INTERNAL ASSERT FAILED: no graph of pool {key} is left")
+        pool = _pools[key] = Pool(key)
+    return pool
+
+
+# ------------------------------------------------------------------------------------------------------------ addresses
+
+
+def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a tensor over ``storage`` that lies in it as ``tensor`` lies in its own storage.
+
+    It has the dtype, shape, strides, storage offset and the conjugate and negative bits of ``tensor``, the device of
+    ``storage``, and takes no part in autograd.
+    """
+    alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        torch._C._set_conj(alias, True)
+    if tensor.is_neg():
+        torch._C._set_neg(alias, True)
+    return alias
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage as it stood when the capture first met it.
+
+    Attributes:
+        ref: the storage, not kept alive.
+        raw: its bytes, a uint8 tensor that owns nothing.
+        user: the operator that met it first, with the shape and dtype of the tensor.
+        is_private: it was allocated in the capture.
+        before: the bytes that memory from outside the capture held before its first write in it.
+        aliases: the tape's tensors in this memory.
+    """
+
+    ref: StorageWeakRef
+    pointer: int
+    nbytes: int
+    raw: torch.Tensor
+    dtype: torch.dtype
+    user: str
+    is_private: bool
+    before: torch.Tensor | None = None
+    aliases: list[torch.Tensor] = field(default_factory=list)
+
+    def problem(self) -> str | None:
+        """Return what happened to this memory since capture; None if nothing."""
+        if not self.nbytes:
+            return None
+        now = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
+        if now is None:
+            return "was freed"
+        if now.nbytes() < self.nbytes:
+            return f"was resized from {self.nbytes} to {now.nbytes()} bytes"
+        return "was moved" if now.data_ptr() != self.pointer else None
+
+
+class AddressBook:
+    """All blocks of one tape, whose own memory is of ``pool``."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._blocks: dict[_Place, Block] = {}
+        # a tensor of the bytes of each private storage, by where these were when the capture met them
+        self._private: dict[_Place, torch.Tensor] = {}
+        self._private_storages: set[int] = set()
+        self._private_addresses: set[int] = set()
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks.values())
+
+    def block(self, tensor: torch.Tensor, op: str, is_private: bool = False) -> Block:
+        """The block ``tensor`` lies in, made on first sight; ``is_private`` if the capture allocated it."""
+        storage = tensor.untyped_storage()
+        place = _place(storage)
+        if place not in self._blocks:
+            is_private = is_private or self._is_of_the_capture(place)
+            user = f"{op} on a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}"
+            pointer, nbytes = storage.data_ptr(), storage.nbytes()
+            raw = _bytes_at(pointer, nbytes)
+            self._blocks[place] = Block(StorageWeakRef(storage), pointer, nbytes, raw, tensor.dtype, user, is_private)
+            if is_private:
+                self._own(storage, tensor.dtype)
+        return self._blocks[place]
+
+    def _is_of_the_capture(self, place: _Place) -> bool:
+        """Whether a new block is a storage of the capture that was resized in it, or one that shares its memory."""
+        storage, pointer = place
+        return storage in self._private_storages or (pointer != 0 and pointer in self._private_addresses)
+
+    def _own(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        self._private[_place(storage)] = self._pool.own(storage, dtype)
+        self._private_storages.add(storage._cdata)
+        self._private_addresses.add(storage.data_ptr())
+
+    def alias(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """A tensor at the same address, of the same shape, strides and dtype, that does not own its memory."""
+        block = self.block(tensor, op)
+        block.aliases.append(alias_of(tensor, block.raw.untyped_storage()))
+        return block.aliases[-1]
+
+    def keep_memory_of(self, storage: torch.UntypedStorage) -> None:
+        """Move the tape's tensors off the memory of ``storage``, which the capture is about to resize.
+
+        On a GPU that memory stays in the graph's pool. Here the tape continues on a copy. Nothing happens to a storage
+        that the capture did not allocate.
+        """
+        place = _place(storage)
+        if self._private.pop(place, None) is None:
+            return
+        block = self._blocks.pop(place)
+        self._private_addresses.discard(block.pointer)
+        self._pool.release(storage)
+        block.raw = block.raw.clone()
+        kept = block.raw.untyped_storage()
+        for alias in block.aliases:
+            alias.set_(kept, alias.storage_offset(), alias.size(), alias.stride())
+        block.ref, block.pointer = StorageWeakRef(kept), kept.data_ptr()
+        self._blocks[_place(kept)] = block
+        self._own(kept, block.dtype)
+
+    @functools.cached_property
+    def _outside(self) -> list[Block]:
+        return [block for block in self if not block.is_private]
+
+    @functools.cached_property
+    def _private_tensors(self) -> tuple[list[torch.Tensor], list[int], list[int]]:
+        """The tensors of private memory, their addresses and indices: torch compares all in one call."""
+        return list(self._private.values()), [pointer for _, pointer in self._private], list(range(len(self._private)))
+
+    def check(self) -> None:
+        """Raise if any memory of the tape was freed, resized or moved since capture. The capture must have ended.
+
+        Raises:
+            StaleAddress: names the operator that used it first, and the tensor's shape and dtype.
+        """
+        alive = torch.UntypedStorage._new_with_weak_ptr
+        for block in self._outside:
+            storage = alive(block.ref.cdata)
+            if storage is None or storage.data_ptr() != block.pointer:
+                _raise_stale(block)
+        if not torch._C._tensors_data_ptrs_at_indices_equal(*self._private_tensors):
+            for block in self:
+                _raise_stale(block)
+
+
+def _raise_stale(block: Block) -> None:
+    problem = block.problem()
+    if problem is not None:
+        raise StaleAddress(
+            f"the graph uses memory that {problem} after capture: {block.user}. Keep every tensor that a graph uses "
+            f"alive and in place, and copy new values into it."
+        )
+
+
+def _bytes_at(pointer: int, nbytes: int) -> torch.Tensor:
+    if nbytes == 0 or pointer == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(pointer), dtype=torch.uint8)
+
+
+def _place(storage: torch.UntypedStorage) -> _Place:
+    return storage._cdata, storage.data_ptr()
+
+
+def _resize(call: Callable, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    state = streams.current_capture()
+    if state is not None:
+        with _disable_current_modes():
+            state.memory.keep_memory_of(storage)
+    return call(storage, size)
+
+
+def install() -> None:
+    """Let a capture resize the storages that it allocated."""
+    why = "memory of a graph stays the graph's when its tensor gives it back in the capture"
+    wrap(torch.UntypedStorage, "resize_", _resize, why)
