@@ -5,7 +5,7 @@ import pytest
 from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.engine import whole_passes
 from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
-from tests.support.training import Training
+from tests.support.trainings.training import Training
 
 from .captured_training import graphed
 

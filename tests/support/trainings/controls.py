@@ -13,8 +13,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from .case import Case
-from .training import Training, distributed_optimizers, engine_callable, standing_in, whole_passes
+from tests.support.trainings.case import Case
+from tests.support.trainings.training import (
+    Training,
+    distributed_optimizers,
+    engine_callable,
+    standing_in,
+    whole_passes,
+)
 
 
 def dead_replay(training: Training) -> None:
