@@ -117,8 +117,8 @@ class Faults(TorchDispatchMode):
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count in this context."""
-        from megatron.core.transformer._cuda_graphs.engine.capture import Capture
         from megatron.core.transformer._cuda_graphs.engine.capture_time_hooks import CaptureTimeHooks
+        from megatron.core.transformer._cuda_graphs.engine.graph import Capture
 
         with ExitStack() as stack:
             for owner, name in ((CaptureTimeHooks, "run"), (Capture, "new_graph"), (Capture, "recording")):

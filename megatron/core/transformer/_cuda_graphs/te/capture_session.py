@@ -14,10 +14,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from .. import state
 from ..agreement import CaptureAgreement
 from ..eager_passes import EagerPasses
+from ..engine.graph import preserve_buffers
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
 from ..engine.plan import Pass, ordered_plan
-from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..hooks import extracted_hooks, recorded_hooks
 from ..replacements import between
@@ -163,7 +163,7 @@ class CaptureSession:
                     self.agreement.naming(own, name) for own, name in zip(hooks, names, strict=True)
                 ]
                 if all(chunk.fsdp is not None for chunk in stage.chunks):
-                    arguments["gradient_sinks"] = self._gradient_sinks()
+                    arguments["owners"] = self._gradient_sinks()
                 graphs = make_graphed_callables(layers, sample_args, **arguments)
                 self.recorder.end()
             held = [
@@ -174,7 +174,7 @@ class CaptureSession:
                 Snapshot(
                     "change it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()",
                     *module_aspects(modules, around=layer, parameters=layer not in elsewhere, volatile=state.volatile),
-                    *memory_aspects(modules),
+                    *memory_aspects(modules, volatile=state.volatile),
                 )
                 for layer, modules in zip(layers, held, strict=True)
             ]

@@ -10,11 +10,12 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from ..eager_passes import EagerPasses
+from ..engine.captured import GraphedCallable
+from ..engine.plan import unordered_plan
 from ..engine.quantization import RecordedQuantization
-from ..engine.whole_passes import WholePasses
 from ..layer_graph import ATTENTION_INPUTS
 from ..packed_sequences import from_static_offsets
-from .forward_graphs import ForwardGraphs, captured
+from .forward_graphs import ForwardGraphs, captured, whole_passes
 from .sample_inputs import captures_attention
 from .training_calls import is_training
 
@@ -28,11 +29,11 @@ class _Replayed:
 
     layer_number = 1
 
-    def __init__(self, passes: WholePasses, inputs: Sequence[torch.Tensor]):
+    def __init__(self, passes: GraphedCallable, inputs: Sequence[torch.Tensor]):
         self._passes, self._inputs = passes, inputs
 
     def __call__(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        return self._passes([hidden_states, *self._inputs]), None
+        return self._passes.replay([hidden_states, *self._inputs]), None
 
 
 class DecoderGraphs(ForwardGraphs):
@@ -48,7 +49,7 @@ class DecoderGraphs(ForwardGraphs):
         inputs = self._inputs(args, kwargs) if is_training(decoder) else None
         if inputs is None:
             if torch.is_grad_enabled():
-                self.passes.before_eager_forward()
+                self.before_eager_forward()
             return type(decoder).forward(decoder, *args, **kwargs)
         own, config = decoder.__dict__, decoder.config
         own["layers"] = (_Replayed(self.passes, inputs[1:]),)  # found before the module of this name
@@ -123,10 +124,8 @@ def capture_decoder(
                 hidden_states = output[0] if isinstance(output, tuple) else output
         return hidden_states
 
-    passes = WholePasses(type(decoder).__name__, inputs, owner, copies_output=False, quantized=quantized)
-    turns = (passes, run), (passes, None)
-    slots, part = {decoder: [passes]}, decoder.layers
-    with captured(slots, [owner], turns, num_warmup_iters, nullcontext(), part) as snapshots:
+    passes = whole_passes(type(decoder).__name__, run, inputs, decoder.layers, owner, quantized, copies_results=False)
+    with captured({decoder: [passes]}, [owner], unordered_plan(1), num_warmup_iters, nullcontext()) as snapshots:
         return DecoderGraphs(
             decoder,
             [passes],

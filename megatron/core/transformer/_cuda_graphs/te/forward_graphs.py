@@ -3,14 +3,16 @@
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
 import torch
 
 from ..eager_passes import EagerPasses
-from ..engine.whole_passes import WholePasses, capture_passes
+from ..engine.captured import GraphedCallable, GraphOwner, capture_passes
+from ..engine.plan import Plan
+from ..engine.quantization import RecordedQuantization
 from ..expected_inputs import DefaultInputs, ExpectedInputs
 from ..packed_sequences import ADVICE, OFFSETS, unpack
 from ..replacements import TakenForward
@@ -21,49 +23,84 @@ _MASK = "attention_mask"
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
-# A pass, with what runs if it is a forward pass; None for the backward pass.
-Turn = tuple[WholePasses, Callable[..., torch.Tensor] | None]
+def whole_passes(
+    name: str,
+    func: Callable[..., torch.Tensor],
+    inputs: dict[str, torch.Tensor],
+    module: torch.nn.Module,
+    owner: GraphOwner,
+    quantized: RecordedQuantization | None,
+    copies_results: bool = True,
+) -> GraphedCallable:
+    """Return ``func``, which uses ``module``, as a callable whose graphs will hold all that its passes do.
+
+    Args:
+        inputs: Static inputs, by keyword. Those that require grad must be leaves.
+        quantized: How the module is quantized; None if it is not.
+    """
+    return GraphedCallable(
+        name,
+        func,
+        (),
+        inputs,
+        module=module,
+        owner=owner,
+        quantized=quantized,
+        context=nullcontext if quantized is None else quantized.reading_flag,
+        holds_hooks=True,
+        copies_results=copies_results,
+        allow_unused_input=True,
+    )
 
 
 @contextmanager
 def captured(
-    slots: Mapping[torch.nn.Module, Sequence[WholePasses]],
+    slots: Mapping[torch.nn.Module, Sequence[GraphedCallable]],
     owners: Sequence[Any],
-    turns: Sequence[Turn],
+    plan: Plan,
     num_warmup_iters: int,
     around: AbstractContextManager[None],
-    part: torch.nn.Module | None = None,
+    training: bool = True,
 ) -> Iterator[dict[torch.nn.Module, Snapshot]]:
     """Capture passes, and yield a snapshot for each module; reset them after an exception.
 
     Args:
-        slots: The passes of each module whose ``forward`` they will stand for.
+        slots: The passes of each module whose ``forward`` they will stand for, in the order of the plan's slots.
         owners: Megatron-FSDP's ``RecordedPasses`` of what is captured.
-        turns: The order of passes.
+        plan: The order of passes.
         num_warmup_iters: How often all of them run before.
         around: The context in which they run.
-        part: What of the module is captured; None for all of it.
+        training: Whether backward passes are captured.
     """
-    module_of = {passes: module if part is None else part for module, own in slots.items() for passes in own}
+    every = [passes for own in slots.values() for passes in own]
+    quantized = dict.fromkeys(each.quantized for each in every if isinstance(each.quantized, RecordedQuantization))
     state = PassState(slots)
     try:
         with ExitStack() as capturing:
             for owner in owners:
                 capturing.enter_context(owner.capture())
             with state, around:
-                capture_passes(turns, module_of, num_warmup_iters)
+                capture_passes(
+                    plan,
+                    every,
+                    num_warmup_iters=num_warmup_iters,
+                    training=training,
+                    shares_memory=True,
+                    contexts=[each.capturing() for each in quantized],
+                )
             snapshots = {}
             for module, (passes, *_) in slots.items():
-                modules = named(module, parts=None if part is None else [part])
+                recorded = passes.quantized if isinstance(passes.quantized, RecordedQuantization) else None
+                modules = named(module, parts=None if passes.module in (None, module) else [passes.module])
                 snapshots[module] = Snapshot(
                     "replays go on once it is changed back",
                     *module_aspects(modules, around=module, replaced=module, volatile=state.volatile),
-                    *memory_aspects(modules),
-                    *(() if passes.quantized is None else [quantized_aspect(passes.quantized.tensors)]),
+                    *memory_aspects(modules, volatile=state.volatile),
+                    *(() if recorded is None else [quantized_aspect(recorded.tensors)]),
                 )
         yield snapshots
     except BaseException:
-        for passes in module_of:
+        for passes in every:
             passes.reset()
         raise
 
@@ -86,7 +123,7 @@ class ForwardGraphs:
     def __init__(
         self,
         module: Any,
-        slots: Sequence[WholePasses],
+        slots: Sequence[GraphedCallable],
         eager_passes: EagerPasses,
         snapshot: Snapshot,
         *,
@@ -97,7 +134,7 @@ class ForwardGraphs:
         self.module, self.slots = module, slots
         self._eager_passes, self._snapshot, self._kept = eager_passes, snapshot, kept
         self._order = list(inspect.signature(type(module).forward).parameters)[1:]
-        inputs = slots[0].inputs
+        inputs = slots[0].kwargs
         self._names = list(inputs)
         self._known = frozenset((*inputs, *unused))
         self._defaults = DefaultInputs()
@@ -105,6 +142,10 @@ class ForwardGraphs:
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
         self._taken = TakenForward(module, self) if stands else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass, by a replay if possible."""
+        raise NotImplementedError
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         """Return the tokens of a sequence on this rank and the sequences of a micro-batch, given arguments by name."""
@@ -114,12 +155,17 @@ class ForwardGraphs:
         """Return the arguments of a call by name."""
         return arguments_by_name(self._order, args, kwargs)
 
+    def before_eager_forward(self) -> None:
+        """Prepare a forward pass with grad that runs eagerly."""
+        if self.passes.owner is not None:
+            self.passes.owner.before_eager_forward()
+
     @property
-    def passes(self) -> WholePasses:
+    def passes(self) -> GraphedCallable:
         """The graphs of the first slot."""
         return self.slots[0]
 
-    def inputs_of(self, given: dict[str, Any], passes: WholePasses) -> list[torch.Tensor] | None:
+    def inputs_of(self, given: dict[str, Any], passes: GraphedCallable) -> list[torch.Tensor] | None:
         """Return the inputs of a replay, in the order of the static ones; None if the graphs do not fit this call.
 
         Why they do not is logged, once for each reason.
@@ -130,7 +176,7 @@ class ForwardGraphs:
         packed_otherwise = ""
         if self._packed_tokens:
             packed_otherwise = unpack(given, self._packed_tokens * self.shape_of(given)[0] // self._shape[0])
-        mask = passes.inputs.get(_MASK)
+        mask = passes.kwargs.get(_MASK)
         unmasked = given.get(_MASK) is None
         inputs: list[Any] = [mask if unmasked and name == _MASK else given.get(name) for name in self._names]
         others = [name for name, value in given.items() if value is not None and name not in self._known]

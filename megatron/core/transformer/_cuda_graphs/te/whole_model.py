@@ -14,13 +14,13 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from ..eager_passes import EagerPasses
-from ..engine.plan import Pass, Plan
+from ..engine.captured import GraphedCallable
+from ..engine.plan import Plan, unordered_plan
 from ..engine.quantization import RecordedQuantization
-from ..engine.whole_passes import WholePasses
 from ..evaluation_mode import may_replay_evaluation
 from ..packed_sequences import OFFSETS, from_static_offsets
 from ..snapshot import Snapshot
-from .forward_graphs import ForwardGraphs, captured
+from .forward_graphs import ForwardGraphs, captured, whole_passes
 from .layers import decoder_layers, language_layers
 from .order import PassOrder
 from .sample_inputs import LayerInputs, captures_attention, sample_arguments
@@ -109,14 +109,14 @@ class ModelGraphs(ForwardGraphs):
     def __init__(
         self,
         model: Any,
-        slots: Sequence[WholePasses],
+        slots: Sequence[GraphedCallable],
         eager_passes: EagerPasses,
         snapshot: Snapshot,
         kept: Sequence[Any] = (),
         stands: bool = True,
     ):
         unused = unused_by(model)
-        if {"attention_mask", *OFFSETS}.isdisjoint(slots[0].inputs):  # there is no attention
+        if {"attention_mask", *OFFSETS}.isdisjoint(slots[0].kwargs):  # there is no attention
             unused.add("attention_mask")
         super().__init__(model, slots, eager_passes, snapshot, unused=unused, kept=kept, stands=stands)
 
@@ -137,19 +137,19 @@ class ModelGraphs(ForwardGraphs):
         if output is not None:
             return output
         if graphs is not None or torch.is_grad_enabled():
-            (graphs or self).passes.before_eager_forward()
+            (graphs or self).before_eager_forward()
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def replay(self, args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """Return the output of a call by a replay; None if the graphs do not fit it."""
         given = self.by_name(args, kwargs)
-        if HIDDEN_STATES in self.passes.inputs:
+        if HIDDEN_STATES in self.passes.kwargs:
             given[HIDDEN_STATES] = self.module.decoder.input_tensor
         passes = None if shape_of(self.module, given) is None else self._slot()
         inputs = None if passes is None else self.inputs_of(given, passes)
-        return None if passes is None or inputs is None else passes(inputs)
+        return None if passes is None or inputs is None else passes.replay(inputs)
 
-    def _slot(self) -> WholePasses | None:
+    def _slot(self) -> GraphedCallable | None:
         """Return the graphs of the micro-batch; None in a step of another number of them, whose order is another.
 
         Those of evaluation serve each: no backward pass reads what one has left.
@@ -194,22 +194,16 @@ def capture_whole_models(
     """
     plan = order.plan
     samples = inputs_of_slots(models, plan, seq_length, micro_batch_size)
-    slots: defaultdict[Any, list[WholePasses]] = defaultdict(list)
-    all_slots: list[WholePasses] = []
+    slots: defaultdict[Any, list[GraphedCallable]] = defaultdict(list)
+    forward = [partial(_forward, model, seq_length) for model in models]
     for index, inputs in zip(plan.callable_of_slot, samples, strict=True):
         own = slots[models[index]]
         name = type(models[index]).__name__
         if order.num_microbatches > 1:
             name += f" (chunk {index}, micro-batch {len(own)})"
-        own.append(WholePasses(name, inputs, owners[index], quantized=quantized[index]))
-        all_slots.append(own[-1])
-    forward = [partial(_forward, model, seq_length) for model in models]
-    turns = [
-        (all_slots[step.slot], forward[plan.callable_of_slot[step.slot]] if step.kind is Pass.FORWARD else None)
-        for step in plan.steps
-    ]
+        own.append(whole_passes(name, forward[index], inputs, models[index], owners[index], quantized[index]))
     kept: list[Any] = []
-    with captured(slots, owners, turns, num_warmup_iters, _around_passes(models, kept)) as snapshots:
+    with captured(slots, owners, plan, num_warmup_iters, _around_passes(models, kept)) as snapshots:
         return [ModelGraphs(model, slots[model], eager_passes, snapshots[model], kept) for model in models]
 
 
@@ -229,9 +223,10 @@ def capture_evaluation(
     """
     inputs = sample_inputs(model, seq_length, micro_batch_size)
     name = f"{type(model).__name__} in evaluation"
-    passes = WholePasses(name, inputs, owner, quantized=quantized, has_backward=False)
-    turns, kept = [(passes, partial(_forward, model, seq_length))], list[Any]()
-    with captured({model: [passes]}, [owner], turns, num_warmup_iters, _around_passes([model], kept)) as snapshots:
+    passes = whole_passes(name, partial(_forward, model, seq_length), inputs, model, owner, quantized)
+    plan, kept = unordered_plan(1), list[Any]()
+    around = _around_passes([model], kept)
+    with captured({model: [passes]}, [owner], plan, num_warmup_iters, around, training=False) as snapshots:
         return ModelGraphs(model, [passes], EagerPasses(), snapshots[model], kept, stands=False)
 
 

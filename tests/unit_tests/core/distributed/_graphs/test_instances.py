@@ -265,19 +265,6 @@ def test_a_replay_that_an_exception_ended_leaves_no_event_to_wait_for(hybrid_ran
         training.model.train()
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_the_shards_that_graphs_use_are_those_of_an_instance(hybrid_ranks, outer):
-    with trained(MODEL, hybrid_ranks, outer) as training:
-        fsdp = training.fsdp
-        found: dict[str, set[int]] = {}
-        for name, tensor in fsdp.graphs_of_model.captured_tensors():
-            found.setdefault(name.split(" of bucket")[0], set()).add(tensor.data_ptr())
-        groups = fsdp.param_and_grad_buffer.parameter_groups
-        weights = {(group.hfsdp_helper_wbuf or group.model_weight_buffer).data.data_ptr() for group in groups}
-        grads = {(group.hfsdp_helper_gbuf or group.main_grad_buffer).data.data_ptr() for group in groups}
-        assert (found["the weights' shard"], found["the main gradients' shard"]) == (weights, grads)
-
-
 def test_a_reduction_that_is_waited_for_goes_on_between_instances(hybrid_ranks):
     with trained(LAYER, hybrid_ranks, "no_shard") as training:
         pipeline = training.fsdp.grad_reduce_pipeline

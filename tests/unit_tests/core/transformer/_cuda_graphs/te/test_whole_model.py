@@ -48,16 +48,13 @@ class Passes:
     """Notes what is replayed."""
 
     def __init__(self, inputs):
-        self.inputs = inputs
+        self.kwargs, self.owner = inputs, None
         self.replayed: list | None = []
 
-    def __call__(self, inputs):
+    def replay(self, inputs):
         assert self.replayed is not None
         self.replayed.append(inputs)
         return "replayed"
-
-    def before_eager_forward(self):
-        """Nothing: there is nothing to gather."""
 
     def reset(self):
         self.replayed = None
@@ -323,7 +320,7 @@ def test_each_micro_batch_replays_its_own_graphs_on_its_hidden_states(chunk):
     assert all(call(chunk, number, given[number]) for number in (0, 1))
     for slot, hidden_states in zip(slots, given, strict=True):
         (inputs,) = slot.replayed
-        assert [id(tensor) for tensor in inputs] == [id(slot.inputs["attention_mask"]), id(hidden_states)]
+        assert [id(tensor) for tensor in inputs] == [id(slot.kwargs["attention_mask"]), id(hidden_states)]
 
 
 @pytest.mark.parametrize(("microbatch", "microbatches"), [(0, 3), (2, 2), (None, 2)])
