@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_session
-from megatron.core.transformer._cuda_graphs.te.whole_model import known_class, other_method
+from megatron.core.transformer._cuda_graphs.te.capture_state import known_class, other_method
 from tests.support.sample import each_once
 from tests.support.trainings.hybrid_training import HybridTraining
 from tests.support.trainings.training import Training, train

@@ -73,7 +73,7 @@ class Recording:
             self.snapshots[function] = Snapshot(
                 _ADVICE,
                 *module_aspects(modules, contexts=runner.contexts, volatile=passes.volatile),
-                *memory_aspects(modules, parameters=True, main_grads=True),
+                *memory_aspects(modules, parameters=True, main_grads=True, volatile=passes.volatile),
             )
         for runner in runners:
             runner.finish()

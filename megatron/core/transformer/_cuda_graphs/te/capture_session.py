@@ -27,12 +27,10 @@ from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .capture_state import CaptureState, Holds
 from .changed_shapes import Recaptures
-from .decoder_graphs import capture_decoder
-from .evaluation import capture_for_evaluation
 from .layers import layer_name
+from .model import capture_decoder, capture_for_evaluation, capture_models
 from .stage import Stage
 from .torch_fsdp import kept_parameters
-from .whole_model import capture_whole_models
 
 InputData = tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]
 
@@ -92,8 +90,8 @@ class CaptureSession:
         eager_passes = self._watch_shapes(tokens=self.shape[0] // stage.config.context_parallel_size, calls=1)
         quantized = [recorded_quantization(stage, model) for model in models]
         with self._several_layers([chunk.module for chunk in chunks]):
-            self.graphs.whole = capture_whole_models(
-                models, owners, order, *self.shape, warmup_iters, eager_passes, quantized
+            self.graphs.whole = capture_models(
+                models, owners, order.plan, self.shape, warmup_iters, eager_passes, quantized
             )
         self._warn_of_hooks((model, named(model)) for model in models)
         self.recorder.end()

@@ -4,13 +4,12 @@ import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, ChangedSinceCaptureError
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_state
+from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_state import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
@@ -99,19 +98,6 @@ def test_layers_that_are_captured_are_those_discovered(one_stage, monkeypatch, a
     helper.create_cudagraphs()
     layers = helper.chunks_with_decoder[0].decoder.layers
     assert [len(getattr(layer, "cuda_graphs", ())) for layer in layers] == [0, 1]
-
-
-def test_layers_left_out_rule_out_the_whole_model():
-    layers = [MaskedLayer(), MaskedLayer()]
-    model = torch.nn.Module()
-    model.decoder = torch.nn.Module()
-    model.decoder.layers = torch.nn.ModuleList(layers)
-    fsdp = Fsdp()
-    fsdp.module = model
-    stage = stage_of(layers, layers[:1], modules=[fsdp, fsdp], cpu_offloading=True)
-    with mock.patch.object(capture_state, "known_class", return_value=True):
-        reasons = [blocker(replace(stage, chunks=[replace(chunk, model=model)]), Holds.MODEL) for chunk in stage.chunks]
-    assert reasons == ["activations are offloaded", "not all of its layers can be captured"]
 
 
 # --------------------------------------------------------------------------------------------------- quantization
@@ -309,14 +295,6 @@ def test_layers_hold_no_graphs_once_these_are_deleted(one_stage, caplog):
     assert "deleted all CUDA graphs" in caplog.text
 
 
-def test_layers_gather_by_themselves_only_without_megatron_fsdp():
-    data_parallel, under_fsdp, under_ddp = mock.Mock(spec=["_make_forward_pre_hook"]), mock.Mock(), mock.Mock()
-    stage = stage_of([under_fsdp], [under_ddp], modules=[Fsdp(), data_parallel])
-    TECudaGraphHelper.cuda_graph_set_manual_hooks(SimpleNamespace(stage=stage))  # type: ignore[arg-type]
-    assert not under_fsdp.setup_manual_hooks.called
-    under_ddp.setup_manual_hooks.assert_called_once_with(data_parallel._make_forward_pre_hook)
-
-
 def test_a_language_model_within_a_larger_one_is_not_captured_whole():
     fsdp = Fsdp()
     fsdp.module = torch.nn.ModuleDict({"language_model": torch.nn.Linear(1, 1), "head": torch.nn.Linear(1, 1)})
@@ -357,14 +335,6 @@ def test_a_stage_captures_for_each_number_of_micro_batches_with_the_others_even_
     has = layers > 0
     assert seen == [(1, has), (2, has), (2, has), (2, False), (2, False)]
     assert capturing.eager_reason() == "captures-used-up"
-
-
-@pytest.mark.parametrize(("layers", "reason"), [(0, "no-layers"), (1, "")])
-def test_a_stage_without_layers_runs_eagerly_for_that_reason(one_stage, layers, reason):
-    capturing = helper_of(layers=layers)
-    assert capturing.eager_reason() == "before-capture"
-    capturing.create_cudagraphs()
-    assert capturing.eager_reason() == reason
 
 
 def fail():

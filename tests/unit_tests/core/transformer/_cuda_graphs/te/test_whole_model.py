@@ -11,9 +11,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
-from megatron.core.transformer._cuda_graphs.te import whole_model
-from megatron.core.transformer._cuda_graphs.te.decoder_graphs import DecoderGraphs
-from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs, sample_inputs
+from megatron.core.transformer._cuda_graphs.te import model as te_model
+from megatron.core.transformer._cuda_graphs.te.model import DecoderGraphs, ModelGraphs, sample_inputs
 from megatron.core.transformer.enums import AttnMaskType
 
 from .stages import MaskedLayer, config
@@ -252,13 +251,6 @@ def test_static_inputs_are_what_losses_depend_on():
     assert shapes(language_model(MaskedLayer(), positions="mrope")) == MASKED | multimodal
 
 
-@pytest.mark.usefixtures("cpu_backend")
-def test_offsets_are_static_inputs_in_the_place_of_the_attention_mask():
-    packing = dict.fromkeys(OFFSETS, ([5], torch.int32))
-    found = shapes(language_model(MaskedLayer(), cuda_graph_packed_sequences=4))
-    assert found == {name: MASKED[name] for name in ("input_ids", "position_ids", "labels")} | packing
-
-
 class NoAttention(MaskedLayer):
     """A layer without attention."""
 
@@ -301,7 +293,7 @@ def hidden(length=SHAPE[1], value=0.0):
 def chunk(monkeypatch):
     """A chunk with graphs for steps of two micro-batches, and the passes of each."""
     chunk = Chunk()
-    monkeypatch.setattr(whole_model, "get_num_microbatches", lambda: chunk.microbatches)
+    monkeypatch.setattr(te_model, "get_num_microbatches", lambda: chunk.microbatches)
     slots = [Passes({"attention_mask": mask(), "hidden_states": hidden()}) for _ in range(2)]
     ModelGraphs(chunk, cast(Any, slots), EagerPasses(), Snapshot(""))
     return chunk, slots
