@@ -97,14 +97,6 @@ def test_other_lengths_train_bit_for_bit_as_eager(pipeline, microbatches, option
     assert len(runners(model)) == 2 * (microbatches if pipeline > 1 else 1)
 
 
-def test_all_layers_read_lengths_in_one_place():
-    _, model = run(True, [[packed((3, 4, 1), (4, 4, 4))]] * 2)
-    places = {
-        tensor.data_ptr() for runner in runners(model) for tensor in runner.graphs.inputs if tensor.dtype == torch.int32
-    }
-    assert len(places) == 2
-
-
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
