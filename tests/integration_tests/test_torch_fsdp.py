@@ -64,4 +64,4 @@ def test_a_replay_that_does_nothing_changes_the_loss(results):
 def test_parameters_that_are_not_kept_in_place_are_noticed(compare_runs):
     # On one rank only, perhaps: the first error ends all ranks.
     (result,) = compare_runs([TORCH | {"control": "parameters_not_kept"}], "--stop-at-error")
-    assert "MovedBufferError" in result["error"] or "StaleAddress" in result["error"]
+    assert "ChangedSinceCaptureError" in result["error"] or "StaleAddress" in result["error"]

@@ -22,7 +22,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from .errors import ChangedSinceCaptureError, UnsupportedError
+from .errors import ArgumentTypeError, ChangedSinceCaptureError, UnsupportedError
 from .hooks import HOOK_KINDS, is_of_ddp
 
 _MISSING = object()
@@ -231,6 +231,63 @@ def address_of(tensor: torch.Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:
         return 0
+
+
+class InputSignature:
+    """Shapes, dtypes and ``requires_grad`` of the inputs that a callable was captured with.
+
+    Args:
+        name_of: Returns what errors call the input of this index.
+        advice: The end of an error about another shape or dtype.
+    """
+
+    def __init__(self, owner: str, tensors: Sequence[torch.Tensor], name_of: Callable[[int], str], advice: str = ""):
+        self._owner, self._name_of, self._advice = owner, name_of, advice
+        self._expected = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def rename(self, owner: str, name_of: Callable[[int], str], advice: str) -> None:
+        """Set how errors call the callable and its inputs, and their advice."""
+        self._owner, self._name_of, self._advice = owner, name_of, advice
+
+    def accepts(self, inputs: Sequence[Any]) -> bool:
+        """Whether there are as many ``inputs`` as at capture and ``check`` would find nothing wrong with them."""
+        if len(inputs) != len(self._expected):
+            return False
+        for given, (shape, dtype, requires_grad) in zip(inputs, self._expected):  # noqa: B905
+            if not isinstance(given, torch.Tensor) or given.shape != shape or given.dtype != dtype:
+                return False
+            if given.requires_grad and not requires_grad and torch.is_grad_enabled():
+                return False
+        return True
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Compare ``inputs`` with those at capture; there must be as many.
+
+        Raises:
+            ArgumentTypeError: an input is not a tensor.
+            ValueError: an input has another shape or dtype, or requires grad and did not at capture.
+        """
+        if self.accepts(inputs):
+            return
+        for index, (given, (shape, dtype, requires_grad)) in enumerate(zip(inputs, self._expected, strict=True)):
+            if not isinstance(given, torch.Tensor):
+                raise ArgumentTypeError(
+                    f"{self._owner}: {self._name_of(index)} must be a tensor for a CUDA graph, got {given!r}"
+                )
+            if given.shape != shape or given.dtype != dtype:
+                raise ValueError(
+                    f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype} and is called "
+                    f"with {tuple(given.shape)} {given.dtype}{self._advice}"
+                )
+            if given.requires_grad and not requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{self._owner} was captured with {self._name_of(index)} that requires no grad, and it requires "
+                    "grad now, which its CUDA graph does not compute: capture with an input that requires grad, or "
+                    "detach it"
+                )
 
 
 # ------------------------------------------------------------------------------------------------------------ modules

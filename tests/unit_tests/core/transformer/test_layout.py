@@ -22,16 +22,15 @@ LAYERS = (
     {
         f"{PACKAGE}.{name}"
         for name in (
-            *("state", "errors", "expected_inputs", "eager_passes", "hooks", "packed_sequences", "flags"),
-            *("evaluation_mode", "dispatcher_state", "launches", "attribute_reads", "replay_conditions"),
-            *("replacements", "state_of_passes"),
+            *("state", "errors", "inputs", "eager_passes", "hooks", "flags", "evaluation_mode", "launches"),
+            *("replacements", "snapshot"),
         )
     },
     {f"{PACKAGE}.report"},
     {f"{PACKAGE}.engine"},
     {f"{PACKAGE}.layer_graph", f"{PACKAGE}.agreement"},
     {f"{TRANSFORMER}.module"},
-    {f"{PACKAGE}.te", f"{PACKAGE}.local", f"{PACKAGE}.imported_names", f"{PACKAGE}.for_callers"},
+    {f"{PACKAGE}.te", f"{PACKAGE}.local", f"{PACKAGE}.for_callers"},
     {f"{TRANSFORMER}.cuda_graphs"},
 )
 
@@ -117,7 +116,7 @@ def test_te_and_local_do_not_import_each_other(folder: str, other: str) -> None:
 
 
 def test_megatron_fsdp_imports_leaves_and_engine_only() -> None:
-    assert FSDP_FILES and not _higher(FSDP_FILES, lambda name: _rank(f"{PACKAGE}.engine.addresses"))
+    assert FSDP_FILES and not _higher(FSDP_FILES, lambda name: _rank(f"{PACKAGE}.engine"))
 
 
 def test_passes_of_megatron_fsdp_import_neither_hooks_nor_wrapper_and_buffers_import_no_pass() -> None:

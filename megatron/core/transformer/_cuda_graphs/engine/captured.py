@@ -13,9 +13,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from ..expected_inputs import ExpectedInputs
 from ..replacements import TakenForward
-from .addresses import Place, places_of
+from ..snapshot import InputSignature, Snapshot, equal, identities, named
 from .capture_time_hooks import CaptureTimeHooks
 from .graph import (
     Capture,
@@ -36,6 +35,8 @@ from .quantization import QuantizedReplay, RecordedQuantization
 Phase = Literal["forward", "backward"]
 Tensors = tuple[torch.Tensor | None, ...]
 Grads = Sequence[torch.Tensor | None]
+
+_PARAMETERS = "copy new values into parameters (load_state_dict does), or reset() the graphs and capture again"
 
 
 class GraphOwner:
@@ -175,15 +176,20 @@ class GraphedCallable:
         self.name, self.func, self.args, self.kwargs = name, func, args, kwargs
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self.inputs, self._structure = _flat_inputs(name, args, kwargs)
-        self._expected = ExpectedInputs(name, self.inputs, "input {}".format)
+        self._expected = InputSignature(name, self.inputs, "input {}".format)
         self.module = module_of(func) if module is None else module
         self._training = getattr(func, "training", None)
         # Where graphs hold hooks, parameters may be others at capture than now, and no gradient of them is returned.
         known = () if self.module is None or holds_hooks else tuple(self.module.parameters())
         self._all_params: tuple[torch.Tensor, ...] = known
         self.params = tuple(param for param in known if param.requires_grad)
-        self._frozen = tuple(param for param in known if not param.requires_grad)
-        self._watched: list[tuple[Place, torch.Tensor | None]] = []
+        self._frozen = frozen = tuple(param for param in known if not param.requires_grad)
+        self._unfrozen = equal(  # of which the backward graph computes no gradient
+            [f"requires_grad of a parameter of shape {tuple(param.shape)}" for param in frozen],
+            lambda: [param.requires_grad and torch.is_grad_enabled() for param in frozen],
+            [False] * len(frozen),
+        )
+        self._snapshot = Snapshot(f"{_PARAMETERS} ({name})", *([self._unfrozen] if frozen else ()))
         self.owner, self.quantized, self._context = owner, quantized, context
         self._hooks = hooks or CaptureTimeHooks(name, None)
         self._holds_hooks, self._copies_results = holds_hooks, copies_results
@@ -504,8 +510,7 @@ class GraphedCallable:
             ) from None
         if self._structure is not None or not self._expected.accepts(inputs):
             inputs = self._match(inputs)
-        if self._watched or self._frozen:
-            self._check_parameters()
+        self._snapshot.check()
         get = kwargs.get
         return self.replay(inputs, get("is_first_microbatch"), get("cuda_graph_stream"), get("cuda_graph_event"))
 
@@ -669,23 +674,15 @@ class GraphedCallable:
     def _watch_parameters(self, module: torch.nn.Module) -> None:
         """Refuse replays once a parameter of ``module`` is another object: the graphs go on reading the former one."""
         used = set(map(id, (*self.params, *self._frozen)))
-        places = places_of(module, "_parameters")
-        self._watched = [(place, place.tensor) for place in places if id(place.tensor) in used]
-
-    def _check_parameters(self) -> None:
-        for place, param in self._watched:
-            if param is not None and place.owner.get(place.key) is not param:
-                raise RuntimeError(
-                    f"{self.name}: parameter {place.key} of shape {tuple(param.shape)} was replaced after capture, and "
-                    "the graphs read the former one: copy new values into it (load_state_dict does), or reset() and "
-                    "capture again"
-                )
-        for param in self._frozen:
-            if param.requires_grad and torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"{self.name}: a parameter of shape {tuple(param.shape)} required no grad at capture and does now, "
-                    "but the backward graph computes no gradient of it: reset() and capture again"
-                )
+        held = [
+            (inner._parameters, key, f"parameter {key} of {name}")
+            for inner, name in named(module).items()
+            for key, param in inner._parameters.items()
+            if id(param) in used
+        ]
+        replaced = identities([name for *_, name in held], lambda: [own.get(key) for own, key, _ in held])
+        frozen = [self._unfrozen] if self._frozen else []
+        self._snapshot = Snapshot(f"{_PARAMETERS} ({self.name})", *([replaced] if held else ()), *frozen)
 
     def _match(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Return the inputs of a call, flattened, if they are like the static ones.
@@ -723,7 +720,8 @@ class GraphedCallable:
         self.is_ready = False
         self.drop_results()
         self.args, self.kwargs, self.inputs, self.params, self._all_params, self._frozen = (), {}, (), (), (), ()
-        self._places, self._grad_places, self._grads_of_params, self._watched = [], [], [], []
+        self._places, self._grad_places, self._grads_of_params = [], [], []
+        self._snapshot.forget()
         self._delayed, self._warmup = DelayedWeightGradients((), ()), WarmupRecord()
         self._hooks, self._context = CaptureTimeHooks(self.name, None), nullcontext
         self.quantized = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from .addresses import address_of
+from ..snapshot import address_of
 
 
 class Pass(Enum):

@@ -27,12 +27,11 @@ from ..engine.plan import Plan, unordered_plan
 from ..engine.quantization import RecordedQuantization
 from ..errors import CaptureFailedError
 from ..evaluation_mode import may_replay_evaluation
-from ..expected_inputs import DefaultInputs, ExpectedInputs
 from ..hooks import has_other_hooks
+from ..inputs import ADVICE, OFFSETS, DefaultInputs, from_static_offsets, unpack
 from ..layer_graph import ATTENTION_INPUTS
-from ..packed_sequences import ADVICE, OFFSETS, from_static_offsets, unpack
 from ..replacements import TakenForward
-from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named, quantized_aspect
+from ..snapshot import InputSignature, PassState, Snapshot, memory_aspects, module_aspects, named, quantized_aspect
 from .capture_arguments import WARMUP_ITERATIONS, recorded_quantization
 from .layers import decoder_layers, language_layers
 from .sample_inputs import LayerInputs, captures_attention, sample_arguments
@@ -92,7 +91,7 @@ class PassGraphs:
         self._names = list(inputs)
         self._known = frozenset((*inputs, *unused))
         self._defaults = DefaultInputs()
-        self._expected = ExpectedInputs(type(module).__name__, list(inputs.values()), self._names.__getitem__)
+        self._expected = InputSignature(type(module).__name__, list(inputs.values()), self._names.__getitem__)
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
         self._taken = TakenForward(module, self) if stands else None
