@@ -5,7 +5,12 @@ import torch
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs, delete_cuda_graphs
-from tests.unit_tests.core.transformer._cuda_graphs.local.local_graph_cases import HIDDEN, Layer, Stack, use_graphable_rng
+from tests.unit_tests.core.transformer._cuda_graphs.local.local_graph_cases import (
+    HIDDEN,
+    Layer,
+    Stack,
+    use_graphable_rng,
+)
 
 WIDTH = 2048
 

@@ -482,7 +482,10 @@ def dead_local_replay(training: Training) -> None:
     def kill(create: Callable[[], None]) -> None:
         create()
         for runner in _runners(training):
-            runner._replay.run = mock.Mock()
+            graphs = runner.graphs
+            graphs.forward_graph, graphs.backward_graph = (
+                mock.Mock(kept=graph) for graph in (graphs.forward_graph, graphs.backward_graph)
+            )
 
     _at_local_capture(training, kill)
 
