@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.kill_a_rank import LAUNCHED, killed
+from tests.support.trainings.kill_a_rank import LAUNCHED, killed
 
 TIMEOUT = 120  # seconds, of the process groups: more than a rank on a busy machine is late
 

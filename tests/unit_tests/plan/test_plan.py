@@ -160,13 +160,13 @@ def test_why_the_whole_model_cannot_be_captured(capsys, flags):
     "more",
     [
         "--num-layers 2 --mtp-num-layers 1",
-        "--hybrid-layer-pattern M*-/*M --spec tests.support.hybrid_spec local",
+        "--hybrid-layer-pattern M*-/*M --spec tests.support.layers.hybrid_spec local",
         "--num-layers 2 --position-embedding-type mrope --mrope-section 2 3 3",
         "--num-layers 2 --position-embedding-type mrope --mrope-section 2 3 3 --context-parallel-size 2 "
-        "--spec tests.support.gathering_attention local_layers",
+        "--spec tests.support.layers.gathering_attention local_layers",
         "--num-layers 2 --cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none",
         "--num-layers 2 --cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none "
-        "--context-parallel-size 2 --spec tests.support.packed_attention local_layer",
+        "--context-parallel-size 2 --spec tests.support.layers.packed_attention local_layer",
     ],
     ids=[
         *("multi-token prediction", "hybrid", "multimodal positions", "multimodal positions of parts"),

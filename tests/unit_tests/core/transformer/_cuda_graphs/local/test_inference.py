@@ -15,7 +15,7 @@ from megatron.core.transformer.cuda_graphs import (
     create_cudagraphs,
 )
 
-from .local_graph_cases import HIDDEN, Layer, batch, config, eager_calls, groups, record, stack, use_graphable_rng
+from .local_graph_cases import HIDDEN, Layer, batch, config, groups, record, stack, use_graphable_rng
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
@@ -55,12 +55,6 @@ class TestInference:
             assert torch.equal(out, layer.forward(batch(0, size=size), eager=True)[0])
         assert set(layer.manager.custom_cudagraphs_lookup_table) == {2, 3}
         assert [entry[1] for entry in _CudagraphGlobalRecord.cudagraph_inference_record] == ["fwd", "fwd"]
-
-    def test_a_key_with_other_arguments_is_refused(self):
-        layer = self.inline()
-        layer(batch(0, size=2), cache_key="one")
-        with pytest.raises(ValueError, match=r"args\[0\]: shape \(3, 8\), captured with \(2, 8\)"):
-            layer(batch(0, size=3), cache_key="one")
 
     def test_calls_without_a_key_find_their_graph_by_their_arguments(self):
         layer = self.inline()
@@ -139,18 +133,6 @@ class TestInference:
                 return [layer(hidden_states=batch(i), inference_context=context)[0].tolist() for i in range(3)]
 
         assert run(graphs=True) == run(graphs=False)
-
-    def test_graphs_for_inference_and_for_training_of_one_model_do_not_meet(self):
-        model = stack(count=1)
-        record(model)
-        before = eager_calls(model)
-        with torch.inference_mode():
-            model.layers[0](hidden_states=batch(0), inference_context=Context(1, 8))
-        calls = eager_calls(model)
-        assert calls != before
-        model(batch(1)).sum().backward()
-        create_cudagraphs()
-        assert eager_calls(model) == calls
 
     def test_a_graph_that_was_given_up_is_captured_again(self):
         layer = self.inline()

@@ -73,12 +73,6 @@ class TestAfterCapture:
         with pytest.raises(RuntimeError, match=r"(?s)no CUDA graph of Layer.*did not run in the recorded step"):
             stack()(batch(0))
 
-    def test_run_eagerly_where_no_gradients_are_wanted(self):
-        record(stack())
-        other, reference = stack(count=1), stack(count=1, graphs=False)
-        with torch.no_grad():
-            assert torch.equal(other(batch(1)), reference(batch(1)))
-
 
 class TestCopies:
     @pytest.mark.parametrize("captured", [False, True], ids=["before the capture", "after it"])
@@ -94,19 +88,6 @@ class TestCopies:
         (eager, _), (graphed, calls) = run(graphs=False), run(graphs=True)
         assert graphed == eager
         assert calls == [calls[0]] * 3
-
-    def test_of_a_graphed_function_run_on_the_copy(self):
-        use_graphable_rng()
-        layer = Layer(graphs=False).cuda()
-        layer.manager = CudaGraphManager(layer.config, layer, "forward", pg_collection=groups())
-        copied = copy.deepcopy(layer)
-        with torch.no_grad():
-            copied.linear.weight.zero_()
-            copied.linear.bias.zero_()
-        assert torch.equal(copied(batch(0))[0], batch(0))
-        assert torch.equal(copied.forward(batch(0), eager=True)[0], batch(0))
-        assert layer.calls.count == 0
-        assert not layer.manager.cudagraph_runners
 
 
 class TestManager:

@@ -64,22 +64,6 @@ class TestEvaluation:
         delete_cuda_graphs()
         assert run(graphs=True) == eager
 
-    def test_in_a_pipeline_leaves_the_order_of_runners_as_it_was(self):
-        def run(graphs):
-            model, found = stack(graphs=graphs, pipeline=2), []
-            for number in range(4):
-                losses = [model(batch(number, microbatch)).square().mean() for microbatch in range(3)]
-                for loss in losses:
-                    loss.backward()
-                    found.append(loss.item())
-                create_cudagraphs()
-                found.append(evaluate(model, batch(10 + number)))
-            return found
-
-        eager = run(graphs=False)
-        delete_cuda_graphs()
-        assert run(graphs=True) == eager
-
 
 class TestWithoutGradInTraining:
     def test_a_pass_runs_eagerly(self):

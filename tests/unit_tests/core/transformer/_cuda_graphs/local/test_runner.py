@@ -80,20 +80,6 @@ class TestTraining:
 
         assert losses(graphs=True) == losses(graphs=False)
 
-    def test_takes_another_tensor_in_every_step_that_all_layers_share(self):
-        def steps(graphs):
-            model = stack(graphs=graphs)
-            trace = []
-            for step in range(4):
-                scale = torch.full((1, HIDDEN), 1.0 + step).cuda()
-                loss = model(batch(step), scale=scale).square().mean()
-                loss.backward()
-                create_cudagraphs()
-                trace.append((loss.item(), model.before.weight.grad.tolist()))
-            return trace
-
-        assert steps(graphs=True) == steps(graphs=False)
-
     def test_sees_a_shared_tensor_that_is_changed_in_place(self):
         def steps(graphs):
             model, scale = stack(graphs=graphs), torch.ones(1, HIDDEN).cuda()
@@ -107,18 +93,6 @@ class TestTraining:
 
         assert steps(graphs=True) == steps(graphs=False)
 
-    def test_with_keywords_in_another_order(self):
-        losses: dict[bool, list] = {}
-        for graphs in (True, False):
-            model = stack(graphs=graphs, count=1)
-            for names in (("scale", "hidden_states"), ("hidden_states", "scale")):
-                values = {"scale": torch.full((3, HIDDEN), 2.0).cuda(), "hidden_states": batch(1).requires_grad_()}
-                out, _ = model.layers[0](**{name: values[name] for name in names})
-                out.sum().backward()
-                create_cudagraphs()
-                losses.setdefault(graphs, []).append(out.tolist())
-        assert losses[True] == losses[False]
-
     def test_a_layer_that_is_called_twice_before_its_backward_pass_has_two_runners(self):
         def steps(graphs):
             model = stack(count=1, graphs=graphs)
@@ -130,15 +104,6 @@ class TestTraining:
         (graphed, model), (eager, _) = steps(graphs=True), steps(graphs=False)
         assert graphed == eager
         assert len(model.layers[0].cudagraph_manager.cudagraph_runners) == 2
-
-    def test_an_input_that_stays_the_same_is_copied_again_where_gradients_were_since(self):
-        def steps(graphs):
-            torch.manual_seed(5)
-            use_graphable_rng()
-            model = _Scaled([Layer(i + 1, graphs) for i in range(4)]).cuda()
-            return train(model, steps=3, scales=[batch(900 + i) for i in range(4)])
-
-        assert steps(True) == steps(False)
 
     def test_a_gradient_of_main_grad_is_added_inside_the_graph(self):
         def steps(graphs):
@@ -188,17 +153,6 @@ class DrawsWhereItIs(Layer):
         return super().forward(dropped, *args, **kwargs)
 
 
-class _Scaled(Stack):
-    """Every layer has a scale of its own, and something eager behind it."""
-
-    def forward(self, x, *, scales=(), **kwargs):
-        x = self.before(x)
-        for layer, scale in zip(self.layers, scales, strict=True):
-            x, _ = layer(x, scale=scale, **kwargs)
-            x = x * 1.5
-        return self.after(x)
-
-
 def test_after_a_replay_each_parameter_has_the_event_that_its_gradient_waits_for():
     model = stack()
     for param in model.parameters():
@@ -234,14 +188,6 @@ class TestGraphs:
         assert [graph() for graph in graphs] == [None, None]
         assert (runner.fwd_graph, runner.bwd_graph) == (None, None)
 
-    def test_can_be_deleted_twice_and_before_they_are_captured(self):
-        model = stack(count=1)
-        model(batch(0))
-        (runner,) = runners(model)
-        for _ in range(2):
-            assert hasattr(runner, "fwd_graph")
-            del runner.fwd_graph, runner.bwd_graph
-
     def test_without_them_a_replay_is_refused(self):
         model = stack(count=1)
         record(model)
@@ -249,20 +195,6 @@ class TestGraphs:
         del runner.fwd_graph
         with pytest.raises(RuntimeError, match="has no CUDA graph to replay"):
             model(batch(1))
-
-
-class TestArguments:
-    def test_tensors_of_arguments_are_found_in_containers(self):
-        runner, *_ = recorded_runners()
-        one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
-        assert runner.get_tensors(({"a": [one]}, None), {"b": (two, 7)}) == (one, two)
-        assert runner.get_tensors(three) == (three,)
-
-    def test_a_type_that_no_graph_takes_is_refused_where_types_are_checked(self):
-        runner, *_ = recorded_runners()
-        with pytest.raises(TypeError, match="an argument of type object"):
-            runner.get_tensors((object(),))
-        assert runner.get_tensors((object(),), check_types=False) == ()
 
 
 class TestPythonCalls:
@@ -296,14 +228,6 @@ class TestPythonCalls:
 
 
 class TestSecondDerivatives:
-    def test_are_computed_in_the_step_that_is_recorded(self):
-        def second(graphs):
-            x = batch(0).requires_grad_()
-            (first,) = torch.autograd.grad(stack(count=1, graphs=graphs)(x).sum(), x, create_graph=True)
-            return torch.autograd.grad(first.square().sum(), x)[0].tolist()
-
-        assert second(graphs=True) == second(graphs=False)
-
     def test_are_refused_of_a_replay(self):
         model, x = stack(count=1), batch(0).requires_grad_()
         model(x).sum().backward()
@@ -337,25 +261,6 @@ class TestStatus:
         assert runner.bwd_graph is None
         with pytest.raises(RuntimeError, match="it was recorded without a backward pass"):
             model(batch(1))
-
-
-def test_its_graph_knows_the_state_of_the_recorded_pass_though_another_is_in_use_at_capture(monkeypatch):
-    model = stack(count=1)
-    default = torch.cuda.default_generators[torch.cuda.current_device()]
-    default.manual_seed(41)
-    model(batch(0)).sum().backward()
-    another = default.clone_state()
-    another.manual_seed(42)
-    default.graphsafe_set_state(another)
-    seeds, register = [], torch.cuda.CUDAGraph.register_generator_state
-
-    def note(graph, generator):
-        seeds.append(generator.initial_seed())
-        return register(graph, generator)
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "register_generator_state", note)
-    create_cudagraphs()
-    assert 41 in seeds
 
 
 class TestRefusals:

@@ -17,7 +17,6 @@ from .local_graph_cases import (
     Stack,
     batch,
     eager_calls,
-    record,
     runners,
     stack,
     train,
@@ -34,14 +33,6 @@ class TestUnusualTrainings:
         eager = run(graphs=False)
         delete_cuda_graphs()
         assert run(graphs=True) == eager
-
-    def test_a_pass_with_grad_refuses_a_graph_without_backward_in_a_pipeline(self):
-        model = stack(count=1, pipeline=2)
-        with torch.no_grad():
-            model(batch(0))
-        record(model)
-        with pytest.raises(RuntimeError, match="it was recorded without a backward pass"):
-            model(batch(1))
 
     @pytest.mark.parametrize("parameter", [True, False])
     def test_sees_what_optimizers_change_unnoticed_by_autograd(self, parameter):
@@ -161,15 +152,6 @@ class TestUnusualTrainings:
         assert all_calls == [6] * 3
         assert calls == [2 + 2 + pipeline] * 3  # the recorded step, two to warm up, and the captures
 
-    def test_a_layer_that_is_trained_after_all_is_refused(self):
-        model = stack(count=1)
-        model.before.requires_grad_(False)
-        model.layers.requires_grad_(False)
-        record(model)
-        model.layers.requires_grad_(True)
-        with pytest.raises(RuntimeError, match="it was recorded without a backward pass"):
-            model(batch(1))
-
     def test_gradients_of_leaves_are_added_up_over_micro_batches(self):
         def run(graphs):
             model, found = stack(count=1, graphs=graphs), []
@@ -225,13 +207,6 @@ class TestUnusualTrainings:
         layer(batch(0))[0].sum().backward()
         with pytest.raises(RuntimeError, match="what it returns must not depend on whether graphs are captured"):
             create_cudagraphs()
-
-    def test_a_step_without_a_backward_pass_does_not_hold_up_the_next(self):
-        model = stack(count=1)
-        model(batch(0)).sum().backward()
-        model(batch(1))  # its backward pass never comes
-        create_cudagraphs()
-        model(batch(2)).sum().backward()
 
     def test_memory_that_a_backward_pass_takes_from_an_output_is_refused(self):
         class Taking(Layer):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from .forked_ranks import OWN, ForkedRanks
+from tests.support.ranks.forked_ranks import OWN, ForkedRanks
 
 COMPARE = Path(__file__).with_name("compare_runs.py")
 FAULTS = Path(__file__).with_name("inject_faults.py")

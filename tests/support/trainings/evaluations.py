@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .case import EVALUATION, Case
+from tests.support.trainings.case import EVALUATION, Case
 
 
 def replays_of_evaluations(case: Mapping[str, Any], layers: int) -> list[int]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.case import Case
-from tests.support.training import train
+from tests.support.trainings.case import Case
+from tests.support.trainings.training import train
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3, "microbatches": 2}
 CASES = {

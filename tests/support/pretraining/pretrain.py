@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .documents import write_documents
-from .forked_ranks import ForkedRanks
+from tests.support.documents import write_documents
+from tests.support.ranks.forked_ranks import ForkedRanks
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "pretrain_gpt.py"
 FLAGS = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
     --ckpt-format fsdp_dtensor --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from .stand_ins import fused_weight_gradient_mlp_cuda
+from tests.support.stand_ins import fused_weight_gradient_mlp_cuda
 
 
 @contextmanager

@@ -16,6 +16,6 @@ on_cpu = cpu_backend.installed() or not torch.cuda.is_available()  # the backend
 if on_cpu:
     cpu_backend.install()
 
-from .stand_ins import fused_weight_gradient_mlp_cuda  # noqa: E402
+from tests.support.stand_ins import fused_weight_gradient_mlp_cuda  # noqa: E402
 
 sys.modules.setdefault("fused_weight_gradient_mlp_cuda", fused_weight_gradient_mlp_cuda)

@@ -14,7 +14,7 @@ from unittest import mock
 from megatron.core.token_bounds import TokenBounds
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import training
-from tests.support.pretrain import SCRIPT
+from tests.support.pretraining.pretrain import SCRIPT
 
 MUCH = 10.0  # beside scores of a sigmoid
 step = 0

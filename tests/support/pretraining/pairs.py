@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .pretrain import BATCH, FLAGS, GRAPHS, numbers, pretrain
+from tests.support.pretraining.pretrain import BATCH, FLAGS, GRAPHS, numbers, pretrain
 
 Setting = Mapping[str, str | bool]
 FILE = Path(__file__).with_name("pairs.json")
@@ -33,7 +33,7 @@ INSTANCES: Setting = {"--num-distributed-optimizer-instances": "2", "--overlap-g
 SHARED: Setting = {"--moe-shared-expert-intermediate-size": "32", "--moe-shared-expert-overlap": True}
 PACKED: Setting = {
     "--dataloader-inter-document-masking": True,
-    "--spec": "tests.support.packed_attention local_layer",
+    "--spec": "tests.support.layers.packed_attention local_layer",
     "--micro-batch-size": "1",
     "--position-embedding-type": "learned_absolute",
 }
@@ -125,7 +125,7 @@ FEATURES: dict[str, Setting] = {
     "positions: none": {"--position-embedding-type": "none"},
     "hybrid models": {
         "--hybrid-layer-pattern": "M*-M*-",  # each kind in both of two stages
-        "--spec": "tests.support.hybrid_spec local",
+        "--spec": "tests.support.layers.hybrid_spec local",
         "--num-layers": False,
         "--num-experts": False,
     },
@@ -177,7 +177,10 @@ FEATURES: dict[str, Setting] = {
     },
     "packed sequences in graphs": {**PACKED, "--cuda-graph-packed-sequences": "32"},
     "packed sequences beside graphs": {**PACKED, MODULES: "mlp"},
-    "context parallel": {"--context-parallel-size": "2", "--spec": "tests.support.gathering_attention local_layers"},
+    "context parallel": {
+        "--context-parallel-size": "2",
+        "--spec": "tests.support.layers.gathering_attention local_layers",
+    },
     "job: evaluation": {"--eval-iters": "1", "--eval-interval": "2"},
     "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},

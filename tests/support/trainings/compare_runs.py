@@ -1,7 +1,7 @@
 """Trains cases eagerly and with CUDA graphs, on one process per GPU or CPU rank, and writes down how they differ.
 
-    torchrun --nproc-per-node 2 tests/support/compare_runs.py --cases cases.json --output results.json --tp 2
-    torchrun --nproc-per-node 2 tests/support/compare_runs.py --serve /dev/stdin
+    torchrun --nproc-per-node 2 tests/support/trainings/compare_runs.py --cases cases.json --output results.json --tp 2
+    torchrun --nproc-per-node 2 tests/support/trainings/compare_runs.py --serve /dev/stdin
 
 ``cases.json`` is a list of keyword arguments of ``case.Case``; a further one, ``control``, names one of
 ``controls.CONTROLS`` to capture with. Without a GPU it runs on the CPU backend. ``--serve`` reads the other arguments
@@ -22,17 +22,17 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 import torch.distributed as dist
 
 from megatron_fsdp_cuda_graphs import cpu_backend
-from tests.support.rank_backend import on_cpu  # isort: split
+from tests.support.ranks.rank_backend import on_cpu  # isort: split
 
-from tests.support.case import Case
-from tests.support.controls import CONTROLS
-from tests.support.training import Trace, train
+from tests.support.trainings.case import Case
+from tests.support.trainings.controls import CONTROLS
+from tests.support.trainings.training import Trace, train
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Trains the cases of ``tests/gpu`` on all GPUs of this machine, many at a time, and says which are not as eagerly.
 
-    python -m tests.support.on_gpus --output equality.json
-    python -m tests.support.on_gpus --layouts "two instances" --tests test_hybrid_sharding --logs logs
-    python -m tests.support.on_gpus --share 1/2 --output first_half.json
+    python -m tests.support.trainings.on_gpus --output equality.json
+    python -m tests.support.trainings.on_gpus --layouts "two instances" --tests test_hybrid_sharding --logs logs
+    python -m tests.support.trainings.on_gpus --share 1/2 --output first_half.json
 
 One after the other, as pytest runs them, they take hours, of which the GPUs work few minutes. What tests say beside
 bits (graphs, replays) is in the file of results and not checked. A case for which the others had left no memory is
@@ -30,8 +30,8 @@ from tests.gpu import (
     test_local_graphs,
     test_pipeline_chunks,
 )
-from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.launch import launch, name_of
+from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.launch import launch, name_of
 
 LAST = 75  # seconds of a launch, about
 CASES = 5  # of a launch, which keeps memory of all that it has trained
@@ -174,7 +174,7 @@ def main() -> int:
     part, parts = map(int, args.share.split("/"))
     launches = [*together(named)][part - 1 :: parts]
     chosen = [job for each in launches for job in each]
-    command = command_line("-m tests.support.on_gpus", sys.argv[1:]).replace("'", "")
+    command = command_line("-m tests.support.trainings.on_gpus", sys.argv[1:]).replace("'", "")
     until = time.monotonic() + args.seconds - LAST
     results: list[dict[str, Any]] = []
     again: list[Job] = []

@@ -15,7 +15,7 @@ from unittest import mock
 
 from torch.multiprocessing import start_processes
 
-PRELOADED = "tests.support.preloaded"
+PRELOADED = "tests.support.ranks.preloaded"
 OWN = {"TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
 GRACE = 120  # seconds, in which ranks on a busy machine write a checkpoint
 

@@ -9,10 +9,10 @@ import runpy
 import sys
 from typing import Any
 
-from . import compare_runs, inject_faults  # noqa: F401  # these install the CPU backend
-from .pretrain import SCRIPT  # isort: split
+from tests.support.pretraining.pretrain import SCRIPT  # isort: split
 
 from megatron.training import argument_utils, arguments
+from tests.support.trainings import compare_runs, inject_faults  # noqa: F401  # these install the CPU backend
 
 _read = argument_utils.ArgumentGroupFactory._get_field_docstrings
 _docstrings: dict[type, dict[str, str]] = {}

@@ -13,18 +13,22 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from .case import Case
-from .training import Training, distributed_optimizers, engine_callable, standing_in, whole_passes
+from tests.support.trainings.case import Case
+from tests.support.trainings.training import (
+    Training,
+    distributed_optimizers,
+    standing_in,
+)
 
 
 def dead_replay(training: Training) -> None:
     """Graphs that are replayed but do nothing."""
     training.helper.create_cudagraphs()
-    for layer in training.layers:
-        for graph in layer.cuda_graphs:
-            engine_callable(graph)._replay.run = mock.Mock()
-    for passes in whole_passes(training.helper):
-        passes._replay.run = mock.Mock()
+    _kill_replays(training)
+
+
+def _kill_replays(training: Training) -> None:
+    training.patches.enter_context(mock.patch.object(torch.cuda.CUDAGraph, "replay"))
 
 
 def no_manual_hooks(training: Training) -> None:
@@ -481,11 +485,7 @@ def dead_local_replay(training: Training) -> None:
 
     def kill(create: Callable[[], None]) -> None:
         create()
-        for runner in _runners(training):
-            graphs = runner.graphs
-            graphs.forward_graph, graphs.backward_graph = (
-                mock.Mock(kept=graph) for graph in (graphs.forward_graph, graphs.backward_graph)
-            )
+        _kill_replays(training)
 
     _at_local_capture(training, kill)
 

@@ -14,9 +14,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from . import models, small_transformer_engine
-from .case import EVALUATION, VOCABULARY, Case
-from .fused_gradients import fused_kernels
+from tests.support.layers import small_transformer_engine
+from tests.support.layers.fused_gradients import fused_kernels
+from tests.support.trainings import models
+from tests.support.trainings.case import EVALUATION, VOCABULARY, Case
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Training:
         self.helper: Any = None
         self._connect()
         if case.optimizer_graph or case.norm_on_device:
-            from .capturable import capturable_on_this_device
+            from tests.support.layers.capturable import capturable_on_this_device
 
             self.patches.enter_context(capturable_on_this_device())
         if case.optimizer_graph:
@@ -382,8 +383,8 @@ def _clear_caches_of_rotary_embeddings() -> None:
 
 
 def _training(case: Case) -> type[Training]:
-    from .hybrid_training import HybridTraining
-    from .vision_training import CaptionTraining, VisionTraining
+    from tests.support.trainings.hybrid_training import HybridTraining
+    from tests.support.trainings.vision_training import CaptionTraining, VisionTraining
 
     if case.pattern:
         return HybridTraining
@@ -473,7 +474,7 @@ def _batches(case: Case, step: int):
             positions = steps.cumsum(-1)
         packed = None
         if case.packed:
-            from .packed_attention import packed_params, places_on_rank, positions_in_sequences
+            from tests.support.layers.packed_attention import packed_params, places_on_rank, positions_in_sequences
 
             packed = packed_params(sequence, case.packed, generator, parallel_state.get_context_parallel_world_size())
             positions = positions_in_sequences(packed.cu_seqlens_q).expand(case.micro_batch, -1)

@@ -12,7 +12,7 @@ from types import ModuleType
 from unittest import mock
 
 from megatron.training import cuda_graph_scalars
-from tests.support.pretrain import SCRIPT
+from tests.support.pretraining.pretrain import SCRIPT
 
 
 def note(writer, name, value, step):

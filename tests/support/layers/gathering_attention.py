@@ -48,6 +48,6 @@ def with_gathering_attention(layer: Any) -> Any:
 
 
 def local_layers(config: Any, vp_stage: int | None = None) -> Any:
-    """Megatron's own layers with this attention; for ``--spec tests.support.gathering_attention local_layers``."""
+    """Megatron's layers with this attention, for ``--spec tests.support.layers.gathering_attention local_layers``."""
     block = get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=False, vp_stage=vp_stage)
     return replace(block, layer_specs=[with_gathering_attention(layer) for layer in block.layer_specs])

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from .case import VOCABULARY, Case
-from .training import Training
+from tests.support.trainings.case import VOCABULARY, Case
+from tests.support.trainings.training import Training
 
 
 class HybridTraining(Training):
@@ -18,9 +18,8 @@ class HybridTraining(Training):
     def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
         from megatron.core import parallel_state
         from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        from . import hybrid_spec
-        from .packed_attention import with_packed_attention
+        from tests.support.layers import hybrid_spec
+        from tests.support.layers.packed_attention import with_packed_attention
 
         case = self.case
         spec = hybrid_spec.transformer_engine if case.transformer_engine else hybrid_spec.local

@@ -1,6 +1,6 @@
 """Layers of hybrid models where TransformerEngine or ``mamba-ssm`` is missing: for tests, and for ``--spec``.
 
-So ``--hybrid-layer-pattern M-*-ME --spec tests.support.hybrid_spec local`` builds them.
+So ``--hybrid-layer-pattern M-*-ME --spec tests.support.layers.hybrid_spec local`` builds them.
 """
 
 from importlib.util import find_spec

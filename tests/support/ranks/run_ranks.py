@@ -6,9 +6,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from .forked_ranks import ForkedRanks
+from tests.support.ranks.forked_ranks import ForkedRanks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 600  # seconds
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from .case import VOCABULARY, Case
-from .small_transformer_engine import quantize_linear_layers
+from tests.support.layers.small_transformer_engine import quantize_linear_layers
+from tests.support.trainings.case import VOCABULARY, Case
 
 YARN = {
     "yarn_rotary_scaling_factor": 2.0,
@@ -132,11 +132,11 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
     if isinstance(case.moe_layer_freq, tuple):
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=case.transformer_engine)
     if case.packed and not case.transformer_engine:
-        from .packed_attention import with_packed_attention
+        from tests.support.layers.packed_attention import with_packed_attention
 
         spec = with_packed_attention(spec)
     elif config.context_parallel_size > 1 and not case.transformer_engine:
-        from .gathering_attention import with_gathering_attention
+        from tests.support.layers.gathering_attention import with_gathering_attention
 
         spec = with_gathering_attention(spec)
     if case.local and "moe_router" in case.modules and config.cuda_graph_impl == "local":

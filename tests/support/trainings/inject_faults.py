@@ -1,10 +1,9 @@
 """Lets captures fail at every operator and call in them, one at a time, and checks what is left behind each time.
 
-    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json
-    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --stride 40
-    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --matching HeldWork.wait
-    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --case '{"torch_fsdp": true}'
-    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --tp 2 --holds layer model
+    torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json
+    torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json --stride 40
+    torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json --matching HeldWork.wait
+    torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output out.json --tp 2 --holds layer model
 
 One model trains on; between two steps its capture is attempted with one fault after another, on one rank or on all.
 After each attempt every rank must have raised the same error, which names the rank that failed, within ``LIMIT``
@@ -33,19 +32,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_cuda_graphs import cpu_backend
-from tests.support.rank_backend import on_cpu  # isort: split
+from tests.support.ranks.rank_backend import on_cpu  # isort: split
 
 from benchmarks.results_file import command_line, write_results
-from tests.support.case import Case
-from tests.support.controls import training_state
-from tests.support.training import Trace, Training, train
+from tests.support.trainings.case import Case
+from tests.support.trainings.controls import training_state
+from tests.support.trainings.training import Trace, Training, train
 
 LIMIT = 60.0  # seconds
 STEPS_BETWEEN = 25  # attempts between two steps
@@ -393,7 +392,7 @@ def main() -> None:
         distributed_timeout_minutes=LIMIT / 60,
     )
     first = args.stride // 2 if args.first is None else args.first
-    command = command_line("tests/support/inject_faults.py", sys.argv[1:]).replace(
+    command = command_line("tests/support/trainings/inject_faults.py", sys.argv[1:]).replace(
         "python", "torchrun --nproc-per-node 2", 1
     )
     done: dict[str, dict[str, Any]] = {}

@@ -15,8 +15,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args, training
 from megatron.training.global_vars import get_signal_handler
-from tests.support import pretrain_with_writers
-from tests.support.pretrain import SCRIPT
+from tests.support.pretraining import pretrain_with_writers
+from tests.support.pretraining.pretrain import SCRIPT
 
 sys.path.insert(0, str(SCRIPT.parent))
 import pretrain_gpt  # isort: skip

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .launch import name_of
+from tests.support.trainings.launch import name_of
 
 
 class Trained(dict[str, dict[str, Any]]):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .case import VOCABULARY, Case
-from .models import gpt_layer_spec
-from .training import Training
+from tests.support.trainings.case import VOCABULARY, Case
+from tests.support.trainings.models import gpt_layer_spec
+from tests.support.trainings.training import Training
 
 PATCH, CLASSES = 4, 10  # pixels of a side of a patch; classes
 

@@ -8,9 +8,9 @@ import runpy
 import sys
 from contextlib import ExitStack
 
-from tests.support.capturable import capturable_on_this_device
-from tests.support.fused_gradients import fused_kernels
-from tests.support.pretrain import SCRIPT
+from tests.support.layers.capturable import capturable_on_this_device
+from tests.support.layers.fused_gradients import fused_kernels
+from tests.support.pretraining.pretrain import SCRIPT
 
 if __name__ == "__main__":
     sys.path.insert(0, str(SCRIPT.parent))

@@ -47,7 +47,7 @@ def with_packed_attention(layer: Any) -> Any:
 
 
 def local_layer(config: Any) -> Any:
-    """Megatron's own layer with this attention; for ``--spec tests.support.packed_attention local_layer``."""
+    """Megatron's own layer with this attention; for ``--spec tests.support.layers.packed_attention local_layer``."""
     return with_packed_attention(get_gpt_layer_local_spec())
 
 

@@ -1,7 +1,7 @@
 """Kills one of two ranks in a capture, or in the middle of a step of replays, and tells how the other one ends.
 
-    python tests/support/kill_a_rank.py --timeout 30
-    python tests/support/kill_a_rank.py --timeout 30 --in-capture
+    python tests/support/trainings/kill_a_rank.py --timeout 30
+    python tests/support/trainings/kill_a_rank.py --timeout 30 --in-capture
 
 The ranks are started without torchrun, which would end the survivor too. On GPUs it is NCCL's watchdog that ends it,
 ``--timeout`` seconds later; on the CPU backend, where this runs without two GPUs, gloo notices the closed connection.
@@ -17,7 +17,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 import torch.distributed as dist
@@ -86,8 +86,8 @@ def train(timeout: int, holds: str, in_capture: bool) -> None:
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     from megatron.core import parallel_state
-    from tests.support.case import Case
-    from tests.support.training import Training
+    from tests.support.trainings.case import Case
+    from tests.support.trainings.training import Training
 
     # The store is the first rank's, which survives.
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=timeout))
