@@ -94,7 +94,6 @@ def compare(given, captured, grad_enabled=False):
         ((1, 3), (1, 2), "args[0][1]: 3, captured with 2"),
         ({"a": 1, "b": 2}, {"a": 1}, "args[0]['b'] was not given at capture"),
         ({"a": 1}, {"a": 2}, "args[0]['a']: 1, captured with 2"),
-        (Packed(torch.ones(2), 1), Packed(torch.ones(2), 2), "args[0]['count']: 1, captured with 2"),
         (Packed(torch.ones(3), 1), Packed(torch.ones(2), 1), "args[0]['lengths']: shape (3,), captured with (2,)"),
         (Packed(None, 1), Packed(torch.ones(2), 1), "args[0]['lengths']: NoneType, captured with a tensor"),
     ],

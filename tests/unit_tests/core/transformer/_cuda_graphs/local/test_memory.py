@@ -15,7 +15,7 @@ from megatron.core.transformer.cuda_graphs import (
     _CudagraphGlobalRecord,
     delete_cuda_graphs,
 )
-from megatron_fsdp_cuda_graphs.cpu_backend.pools import pool_of
+from megatron_fsdp_cuda_graphs.cpu_backend.memory import pool_of
 
 from .local_graph_cases import Layer, batch, config, groups, use_graphable_rng
 
