@@ -22,7 +22,7 @@ endif
 # Versions of megatron-core that the patch admits besides that of constraints.txt. 0.19.1 was withdrawn from the registry
 # ("wrong version") and can still be installed; its code is that of 0.19.0, so that no test of it need run twice.
 OTHER_CORES := 0.19.0 0.19.1
-CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py core training)
+CORE_TESTS := $(addprefix tests/unit_tests/,package/test_overlay_extensions.py core training)
 
 # Each minor version of torch that is tested besides that of constraints.txt, on CPUs. pip brings none.
 OTHER_TORCHES := 2.12.1 2.13.0 2.14.1 2.15.0
@@ -109,7 +109,7 @@ $(filter-out test-core-0.19.1,$(OTHER_CORES:%=test-core-%)): test-core-%: build/
 
 test-core-0.19.1: test-core-%: build/cores/%/megatron | build/cores/0.19.0/megatron
 	diff -r --exclude package_info.py --exclude __pycache__ build/cores/0.19.0/megatron $<
-	$(call with_core,$*) $(PY) -m pytest tests/unit_tests/test_overlay_extensions.py
+	$(call with_core,$*) $(PY) -m pytest tests/unit_tests/package/test_overlay_extensions.py
 
 # That version lies ahead of the installed one on the path.
 with_core = CORE_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/cores/$(1)$(addprefix :,$(PYTHONPATH))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = tuple(ROOT / "megatron_fsdp_cuda_graphs" / f"{name}.py" for name in ("__init__", "overlay"))
 
 # Calls the patch's entry point at its end, as torch's autoload does.

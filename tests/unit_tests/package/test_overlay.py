@@ -4,7 +4,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.unit_tests.fake_core import LAYERS, PATCHED_LAYERS, Sandbox, write
+from tests.unit_tests.package.fake_core import LAYERS, PATCHED_LAYERS, Sandbox, write
 
 
 @pytest.fixture

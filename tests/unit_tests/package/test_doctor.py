@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from megatron_fsdp_cuda_graphs import __main__ as command
 from megatron_fsdp_cuda_graphs import doctor, overlay
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TE_MODULE = "transformer_engine.pytorch"
 CONTAINER_TORCH = "2.11.0a0+eb65b36914.nv26.2"  # a build of NVIDIA's, from before the release
 

@@ -4,7 +4,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.unit_tests.fake_core import LAYERS, Sandbox, core_files, write
+from tests.unit_tests.package.fake_core import LAYERS, Sandbox, core_files, write
 
 ORDERS = ["import torch, megatron.core", "import megatron.core", "import megatron.core.layers"]
 # Prints whether the patch is on, and whether a module that it changes is changed.
