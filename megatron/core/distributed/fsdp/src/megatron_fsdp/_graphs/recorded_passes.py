@@ -304,7 +304,7 @@ class EvaluatedModel(RecordedPasses):
         self._weights.check()
 
 
-def places(buffers: Mapping[str, Any], dtype: torch.dtype | None) -> Aspect:
+def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> Aspect:
     """Compare where ``buffers`` put buckets of ``dtype`` (their own if None) while none of these is in use.
 
     Allocators may put a bucket elsewhere while others are in use. If all memory is where it was, and all of it is idle,
@@ -321,15 +321,15 @@ def places(buffers: Mapping[str, Any], dtype: torch.dtype | None) -> Aspect:
     others = {address: buffer for address, (_, buffer) in distinct.items() if buffer not in undivided}
     pools = {buffer.temporary_bucket_allocator for buffer in others.values()}
     keys = [named.get(address) for address in others]
-    fixed = None not in keys and all(hasattr(pool, "using_buffer") for pool in pools)
-    in_use = attrgetter("using_buffer")
+    fixed = None not in keys and all(hasattr(pool, "idle_buffer") for pool in pools)
+    in_use, idle = attrgetter("using_buffer"), attrgetter("idle_buffer")
 
     def glance() -> Any:
         if not fixed or any(map(in_use, pools)):
             return math.nan  # never what it was
         memory = get_global_memory_buffer().buffer
         in_pools = [memory[key].data_ptr() for key in keys if key in memory]
-        return in_pools + [buffer.data.data_ptr() for buffer in undivided]
+        return [*in_pools, *map(len, map(idle, pools)), *[buffer.data.data_ptr() for buffer in undivided]]
 
     names, checked = zip(*distinct.values(), strict=True) if distinct else ((), ())
     return Aspect(names, lambda: [_address_in(buffer, dtype) for buffer in checked], glance, show=hex)
