@@ -58,8 +58,7 @@ help:
 	@echo "make test-torches   unit tests, demo and some trainings on other versions of torch"
 	@echo "make test-installed  unit tests of a copy that pip installed"
 	@echo "make test-newest-torch  few tests on the newest of them"
-	@echo "make test-patch     apply the patch series to a megatron-core checkout, patch by patch: import, train, test"
-	@echo "make test-patch-quick  tests of the first three patches and the last, and a training with all"
+	@echo "make test-patch     apply the patch to a megatron-core checkout: import, train, test; test-patch-quick: few tests"
 	@echo "make test-gpu  tests on the GPUs of this machine"
 	@echo "make test-functional  recipes with golden values, those that this machine can run"
 	@echo "make bench     time of a step of each kind, on the GPUs of this machine"
@@ -165,10 +164,10 @@ $(OTHER_TORCHES:%=build/torches/%/.installed): build/torches/%/.installed: | $(E
 		$$(sed -nE 's/^Requires-Dist: (nvidia-(nccl|nvshmem)-cu13==[0-9.]+).*/\1/p' build/torches/$*/torch-*.dist-info/METADATA)
 	touch $@
 
-# The patch as patches, applied to a checkout one by one, without the start-up of this project.
+# The patch, applied to a checkout, without the start-up of this project.
 test-patch test-patch-quick: $(ENVIRONMENT)
-	rm -rf build/series
-	$(PY) -m tests.support.patch_by_patch build/series $(if $(findstring quick,$@),--quick)
+	rm -rf build/checkout
+	$(PY) -m tests.support.patched_checkout build/checkout $(if $(findstring quick,$@),--quick)
 
 # Each layout of ranks is started, with torchrun, in processes of its own.
 test-gpu: $(ENVIRONMENT)

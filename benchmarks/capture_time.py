@@ -1,32 +1,23 @@
 """How long capture takes, and what memory it holds: this project's engine and TransformerEngine's.
 
     python benchmarks/capture_time.py --output benchmarks/results/capture_time.json
-    python benchmarks/capture_time.py --models A --variants native full_iteration eager
 
 Captures 16 and 64 transformer-like layers (hidden 1024, 512 tokens, bf16; TransformerEngine's if it is there, plain
 torch modules if not) with each engine in turn, as the layers of one model chunk with shared buffers, and takes the
 seconds until all graphs are there and the bytes that the allocator holds more than before. Both engines capture the
 same kind of layers after the same number of warm-up iterations.
 
-With ``--models``, it trains configurations of ``step_time.py`` for some steps instead, and says what the host does
-while their variants are captured, and what the memory of each is used for.
-
 Needs a GPU; on the CPU backend (``python -m megatron_fsdp_cuda_graphs.cpu_backend benchmarks/capture_time.py``) it runs
-without TransformerEngine, to show that it works and to profile it (``--profile``): what a tape takes says nothing of a
-GPU, and its memory is not known.
+without TransformerEngine, to show that it works: what a tape takes says nothing of a GPU, and its memory is not
+known.
 """
 
 import argparse
-import cProfile
 import gc
-import json
-import pstats
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +54,7 @@ def transformer_engine() -> Callable | None:
         from transformer_engine.pytorch.graph import make_graphed_callables as theirs
     except Exception:  # a wheel without a CUDA driver fails in many ways
         return None
-    return theirs  # type: ignore[no-any-return]
+    return theirs
 
 
 def layers(count: int, hidden: int) -> tuple[torch.nn.Module, ...]:
@@ -113,63 +104,6 @@ def measure(capture: Callable, count: int, args: argparse.Namespace) -> dict[str
     return {"seconds": round(seconds, 4), "reserved_MiB": round(reserved, 1)}
 
 
-def examine(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train models, looking at one thing at a time; print what was found, and return it."""
-    from benchmarks._step_time.configurations import configuration
-    from benchmarks._step_time.launch import run_plan
-    from benchmarks._step_time.plan import plan
-    from benchmarks._step_time.variants import variant
-
-    on_cpu = not torch.cuda.is_available()
-    options = {"ranks": args.gpus, "steps": args.steps, "expert_parallel": 1, "on_cpu": on_cpu}
-    variants = [variant(name) for name in args.variants]
-    pairs = [(configuration(name, **options), each) for name in args.models for each in variants]
-    runs = plan(pairs, steps=args.steps, profiled=False, top_python=0)
-    looks = [
-        replace(run, examined=what)
-        for what in args.examine
-        for run in runs
-        if what == "memory" or "eager" not in run.variant
-    ]
-    looks = [replace(run, number=number) for number, run in enumerate(looks)]
-    rows = []
-
-    def show(run: Any, result: dict[str, Any]) -> None:
-        row = {"configuration": run.configuration, "variant": run.variant, "examined": run.examined}
-        rows.append(row | {name: result[name] for name in ("found", "numbers", "error") if name in result})
-        print(f"\n{run.configuration}, {run.variant}, {run.examined}:")
-        print(text(result))
-
-    with tempfile.TemporaryDirectory() as logs:
-        run_plan(looks, ranks=args.gpus, on_cpu=on_cpu, logs=Path(logs), stall_seconds=120, show=show)
-    return rows
-
-
-def text(result: dict[str, Any]) -> str:
-    """Return what was found in a run as text."""
-    if "error" in result:
-        return str(result["error"])
-    found = result["found"]
-    lines = [f"{name}: {json.dumps(value)}" for name, value in found.items() if isinstance(value, float)]
-    lines += [f"{row['ms']:>10.2f} ms {row['calls']:>6}  {name}" for name, row in found.get("phases", {}).items()]
-    lines += [found["functions"]] if "functions" in found else []
-    for step in found.get("steps", ()):
-        lines.append("  ".join(f"{name.removeprefix('memory_')} {value}" for name, value in step.items()))
-    for when, looked in found.items():
-        if isinstance(looked, dict) and "pools" in looked:
-            lines += [f"{when}, MiB:", *(f"  {name}: {pool}" for name, pool in looked["pools"].items())]
-            for pool, sites in looked["sites"].items():
-                lines += [f"  {pool}:", *_listed(sites)]
-            lines += ["  gaps beside:", *_listed(looked["gaps"])]
-    for pool, peak in found.get("at the peak", {}).items():
-        lines += [f"at the peak, {pool}: {peak['used']} MiB", *_listed(peak["sites"])]
-    return "\n".join(lines)
-
-
-def _listed(sites: dict[str, float]) -> list[str]:
-    return [f"{size:>10.1f}  {site}" for site, size in sites.items()]
-
-
 def main() -> None:
     """Measure every engine in several rounds, print a table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -178,33 +112,17 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=512, help="tokens")
     parser.add_argument("--warmup", type=int, default=3, help="warm-up iterations")
     parser.add_argument("--rounds", type=int, default=3, help="timed captures of each engine and count")
-    parser.add_argument("--profile", type=int, metavar="LINES", help="print where the host's time goes")
-    parser.add_argument("--models", nargs="+", metavar="NAME[:FLAGS]", help="configurations of step_time.py to train")
-    parser.add_argument("--variants", nargs="+", default=["native"], help="of step_time.py, with --models")
-    parser.add_argument(
-        "--examine", nargs="+", default=["capture", "memory"], choices=["capture", "functions", "memory"]
-    )
-    parser.add_argument("--gpus", type=int, default=1, help="ranks, with --models")
-    parser.add_argument("--steps", type=int, default=7, help="of each training, with --models")
     parser.add_argument("--output", type=Path, help="where to write the results, as JSON")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    if args.models:
-        write(args, examined=examine(args))
-        return
-
     rows: list[dict[str, Any]] = []
-    profile = cProfile.Profile()
     with torch.cuda.stream(torch.cuda.Stream()):
         for capture in engines().values():
             measure(capture, 2, args)
         for round_number in range(args.rounds):
             for count in args.layers:
                 for name, capture in engines().items():
-                    if args.profile:
-                        profile.enable()
                     figures = measure(capture, count, args)
-                    profile.disable()
                     rows.append({"round": round_number, "layers": count, "engine": name} | figures)
 
     print(f"{'layers':>6}  {'engine':<22}{'seconds':>9}{'reserved MiB':>14}")
@@ -214,18 +132,11 @@ def main() -> None:
             seconds = statistics.median(row["seconds"] for row in of_engine)
             reserved = statistics.median(row["reserved_MiB"] for row in of_engine)
             print(f"{count:>6}  {name:<22}{seconds:>9.3f}{reserved:>14.1f}")
-    if args.profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
-    write(args, captures=rows)
-
-
-def write(args: argparse.Namespace, **found: Any) -> None:
-    """Write what was found, if asked to."""
-    from benchmarks.results_file import write_results
-
     if args.output:
+        from benchmarks.results_file import write_results
+
         arguments = {name: value for name, value in vars(args).items() if name != "output"}
-        write_results(args.output, command="python benchmarks/capture_time.py", arguments=arguments, **found)
+        write_results(args.output, command="python benchmarks/capture_time.py", arguments=arguments, captures=rows)
 
 
 if __name__ == "__main__":

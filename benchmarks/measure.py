@@ -68,6 +68,7 @@ class Part:
 
 _TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120 --no-profile"
 _EQUALITY = "-m tests.support.on_gpus --processes 15 --seconds SECONDS --output FILE"
+_ON_FOUR_ONLY = "'two instances' 'TP2 with sequence parallelism' 'EP2 with ETP2' 'EP of all' PP2 'PP2 with VPP2'"
 _GROUPED = "eager native eager+grouped native+grouped"
 _DENSE = "eager native full_iteration compute_alone"
 _CHECKED = "eager+checks native+checks"
@@ -154,10 +155,10 @@ PARTS = (
         f"{_TIMES} --configurations A B --variants {shlex.join(_OPTIMIZER_LEVERS)}",
         180,
     ),
-    Part("equality", (1,), f"{_EQUALITY} --engines native", 450),
-    *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --engines native --share {part}/2", 450) for part in (1, 2)),
+    Part("equality", (1,), f"{_EQUALITY}", 450),
+    *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --share {part}/2", 450) for part in (1, 2)),
     # What two GPUs cannot have: shards in each of several instances, experts or tensors of ranks that others repeat.
-    Part("equality_layouts", (4,), f"{_EQUALITY} --engines native --only instances ETP2 'EP of all' TP2 PP2", 200),
+    Part("equality_layouts", (4,), f"{_EQUALITY} --layouts {_ON_FOUR_ONLY}", 200),
     Part(
         "soak",
         (1,),

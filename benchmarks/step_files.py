@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support.case import Case
 from tests.support.training import Training
 
-MODES = {"eager": None, "a graph for each layer": 1, "all layers": 0, "the whole model": -1}
+MODES = {"eager": None, "a graph for each layer": "layer", "all layers": "decoder", "the whole model": "model"}
 
 
 @contextmanager
@@ -46,14 +46,14 @@ def noted(files: dict[str, int]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def files_of_a_step(layers_per_graph: int | None) -> dict[str, int]:
+def files_of_a_step(holds: str | None) -> dict[str, int]:
     """Train some steps; return the calls in each file during the last.
 
     Args:
-        layers_per_graph: As of ``Case``; None for eager training.
+        holds: As of ``Case``; None for eager training.
     """
-    graphs = layers_per_graph is not None
-    case = Case(dtype="bf16", layers=3, layers_per_graph=layers_per_graph or 0, warmup=3, norm_on_device=True)
+    graphs = holds is not None
+    case = Case(dtype="bf16", layers=3, holds=holds or "decoder", warmup=3, norm_on_device=True)
     training = Training(case, graphs)
     files: dict[str, int] = {}
     try:
@@ -83,8 +83,8 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1234)
     with torch.cuda.stream(torch.cuda.Stream()):
-        for name, layers_per_graph in MODES.items():
-            files = files_of_a_step(layers_per_graph)
+        for name, holds in MODES.items():
+            files = files_of_a_step(holds)
             print(f"{name}: {len(files)} files, {sum(files.values())} calls")
             for file, calls in sorted(files.items()):
                 print(f"  {calls:5} {file}")

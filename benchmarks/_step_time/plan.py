@@ -26,7 +26,7 @@ class Run:
         profiled: Whether it is profiled, and not timed.
         top_python: How many Python functions a profile lists.
         communicates: Whether parameters are gathered and gradients reduced.
-        examined: What is examined, in which case times mean less: a key of ``EXAMINATIONS``, or empty.
+        checksums: Whether checksums of gradients and weights are taken, in which case times mean less.
     """
 
     number: int
@@ -39,7 +39,7 @@ class Run:
     profiled: bool
     top_python: int
     communicates: bool = True
-    examined: str = ""
+    checksums: bool = False
 
     @property
     def process_environment(self) -> dict[str, str]:

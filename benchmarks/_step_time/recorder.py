@@ -118,12 +118,10 @@ class CaptureClock:
 
     Attributes:
         seconds: The seconds so far.
-        watches: Told by its ``begin`` and ``end`` of each capture; None for nobody.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.watches: Any = None
         self._depth = 0
         self._start = 0.0
 
@@ -161,8 +159,6 @@ class CaptureClock:
     def _begin(self) -> None:
         if self._depth == 0:
             torch.cuda.synchronize()
-            if self.watches is not None:
-                self.watches.begin()
             self._start = time.perf_counter()
         self._depth += 1
 
@@ -171,8 +167,6 @@ class CaptureClock:
         if self._depth == 0:
             torch.cuda.synchronize()
             self.seconds += time.perf_counter() - self._start
-            if self.watches is not None:
-                self.watches.end()
 
 
 def count_graphs() -> int:

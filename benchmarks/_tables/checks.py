@@ -36,7 +36,7 @@ def equality(results: Results) -> Iterator[Row]:
             )
         left = sum(share.get("cases", len(share["results"])) - len(share["results"]) for share in shares)
         if left > 0:
-            yield "there was no time for", "", "", machine, "", f"{left} cases", measured
+            yield "not run", "", "", machine, "", f"{left} cases", measured
     for found in results.values():
         for each in found.get("comparisons", ()):
             yield (

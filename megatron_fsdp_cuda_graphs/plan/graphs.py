@@ -10,7 +10,7 @@ from megatron.core.transformer._cuda_graphs.flags.options import Options, layers
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_state import Choice, Holds, blocker, choose
 from megatron.core.transformer._cuda_graphs.te.layers import _modules_of, decoder_layers
-from megatron.core.transformer._cuda_graphs.te.whole_model import inputs_of_slots
+from megatron.core.transformer._cuda_graphs.te.model import inputs_of_slots
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
 # By the value of --cuda-graph-modules that selects them.

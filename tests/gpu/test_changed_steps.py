@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
+from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.launch import name_of
 
 CAPTURED_AFTER = 3
@@ -24,8 +24,8 @@ TWICE: dict[str, Any] = SIZES | {
 }
 CASES: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 2},
-    {"layers_per_graph": 1, "evaluates": True},
-    {"layers_per_graph": -1, "optimizer_graph": True},
+    {"holds": "layer", "evaluates": True},
+    {"holds": "model", "optimizer_graph": True},
     {"modules": ["attn"], "micro_batches_later": [1, 2]},
     {"fsdp": False, "microbatches": 2},
 ]
@@ -33,23 +33,17 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def results(compare_runs):
-    """The results of each engine, by case."""
-    found = {}
-    for engine in ENGINES:
-        environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine}
-        compared = compare_runs([TWICE | case for case in CASES], ranks=GPUS, environment=environment)
-        found["data parallel", engine] = {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
-    return found
+    """The result of each case, by its name."""
+    compared = compare_runs([TWICE | case for case in CASES], ranks=GPUS, environment=DETERMINISTIC)
+    return {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_graphs_are_captured_for_each_sequence_length(results, engine, case):
-    result = results["data parallel", engine][name_of(case)]
+def test_graphs_are_captured_for_each_sequence_length(results, case):
+    result = results[name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    if engine == "native":  # the other's replays are not counted
-        second = CAPTURED_AFTER + CAPTURED_AGAIN_AFTER
-        third = second + CAPTURED_AGAIN_AFTER
-        replayed = [CAPTURED_AFTER, *range(second, CAPTURED_AFTER + 1 + TURN), *range(third, TWICE["steps"])]
-        assert [step for step, replays in enumerate(result["step_replays"]) if replays] == replayed
+    second = CAPTURED_AFTER + CAPTURED_AGAIN_AFTER
+    third = second + CAPTURED_AGAIN_AFTER
+    replayed = [CAPTURED_AFTER, *range(second, CAPTURED_AFTER + 1 + TURN), *range(third, TWICE["steps"])]
+    assert [step for step, replays in enumerate(result["step_replays"]) if replays] == replayed

@@ -2,14 +2,14 @@
 
 Layouts: data parallel over all GPUs; two pipeline stages, each with one model chunk or with two that interleave; expert
 parallel 2, the tokens of one micro-batch travelling while another is computed. Models of 4 TransformerEngine layers,
-both engines, the distributed optimizer.
+the distributed optimizer.
 """
 
 from typing import Any
 
 import pytest
 
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
+from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.launch import name_of
 
 DDP: dict[str, Any] = SIZES | {"fsdp": False, "dtype": "bf16"}
@@ -46,33 +46,33 @@ LAYOUTS = {
     "EP2": (["--ep", "2"], OVERLAP, 2),
     BLOCKING: (["--ep", "2"], DELAYED, 2),
 }
-RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]
-CASES = [(*run, case) for run in RUNS for case in LAYOUTS[run[0]][1]]
+RUNS = [layout for layout in LAYOUTS if LAYOUTS[layout][2] <= max(GPUS, 1)]
+CASES = [(layout, case) for layout in RUNS for case in LAYOUTS[layout][1]]
 
 
 @pytest.fixture(scope="module")
 def results(compare_runs):
-    """The results of each layout and engine, by case; each layout in processes of its own."""
+    """The results of each layout, by case; each layout in processes of its own."""
     found = {}
-    for layout, engine in RUNS:
+    for layout in RUNS:
         options, cases, _ = LAYOUTS[layout]
         blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if layout == BLOCKING else {}
         compared = compare_runs(
             [DDP | case for case in cases],
             *options,
             ranks=GPUS,
-            environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine} | blocking,
+            environment=DETERMINISTIC | blocking,
         )
-        found[layout, engine] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
+        found[layout] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
     return found
 
 
 @pytest.mark.parametrize(
-    ("layout", "engine", "case"),
-    [pytest.param(*run, case, id=f"{', '.join(run)}: {name_of(case)}") for *run, case in CASES],
+    ("layout", "case"),
+    [pytest.param(layout, case, id=f"{layout}: {name_of(case)}") for layout, case in CASES],
 )
-def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
-    result = results[layout, engine][name_of(case)]
+def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
+    result = results[layout][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
     microbatches = case.get("microbatches", 1)
@@ -81,12 +81,10 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
 
 
 @pytest.mark.skipif(GPUS == 1, reason="two pipeline stages need two GPUs")
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("virtual", [None, 2])
-def test_another_number_of_micro_batches_is_captured_again_in_a_pipeline(compare_runs, engine, virtual):
+def test_another_number_of_micro_batches_is_captured_again_in_a_pipeline(compare_runs, virtual):
     case = DDP | {"microbatches": 4, "microbatches_later": 2, "dropout": 0.1, "virtual": virtual}
-    environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine}
-    (result,) = compare_runs([case], "--pp", "2", "--stop-at-error", ranks=GPUS, environment=environment)
+    (result,) = compare_runs([case], "--pp", "2", "--stop-at-error", ranks=GPUS, environment=DETERMINISTIC)
     assert not result["error"]
     assert result["differences"] == []
     assert result["graphs"] == 2 * 2  # layers of a stage, micro-batches

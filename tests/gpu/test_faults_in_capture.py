@@ -27,9 +27,9 @@ SEQUENCE_PARALLEL = json.dumps(
 )
 
 
-OPTIONS: list[tuple[str, ...]] = [("--layers-per-graph", layers) for layers in ("0", "1", "-1")]
+OPTIONS: list[tuple[str, ...]] = [("--holds", holds) for holds in ("decoder", "layer", "model")]
 OPTIONS += [(*one, "--tp", "2") for one in OPTIONS]
-OPTIONS.append(("--layers-per-graph", "1", "--tp", "2", "--case", SEQUENCE_PARALLEL))
+OPTIONS.append(("--holds", "layer", "--tp", "2", "--case", SEQUENCE_PARALLEL))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
@@ -41,9 +41,9 @@ def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, o
     assert result["replays_at_the_end"] > 0
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, 1])
-def test_the_watchdog_ends_the_rank_that_outlives_a_killed_one(layers_per_graph):
-    status, seconds, output = killed(TIMEOUT, layers_per_graph)
+@pytest.mark.parametrize("holds", ["decoder", "layer"])
+def test_the_watchdog_ends_the_rank_that_outlives_a_killed_one(holds):
+    status, seconds, output = killed(TIMEOUT, holds)
     assert LAUNCHED in output
     assert status not in (0, -9)
     assert seconds < 4 * TIMEOUT

@@ -8,7 +8,7 @@ there are several data-parallel ranks in each of them. Some cases are under torc
 import pytest
 
 from tests.support.evaluations import replays_of_evaluations
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
+from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.launch import name_of
 
 OVERLAPPED = {"experts": 4, "shared_experts": 256, "shared_overlap": True}
@@ -41,19 +41,19 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "captions": True, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "modules": ["attn"], "evaluates": True},
-        {"dtype": "bf16", "packed": 8, "layers_per_graph": 1, "positions": "none"},
+        {"dtype": "bf16", "packed": 8, "holds": "layer", "positions": "none"},
         {"dtype": "bf16", "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
-        {"dtype": "bf16", "pattern": "*-*-", "layers_per_graph": 1},
+        {"dtype": "bf16", "pattern": "*-*-", "holds": "layer"},
         {"dtype": "bf16", **HYBRID, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]},
         {"dtype": "bf16", **HYBRID, "capacity": 1.0, "evaluates": True},
         {"dtype": "bf16", "pattern": "M*-M/*M", "microbatches": 2},
-        {"dtype": "bf16", "layers_per_graph": -1, "fp8": "delayed", "fp8_params": True, "evaluates_often": True},
-        {"dtype": "bf16", "layers_per_graph": -1, "positions": "mrope", "microbatches": 2},
-        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "dropout": 0.1, "microbatches": 2, "evaluates": True},
-        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "mtp": 1, "positions": "learned_absolute"},
-        {"dtype": "bf16", "layers_per_graph": -1, "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
-        {"dtype": "bf16", "layers_per_graph": -1, "pattern": "M*-M/*M", "microbatches": 2, "evaluates": True},
-        {"dtype": "bf16", "layers_per_graph": None, **HYBRID, "capacity": 1.0},
+        {"dtype": "bf16", "holds": "model", "fp8": "delayed", "fp8_params": True, "evaluates_often": True},
+        {"dtype": "bf16", "holds": "model", "positions": "mrope", "microbatches": 2},
+        {"dtype": "bf16", "holds": "model", "packed": 8, "dropout": 0.1, "microbatches": 2, "evaluates": True},
+        {"dtype": "bf16", "holds": "model", "packed": 8, "mtp": 1, "positions": "learned_absolute"},
+        {"dtype": "bf16", "holds": "model", "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
+        {"dtype": "bf16", "holds": "model", "pattern": "M*-M/*M", "microbatches": 2, "evaluates": True},
+        {"dtype": "bf16", "holds": None, **HYBRID, "capacity": 1.0},
         {**TORCH, "microbatches": 2, "dropout": 0.1, "evaluates": True},
         {**TORCH, "microbatches": 2, "reshard": False},
         {**TORCH, "evaluates_often": True, "dropout": 0.1, "microbatches": 2},
@@ -67,13 +67,13 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "microbatches": 2},
         {"dtype": "bf16", "modules": ["attn"]},
         {"dtype": "bf16", "positions": "yarn"},
-        {"dtype": "bf16", "layers_per_graph": -1, "microbatches": 2, "evaluates": True},
-        {"dtype": "bf16", "layers_per_graph": -1, "dropout": 0.1, "positions": "yarn"},
-        {"dtype": "bf16", "layers_per_graph": -1, "mtp": 1},
-        {"dtype": "bf16", "layers_per_graph": -1, "positions": "mrope", "microbatches": 2},
-        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "microbatches": 2, "evaluates": True},
-        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "mtp": 1, "positions": "learned_absolute"},
-        {"dtype": "bf16", "layers_per_graph": 1, "packed": 8, "positions": "none"},
+        {"dtype": "bf16", "holds": "model", "microbatches": 2, "evaluates": True},
+        {"dtype": "bf16", "holds": "model", "dropout": 0.1, "positions": "yarn"},
+        {"dtype": "bf16", "holds": "model", "mtp": 1},
+        {"dtype": "bf16", "holds": "model", "positions": "mrope", "microbatches": 2},
+        {"dtype": "bf16", "holds": "model", "packed": 8, "microbatches": 2, "evaluates": True},
+        {"dtype": "bf16", "holds": "model", "packed": 8, "mtp": 1, "positions": "learned_absolute"},
+        {"dtype": "bf16", "holds": "layer", "packed": 8, "positions": "none"},
     ],
     "PP2": [
         {"dtype": "bf16", **STAGES},
@@ -112,22 +112,20 @@ LAYOUTS = {
     "PP2 with VPP2": ["--pp", "2"],
     "EP2": ["--ep", "2"],
 }
-RUNS = [("data parallel", engine) for engine in ENGINES]
-RUNS += [(layout, "native") for layout in [*LAYOUTS][1:] if GPUS != 1]
-RUNS += [("EP2", "transformer_engine")] if GPUS != 1 else []
+RUNS = [layout for layout in LAYOUTS if GPUS != 1 or layout == "data parallel"]
 
 
 @pytest.fixture(scope="session")
 def train(compare_runs):
-    """Trains a case of a layout with an engine, in processes of its own, as some may not end well."""
+    """Trains a case of a layout in processes of its own, as some may not end well."""
 
-    def result(layout: str, engine: str, case: dict) -> dict:
+    def result(layout: str, case: dict) -> dict:
         (compared,) = compare_runs(
             [SIZES | case],
             *LAYOUTS[layout],
             "--stop-at-error",
             ranks=GPUS,
-            environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
+            environment=DETERMINISTIC,
         )
         return compared
 
@@ -135,23 +133,22 @@ def train(compare_runs):
 
 
 @pytest.mark.parametrize(
-    ("layout", "engine", "case"),
-    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in CASES[run[0]]],
+    ("layout", "case"),
+    [pytest.param(layout, case, id=f"{layout}: {name_of(case)}") for layout in RUNS for case in CASES[layout]],
 )
-def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
-    result = train(layout, engine, case)
+def test_graphs_train_bit_for_bit_as_eager(train, layout, case):
+    result = train(layout, case)
     assert not result["error"]
     assert result["differences"] == []
     pattern = case.get("pattern", "").replace("/", "")
     layers = len(pattern) or case.get("layers", 4) * (2 if case.get("captions") else 1)
     of_a_pass = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # of the layers of a stage, or of all
-    if engine == "native" and case.get("layers_per_graph", 0) in (None, -1):  # the whole model
+    if case.get("holds", "decoder") in (None, "model"):  # the whole model
         assert result["graphs"] == 0
         assert result["replays"] == 2 * case.get("microbatches", 1)
     else:
         slots = case["microbatches"] if "PP2" in layout or case.get("ep_overlap") else 1
         assert result["graphs"] == of_a_pass * slots
-    if engine == "native":
-        packed_layers = "packed" in case and case.get("layers_per_graph", 0) not in (None, -1)
-        eager = "VPP2" in layout or "fp8_params" in case or packed_layers
-        assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if eager else of_a_pass)
+    packed_layers = "packed" in case and case.get("holds", "decoder") not in (None, "model")
+    eager = "VPP2" in layout or "fp8_params" in case or packed_layers
+    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if eager else of_a_pass)

@@ -2,7 +2,7 @@
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
 parallel 2 (four GPUs); expert parallel over all GPUs, with dropless experts. MoE models of 4 TransformerEngine layers
-with shared experts, both engines. Then, data parallel, what else a job may turn on.
+with shared experts. Then, data parallel, what else a job may turn on.
 """
 
 from itertools import product
@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from tests.support.evaluations import replays_of_evaluations
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
+from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.launch import name_of
 
 LAYOUTS = {
@@ -30,21 +30,21 @@ GROUPED: list[dict] = [
     {"dtype": "bf16", "experts": 8, "grouped_tensor": True, **case}
     for case in (
         {},
-        {"layers_per_graph": 1, "dropout": 0.1, "microbatches": 2},
-        {"layers_per_graph": -1, "microbatches": 2, "evaluates": True},
-        {"layers_per_graph": -1, "shared_experts": 256, "dropout": 0.1, "evaluates_often": True},
-        {"layers_per_graph": -1, "latent_attention": True},
-        {"layers_per_graph": -1, "recompute": ["moe"], "shared_experts": 256},
-        {"layers_per_graph": -1, "recompute": ["shared_experts", "layernorm"], "shared_experts": 256},
-        {"layers_per_graph": -1, "recompute": ["mla_up_proj"], "latent_attention": True},
+        {"holds": "layer", "dropout": 0.1, "microbatches": 2},
+        {"holds": "model", "microbatches": 2, "evaluates": True},
+        {"holds": "model", "shared_experts": 256, "dropout": 0.1, "evaluates_often": True},
+        {"holds": "model", "latent_attention": True},
+        {"holds": "model", "recompute": ["moe"], "shared_experts": 256},
+        {"holds": "model", "recompute": ["shared_experts", "layernorm"], "shared_experts": 256},
+        {"holds": "model", "recompute": ["mla_up_proj"], "latent_attention": True},
         {
-            "layers_per_graph": -1,
+            "holds": "model",
             "config": ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=1"],
         },
-        {"layers_per_graph": -1, "config": ["moe_latent_size=256"], "shared_experts": 256},
-        {"layers_per_graph": 1, "config": ["moe_latent_size=256"], "dropout": 0.1, "evaluates": True},
-        {"layers_per_graph": -1, "fused_wgrad": True, "microbatches": 2},
-        {"layers_per_graph": None, "moe_layer_freq": [0, 1, 1, 1]},
+        {"holds": "model", "config": ["moe_latent_size=256"], "shared_experts": 256},
+        {"holds": "layer", "config": ["moe_latent_size=256"], "dropout": 0.1, "evaluates": True},
+        {"holds": "model", "fused_wgrad": True, "microbatches": 2},
+        {"holds": None, "moe_layer_freq": [0, 1, 1, 1]},
         {"fused_wgrad": True, "optimizer_graph": True},
         {"modules": ["attn", "moe_router", "moe_preprocess"]},
         {"strategy": "optim_grads"},
@@ -55,9 +55,9 @@ EXCHANGED: list[dict] = [
     {"dtype": "bf16", "experts": 8, "grouped_tensor": True, "dispatcher": dispatcher} | case
     for dispatcher in ("alltoall", "allgather")
     for case in (
-        {"layers_per_graph": -1, "microbatches": 2, "evaluates": True},
-        {"layers_per_graph": -1, "unbalanced": True},
-        {"layers_per_graph": 1, "shared_experts": 256},
+        {"holds": "model", "microbatches": 2, "evaluates": True},
+        {"holds": "model", "unbalanced": True},
+        {"holds": "layer", "shared_experts": 256},
         {"modules": ["attn", "moe_router", "moe_preprocess"]},
     )
 ]
@@ -65,53 +65,53 @@ EXCHANGED: list[dict] = [
 BESIDE_REPLAYS: list[dict] = [
     {"dtype": "bf16", "sequences_later": [512], "later_on_one_rank": True} | case
     for case in (
-        {"layers_per_graph": None},
-        {"layers_per_graph": 1, "microbatches": 2},
-        {"layers_per_graph": -1, "mtp": 1},
-        {"layers_per_graph": None, "mtp": 1},
-        {"layers_per_graph": None, "fused_wgrad": True, "microbatches": 2},
-        {"layers_per_graph": 1, "experts": 8, "grouped_tensor": True},
-        {"layers_per_graph": None, "experts": 8, "grouped_tensor": True},
-        {"layers_per_graph": -1, "experts": 8, "grouped_tensor": True},
+        {"holds": None},
+        {"holds": "layer", "microbatches": 2},
+        {"holds": "model", "mtp": 1},
+        {"holds": None, "mtp": 1},
+        {"holds": None, "fused_wgrad": True, "microbatches": 2},
+        {"holds": "layer", "experts": 8, "grouped_tensor": True},
+        {"holds": None, "experts": 8, "grouped_tensor": True},
+        {"holds": "model", "experts": 8, "grouped_tensor": True},
     )
 ]
 BESIDE_REPLAYS += [
     {"dtype": "bf16", "control": "late_hook_on_one_rank", "experts": 4} | case
     for case in (
         {"modules": ["attn", "moe_router", "moe_preprocess"], "shared_experts": 256},
-        {"layers_per_graph": 1, "capacity": 1.0},
+        {"holds": "layer", "capacity": 1.0},
     )
 ]
 MORE: list[dict] = [
     {"dtype": "bf16"},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2},
     {"dtype": "bf16", "dropout": 0.1, "warmup": 0},
-    {"dtype": "bf16", "dropout": 0.1, "microbatches": 2, "layers_per_graph": 1},
-    {"dtype": "bf16", "layers_per_graph": 1, "layers": 5, "evaluates": True},
-    {"dtype": "bf16", "layers_per_graph": -1, "layers": 5},
-    {"dtype": "bf16", "layers_per_graph": -1, "dropout": 0.1, "microbatches": 2, "evaluates": True},
-    {"dtype": "fp32", "layers_per_graph": -1, "microbatches": 1, "microbatches_later": 2, "warmup": 0},
-    {"dtype": "bf16", "layers_per_graph": -1, "fused_wgrad": True, "microbatches": 2},
-    {"dtype": "bf16", "layers_per_graph": -1, "recompute": ["core_attn", "mlp"]},
-    {"dtype": "bf16", "layers_per_graph": -1, "recompute": ["layernorm"]},
+    {"dtype": "bf16", "dropout": 0.1, "microbatches": 2, "holds": "layer"},
+    {"dtype": "bf16", "holds": "layer", "layers": 5, "evaluates": True},
+    {"dtype": "bf16", "holds": "model", "layers": 5},
+    {"dtype": "bf16", "holds": "model", "dropout": 0.1, "microbatches": 2, "evaluates": True},
+    {"dtype": "fp32", "holds": "model", "microbatches": 1, "microbatches_later": 2, "warmup": 0},
+    {"dtype": "bf16", "holds": "model", "fused_wgrad": True, "microbatches": 2},
+    {"dtype": "bf16", "holds": "model", "recompute": ["core_attn", "mlp"]},
+    {"dtype": "bf16", "holds": "model", "recompute": ["layernorm"]},
     *(
         {"dtype": "bf16", "config": ["recompute_granularity='full'", f"recompute_method='{method}'", *number]} | case
         for method, number, case in (
-            ("uniform", ["recompute_num_layers=1"], {"layers_per_graph": -1, "evaluates": True}),
-            ("uniform", ["recompute_num_layers=3"], {"layers_per_graph": -1, "microbatches": 2}),
-            ("block", ["recompute_num_layers=2"], {"layers_per_graph": None, "fused_wgrad": True}),
+            ("uniform", ["recompute_num_layers=1"], {"holds": "model", "evaluates": True}),
+            ("uniform", ["recompute_num_layers=3"], {"holds": "model", "microbatches": 2}),
+            ("block", ["recompute_num_layers=2"], {"holds": None, "fused_wgrad": True}),
             ("uniform", ["recompute_num_layers=2"], {"microbatches": 2}),
             ("block", ["recompute_num_layers=3"], {"microbatches": 1, "microbatches_later": 2}),
         )
     ),
-    {"dtype": "bf16", "layers_per_graph": -1, "optimizer_graph": True, "microbatches": 2},
-    {"dtype": "bf16", "layers_per_graph": -1, "mtp": 1, "dropout": 0.1, "microbatches": 2, "evaluates": True},
-    {"dtype": "bf16", "layers_per_graph": -1, "mtp": 2, "microbatches": 4, "microbatches_later": 1, "tied": False},
-    {"dtype": "bf16", "layers_per_graph": -1, "mtp": 2, "warmup": 0},
-    {"dtype": "bf16", "layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
-    {"dtype": "bf16", "layers_per_graph": -1, "control": "failed_backward_capture", "dropout": 0.1},
-    {"dtype": "bf16", "layers_per_graph": -1, "control": "clipping_eager_on_one_rank"},
-    {"dtype": "bf16", "layers_per_graph": None, "dropout": 0.1, "microbatches": 2, "evaluates_often": True},
+    {"dtype": "bf16", "holds": "model", "optimizer_graph": True, "microbatches": 2},
+    {"dtype": "bf16", "holds": "model", "mtp": 1, "dropout": 0.1, "microbatches": 2, "evaluates": True},
+    {"dtype": "bf16", "holds": "model", "mtp": 2, "microbatches": 4, "microbatches_later": 1, "tied": False},
+    {"dtype": "bf16", "holds": "model", "mtp": 2, "warmup": 0},
+    {"dtype": "bf16", "holds": "model", "control": "captured_again", "dropout": 0.1},
+    {"dtype": "bf16", "holds": "model", "control": "failed_backward_capture", "dropout": 0.1},
+    {"dtype": "bf16", "holds": "model", "control": "clipping_eager_on_one_rank"},
+    {"dtype": "bf16", "holds": None, "dropout": 0.1, "microbatches": 2, "evaluates_often": True},
     *BESIDE_REPLAYS,
     {"dtype": "bf16", "fused_wgrad": True},
     {"dtype": "bf16", "fused_wgrad": True, "warmup": 0, "layers": 5},
@@ -124,10 +124,10 @@ MORE: list[dict] = [
     {"dtype": "bf16", "fp8": "delayed", "microbatches": 2, "evaluates": True},
     {"dtype": "bf16", "fp8": "tensorwise", "microbatches": 2, "evaluates": True},
     {"dtype": "bf16", "fp8": "delayed", "microbatches": 2, "evaluates_often": True, "dropout": 0.1},
-    {"dtype": "bf16", "fp8": "tensorwise", "evaluates_often": True, "layers_per_graph": 1, "evaluated_sequence": 512},
+    {"dtype": "bf16", "fp8": "tensorwise", "evaluates_often": True, "holds": "layer", "evaluated_sequence": 512},
     {"dtype": "bf16", "fp8": "delayed", "evaluates_often": True, "experts": 4, "modules": ["attn"]},
-    {"dtype": "bf16", "fp8": "blockwise", "layers_per_graph": 1, "microbatches": 2},
-    {"dtype": "bf16", "fp8": "blockwise", "layers_per_graph": 1, "evaluates_often": True, "dropout": 0.1},
+    {"dtype": "bf16", "fp8": "blockwise", "holds": "layer", "microbatches": 2},
+    {"dtype": "bf16", "fp8": "blockwise", "holds": "layer", "evaluates_often": True, "dropout": 0.1},
     {"dtype": "bf16", "fp8": "blockwise", "evaluates_often": True, "experts": 4, "modules": ["attn"]},
     {"dtype": "bf16", "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"dtype": "bf16", "dropout": 0.1, "mtp": 1, "microbatches": 2},
@@ -136,10 +136,10 @@ MORE: list[dict] = [
     {"dtype": "bf16", "strategy": "optim_grads"},
     {"dtype": "bf16", "evaluates": True, "dropout": 0.1},
     {"dtype": "bf16", "evaluates_often": True, "dropout": 0.1, "microbatches": 2},
-    {"dtype": "bf16", "evaluates_often": True, "layers_per_graph": 1, "fused_wgrad": True},
+    {"dtype": "bf16", "evaluates_often": True, "holds": "layer", "fused_wgrad": True},
     {"dtype": "bf16", "evaluates_often": True, "warmup": 0, "mtp": 1},
     {"dtype": "bf16", "evaluates_often": True, "evaluated_sequence": 256},
-    {"dtype": "bf16", "evaluates": True, "layers_per_graph": -1, "control": "failed_capture_for_evaluation"},
+    {"dtype": "bf16", "evaluates": True, "holds": "model", "control": "failed_capture_for_evaluation"},
     *({"evaluates_often": True, "dropout": 0.1} | case for case in MOE[:3]),
     {"dtype": "bf16", "evaluates_often": True, "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"dtype": "bf16", "optimizer_graph": True, "microbatches": 2},
@@ -149,97 +149,95 @@ MORE: list[dict] = [
     {"dtype": "bf16", "control": "failed_forward_capture", "dropout": 0.1},
     {"dtype": "bf16", "control": "failed_backward_capture", "dropout": 0.1},
     {"dtype": "bf16", "control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1},
-    {"dtype": "bf16", "control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": 1},
+    {"dtype": "bf16", "control": "fallback_after_a_failure_on_one_rank", "holds": "layer"},
 ]
 
 
 FULL = ["recompute_granularity='full'", "recompute_num_layers=2"]
-# FP8 in one graph with what happens around layers, which TransformerEngine's engine cannot capture.
+# FP8 in one graph with what happens around layers.
 QUANTIZED: list[dict] = [
     {"dtype": "bf16", "fp8": recipe, "fp8_params": params, "microbatches": 2, **case}
     for recipe in ("delayed", "tensorwise")
     for params in (False, True)
     for case in (
-        {"layers_per_graph": -1, "microbatches": 3},
-        {"layers_per_graph": -1, "evaluates_often": True, "dropout": 0.1},
-        {"layers_per_graph": -1, "sequences_later": [512, 1024]},
-        {"layers_per_graph": -1, "optimizer_graph": True},
-        {"layers_per_graph": -1, "fused_wgrad": True},
-        {"layers_per_graph": -1, "control": "captured_again"},
-        {"layers_per_graph": -1, "control": "failed_backward_capture"},
-        {"layers_per_graph": None, "config": ["fp8_amax_history_len=16", "fp8_amax_compute_algo='max'"]},
-        {"layers_per_graph": 0, "evaluates_often": True, "dropout": 0.1},
-        {"layers_per_graph": 0, "sequences_later": [512, 1024]},
-        {"layers_per_graph": 0, "mtp": 1},
-        {"layers_per_graph": -1, "mtp": 1},
-        {"layers_per_graph": -1, "recompute": ["core_attn", "mlp"]},
-        {"layers_per_graph": 0, "recompute": ["mlp"]},
-        {"layers_per_graph": -1, "config": [*FULL, "recompute_method='uniform'"]},
-        {"layers_per_graph": 0, "config": [*FULL, "recompute_method='block'"]},
-        {"layers_per_graph": -1, "control": "failed_backward_capture", "recompute": ["mlp"]},
+        {"holds": "model", "microbatches": 3},
+        {"holds": "model", "evaluates_often": True, "dropout": 0.1},
+        {"holds": "model", "sequences_later": [512, 1024]},
+        {"holds": "model", "optimizer_graph": True},
+        {"holds": "model", "fused_wgrad": True},
+        {"holds": "model", "control": "captured_again"},
+        {"holds": "model", "control": "failed_backward_capture"},
+        {"holds": None, "config": ["fp8_amax_history_len=16", "fp8_amax_compute_algo='max'"]},
+        {"holds": "decoder", "evaluates_often": True, "dropout": 0.1},
+        {"holds": "decoder", "sequences_later": [512, 1024]},
+        {"holds": "decoder", "mtp": 1},
+        {"holds": "model", "mtp": 1},
+        {"holds": "model", "recompute": ["core_attn", "mlp"]},
+        {"holds": "decoder", "recompute": ["mlp"]},
+        {"holds": "model", "config": [*FULL, "recompute_method='uniform'"]},
+        {"holds": "decoder", "config": [*FULL, "recompute_method='block'"]},
+        {"holds": "model", "control": "failed_backward_capture", "recompute": ["mlp"]},
     )
 ]
 QUANTIZED += [
-    {"dtype": "bf16", "fp8": "tensorwise", "config": ["first_last_layers_bf16=True"], "layers_per_graph": most}
-    for most in (0, -1)
+    {"dtype": "bf16", "fp8": "tensorwise", "config": ["first_last_layers_bf16=True"], "holds": most}
+    for most in ("decoder", "model")
 ]
 
 
-def _cases(layout: str, engine: str) -> list[dict]:
+def cases_of(layout: str) -> list[dict]:
     if layout == "EP of all":
         return EXCHANGED
     dense = {"data parallel": MORE, "EP2 with ETP2": []}  # dense models have no experts to spread
     grouped = GROUPED if layout == "data parallel" else []
-    quantized = QUANTIZED if (layout, engine) == ("data parallel", "native") else []
+    quantized = QUANTIZED if layout == "data parallel" else []
     return [*MOE, *grouped, *dense.get(layout, MORE[1:2]), *quantized]
 
 
-RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]
+RUNS = [layout for layout in LAYOUTS if LAYOUTS[layout][2] <= max(GPUS, 1)]
 
 
 @pytest.fixture(scope="session")
 def results(compare_runs):
-    """The results of each layout and engine, by case; each layout in processes of its own."""
+    """The results of each layout, by case; each layout in processes of its own."""
     found = {}
-    for layout, engine in RUNS:
+    for layout in RUNS:
         options, extra, _ = LAYOUTS[layout]
-        cases = _cases(layout, engine)
+        cases = cases_of(layout)
         compared = compare_runs(
             [SIZES | extra | case for case in cases],
             *options,
             ranks=GPUS,
-            environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
+            environment=DETERMINISTIC,
         )
-        found[layout, engine] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
+        found[layout] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
     return found
 
 
 @pytest.mark.parametrize(
-    ("layout", "engine", "case"),
-    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in _cases(*run)],
+    ("layout", "case"),
+    [pytest.param(layout, case, id=f"{layout}: {name_of(case)}") for layout in RUNS for case in cases_of(layout)],
 )
-def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
-    result = results[layout, engine][name_of(case)]
+def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
+    result = results[layout][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
     control = case.get("control", "")
     failed = "fail" in control and "evaluation" not in control
-    whole = case.get("layers_per_graph", 0) in (None, -1) and engine == "native"
+    whole = case.get("holds", "decoder") in (None, "model")
     assert result["graphs"] == (0 if failed or whole else case.get("layers", 4) + case.get("mtp", 0))
     if whole:
         assert result["replays"] == (
             0 if failed else 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
         )
         assert bool(result["clipping_replays"]) != (failed or "optimizer_graph" in case)
-
-    if engine == "native":
-        eager = "control" in case or case.get("fp8_params")
-        layers = 0 if eager else case.get("layers", 4) + case.get("mtp", 0)
-        assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
+    eager = "control" in case or case.get("fp8_params")
+    layers = 0 if eager else case.get("layers", 4) + case.get("mtp", 0)
+    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, -1])
-def test_a_replay_that_does_nothing_changes_the_loss(compare_runs, layers_per_graph):
-    case = SIZES | {"dtype": "bf16", "control": "dead_replay", "layers_per_graph": layers_per_graph}
-    (result,) = compare_runs([case], ranks=GPUS, environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": "native"})
+@pytest.mark.parametrize("holds", ["decoder", "model"])
+def test_a_replay_that_does_nothing_changes_the_loss(compare_runs, holds):
+    case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": holds}
+    (result,) = compare_runs([case], ranks=GPUS, environment=DETERMINISTIC)
     assert any("losses[3]" in line for line in result["differences"])

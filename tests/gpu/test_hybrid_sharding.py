@@ -10,16 +10,16 @@ from tests.support.launch import name_of
 HYBRID: dict[str, Any] = {"dtype": "bf16", "instances": 2}
 OPTIM = HYBRID | {"outer": "optim"}
 CASES: list[dict[str, Any]] = [
-    HYBRID | {"layers_per_graph": -1, "microbatches": 2},
-    OPTIM | {"layers_per_graph": -1, "microbatches": 3, "dropout": 0.1, "evaluates_often": True},
-    OPTIM | {"layers_per_graph": -1, "norm_on_device": True, "fused_wgrad": True},
-    OPTIM | {"layers_per_graph": -1, "sequences_later": [512, 1024], "microbatches": 2},
-    OPTIM | {"layers_per_graph": -1, "optimizer_graph": True},
-    OPTIM | {"layers_per_graph": -1, "warmup": 0, "dropout": 0.1},
-    OPTIM | {"layers_per_graph": -1, "control": "captured_again", "microbatches_later": 2},
+    HYBRID | {"holds": "model", "microbatches": 2},
+    OPTIM | {"holds": "model", "microbatches": 3, "dropout": 0.1, "evaluates_often": True},
+    OPTIM | {"holds": "model", "norm_on_device": True, "fused_wgrad": True},
+    OPTIM | {"holds": "model", "sequences_later": [512, 1024], "microbatches": 2},
+    OPTIM | {"holds": "model", "optimizer_graph": True},
+    OPTIM | {"holds": "model", "warmup": 0, "dropout": 0.1},
+    OPTIM | {"holds": "model", "control": "captured_again", "microbatches_later": 2},
     HYBRID | {"microbatches": 2, "dropout": 0.1},
     OPTIM | {"microbatches": 2, "evaluates": True},
-    OPTIM | {"layers_per_graph": 1, "microbatches": 2},
+    OPTIM | {"holds": "layer", "microbatches": 2},
     OPTIM | {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "microbatches": 2},
 ]
 
@@ -33,7 +33,7 @@ def results(compare_runs):
         [SIZES | case for case in CASES],
         *("--instances", str(min(GPUS, 2))),
         ranks=GPUS,
-        environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": "native"},
+        environment=DETERMINISTIC,
     )
     return {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
 
@@ -44,5 +44,5 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     assert not result["error"]
     assert result["differences"] == []
     microbatches = case.get("microbatches_later") or case.get("microbatches", 1)
-    by_layer = case.get("modules") or case.get("layers_per_graph") == 1
+    by_layer = case.get("modules") or case.get("holds") == "layer"
     assert result["replays"] == 2 * microbatches * (4 if by_layer else 1)

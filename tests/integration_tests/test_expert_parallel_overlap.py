@@ -97,7 +97,7 @@ def assert_bit_equal(result, case):
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0)
 
 
-@pytest.mark.parametrize("case", mostly_long(SHARDED, SHARDED[4], IN_TURN[-1]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(SHARDED, IN_TURN[-1]), ids=name_of)
 def test_graphs_under_fsdp_train_bit_for_bit_as_eager(sharded, case):
     assert_bit_equal(sharded[name_of(case)], case)
 
@@ -132,7 +132,7 @@ def test_weights_that_replays_do_not_gather_are_those_of_the_step_before(sharded
 def test_weights_that_are_not_kept_in_place_are_noticed(compare_runs):
     # On one rank only, perhaps: the first error ends all ranks.
     (result,) = compare_runs([SIZES | OVERLAP | NOT_KEPT], "--ep", "2", "--stop-at-error")
-    assert "MovedBufferError" in result["error"] or "StaleAddress" in result["error"]
+    assert "ChangedSinceCaptureError" in result["error"] or "StaleAddress" in result["error"]
 
 
 @pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "ddp"])

@@ -14,46 +14,37 @@ from tests.support.launch import name_of
 from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 7}
-# For whole layers every pair of values of dtype, dropout and micro-batches.
 DENSE: list[dict[str, Any]] = [
     {"dtype": dtype, "dropout": dropout, "microbatches": microbatches, "modules": modules}
     for modules, runs in (
-        ([], (("fp32", 0.0, 1), ("fp32", 0.1, 2), ("bf16", 0.0, 2), ("bf16", 0.1, 1))),
-        (["attn"], (("fp32", 0.1, 1), ("fp32", 0.1, 2), ("bf16", 0.1, 1), ("bf16", 0.1, 2))),
+        ([], (("fp32", 0.1, 2), ("bf16", 0.1, 1))),
+        (["attn"], (("fp32", 0.1, 1), ("bf16", 0.1, 2))),
     )
     for dtype, dropout, microbatches in runs
 ]
 SHORTER: dict[str, Any] = {"sequences_later": [16, 32], "steps": 8}  # the last is replayed
 # Whole layers, all of them in one graph in the cases above.
 LAYERS_PER_GRAPH: list[dict[str, Any]] = [
-    {"layers": 5, "layers_per_graph": most, **case}
+    {"layers": 5, "holds": most, **case}
     for most, case in (
-        (0, {"dtype": "bf16", "dropout": 0.1, "microbatches": 2}),
-        (1, {"dtype": "bf16", "dropout": 0.1, "microbatches": 2}),
-        (1, {"dropout": 0.1, "evaluates": True}),
-        (0, {"dropout": 0.1, "mtp": 1}),
-        (1, {"warmup": 0, "dropout": 0.1}),
+        ("decoder", {"dtype": "bf16", "dropout": 0.1, "microbatches": 2}),
+        ("layer", {"dtype": "bf16", "dropout": 0.1, "microbatches": 2}),
+        ("decoder", {"dropout": 0.1, "mtp": 1}),
+        ("layer", {"warmup": 0, "dropout": 0.1}),
     )
 ]
 WHOLE_MODEL: list[dict[str, Any]] = [
-    {"layers_per_graph": -1, **case}
+    {"holds": "model", **case}
     for case in (
         {},
-        {"dtype": "bf16", "dropout": 0.1},
         {"dtype": "bf16", "microbatches": 2, "layers": 5},
-        {"dropout": 0.1, "microbatches": 1, "microbatches_later": 2},
         {"dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1, "evaluates": True},
         {"warmup": 0, "dropout": 0.1, "evaluates": True},
-        {"recompute": ["core_attn", "mlp"]},
         {"dtype": "bf16", "optimizer_graph": True, "microbatches": 2},
         {"control": "captured_again", "dropout": 0.1},
-        {"control": "taken_addresses"},
         {"dtype": "fp16", "dropout": 0.1},
-        {"positions": "yarn", "microbatches": 2},
-        {"positions": "mrope", "microbatches": 2},
         {"mtp": 1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1, "evaluates": True},
         {"mtp": 2, "warmup": 0, "dtype": "fp16", "tied": False, "steps": 10},
-        {"mtp": 2, "config": ["mtp_use_repeated_layer=True"], "dropout": 0.1, "microbatches": 2},
         {"mtp": 1, "config": ["mtp_detach_heads=True"], "control": "captured_again_later"},
         {"mtp": 1, **SHORTER},
     )
@@ -68,20 +59,16 @@ def _full(method: str, layers: int) -> dict[str, Any]:
 
 # What the backward graph of all layers, or of the model, computes again.
 RECOMPUTED: list[dict[str, Any]] = [
-    {"layers_per_graph": -1, "microbatches": 2, "layers": 5, "evaluates_often": True, **_full("uniform", 2)},
-    {"layers_per_graph": None, "dtype": "bf16", "optimizer_graph": True, **_full("uniform", 1)},
-    {"layers_per_graph": -1, "dtype": "bf16", "latent_attention": True, **_full("block", 2)},
-    {"layers_per_graph": -1, "experts": 4, "capacity": 1.0, "shared_experts": 64, **_full("uniform", 1)},
-    {"layers_per_graph": -1, "control": "captured_again", "positions": "yarn", **_full("uniform", 2)},
-    {"layers": 5, "dtype": "fp16", "steps": 10, **_full("uniform", 5)},
+    {"holds": "model", "microbatches": 2, "layers": 5, "evaluates_often": True, **_full("uniform", 2)},
+    {"holds": None, "dtype": "bf16", "optimizer_graph": True, **_full("uniform", 1)},
+    {"holds": "model", "experts": 4, "capacity": 1.0, "shared_experts": 64, **_full("uniform", 1)},
     {"layers": 5, "microbatches": 2, "evaluates": True, **_full("block", 3)},
     {"control": "captured_again", "microbatches": 1, "microbatches_later": 2, **_full("uniform", 2)},
-    {"layers_per_graph": -1, "recompute": ["core_attn"], "microbatches": 2, "evaluates": True},
-    {"layers_per_graph": None, "recompute": ["core_attn", "mlp"], "dtype": "bf16"},
+    {"holds": "model", "recompute": ["core_attn"], "microbatches": 2, "evaluates": True},
 ]
 # Beside graphs of the whole model, the norm of gradients and their clipping are one too.
 CLIPPED: list[dict[str, Any]] = [
-    {"layers_per_graph": -1, "norm_on_device": True, **case}
+    {"holds": "model", "norm_on_device": True, **case}
     for case in (
         {"dropout": 0.1, "evaluates": True},
         {"dtype": "bf16", "microbatches": 1, "microbatches_later": 2},
@@ -102,44 +89,31 @@ MOE: list[dict[str, Any]] = [
 ]
 OTHERS: list[dict[str, Any]] = [
     {"experts": 4, "shared_experts": 64, "modules": ["moe_router"]},
-    {"warmup": 0, "dropout": 0.1},
-    {"strategy": "optim_grads"},
     {"strategy": "optim"},
     {"strategy": "no_shard"},
-    {"recompute": ["core_attn"]},
     {"recompute": ["core_attn", "mlp"]},
-    {"recompute": ["mlp"], "microbatches": 2},
     {"evaluates": True, "dropout": 0.1},
     {"mtp": 1, "dropout": 0.1, "microbatches": 2},
     {"experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"control": "captured_again", "dropout": 0.1},
-    {"control": "captured_again_later", "dropout": 0.1},
-    {"control": "captured_again_later", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
+    {"control": "captured_again_later", "dropout": 0.1, "holds": "layer", "microbatches": 2},
     {"control": "captured_by_two_helpers", "dropout": 0.1, "evaluates": True},
-    {**SHORTER, "dropout": 0.1},
-    {**SHORTER, "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
-    {"sequences_later": [24, 16, 32], "dtype": "bf16"},
+    {**SHORTER, "dropout": 0.1, "holds": "layer", "microbatches": 2},
     {**SHORTER, "dropout": 0.1, "modules": ["attn"]},
-    {**SHORTER, "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"microbatches": 1, "microbatches_later": 3, "dropout": 0.1},
-    {"microbatches": 3, "microbatches_later": 2, "dropout": 0.1, "layers_per_graph": 1},
+    {"microbatches": 3, "microbatches_later": 2, "dropout": 0.1, "holds": "layer"},
     {"control": "beside_an_equal_model"},
-    {"control": "beside_an_equal_model", "layers_per_graph": 1, "dtype": "bf16", "microbatches": 2},
-    {"control": "beside_an_equal_model", "modules": ["attn"]},
     {"control": "beside_a_larger_model"},
 ]
 # Evaluations before capture, right after it, and after each step, of trainings above and of others.
-EVALUATED_AGAIN = [DENSE[1], MOE[-1]]
+EVALUATED_AGAIN = [DENSE[0], MOE[-1]]
 EVALUATED: list[dict[str, Any]] = [
     {"evaluates_often": True, **case}
     for case in (
         *EVALUATED_AGAIN,
-        {"warmup": 0},
         {"evaluated_sequence": 48, "positions": "mrope", "microbatches": 2},
-        {"layers_per_graph": -1, "dropout": 0.1},
-        {"layers_per_graph": None, "microbatches": 2},
-        {"layers_per_graph": -1, "microbatches": 2, "control": "evaluation_eager_on_one_rank"},
-        {"layers_per_graph": -1, "evaluated_sequence": 48, "dtype": "bf16"},
+        {"holds": None, "microbatches": 2},
+        {"holds": "model", "microbatches": 2, "control": "evaluation_eager_on_one_rank"},
     )
 ]
 # Flags that megatron-core's own per-layer graphs do not take, or that failed without graphs too.
@@ -149,13 +123,12 @@ FP16: list[dict[str, Any]] = [
 ]
 POSITIONS: list[dict[str, Any]] = [
     {"positions": "learned_absolute"},
-    {"positions": "none", "tied": False},
     {"positions": "yarn", "dropout": 0.1, "microbatches": 2},
     {"positions": "mrope", "microbatches": 2},
     {"positions": "mrope", "microbatches": 2, "dtype": "bf16", "modules": ["attn"]},
 ]
 LATENT: list[dict[str, Any]] = [
-    {"latent_attention": True, "layers_per_graph": -1, "dropout": 0.1},
+    {"latent_attention": True, "holds": "model", "dropout": 0.1},
     {"latent_attention": True, "dtype": "bf16", "modules": ["attn"], "microbatches": 2},
 ]
 DENSE_PARTS: list[dict[str, Any]] = [
@@ -177,34 +150,26 @@ EXPERTS: list[dict[str, Any]] = [
     {"experts": 4, "capacity": 1.0, "dropout": 0.1, "microbatches": 2},
 ]
 VISION: list[dict[str, Any]] = [
-    {"vision": True, "microbatches": 2},
     {"vision": True, "microbatches": 3, "dtype": "bf16", "dropout": 0.1},
     {"vision": True, "microbatches": 2, "dtype": "bf16", "dropout": 0.1, "modules": ["attn"]},
-    {"vision": True, "evaluates": True},
     {"vision": True, "control": "captured_again"},
 ]
 # FP8 with a TransformerEngine in miniature (tests/support/small_transformer_engine.py).
 QUANTIZED: list[dict[str, Any]] = [
-    {"fp8": recipe, "layers_per_graph": most, "microbatches": 2, **case}
+    {"fp8": recipe, "holds": most, "microbatches": 2, **case}
     for recipe, most, case in (
-        ("delayed", -1, {"evaluates_often": True, "dropout": 0.1}),
-        ("delayed", -1, {"warmup": 0, "microbatches": 1, "microbatches_later": 3}),
-        ("delayed", -1, {"microbatches": 3, **SHORTER}),
-        ("delayed", -1, {"norm_on_device": True, "dtype": "bf16"}),
-        ("delayed", -1, {"control": "captured_again_later"}),
-        ("delayed", -1, {"config": ["disable_parameter_transpose_cache=True"]}),
-        ("delayed", -1, {"config": ["tp_only_amax_red=True"]}),
-        ("delayed", 0, {"evaluates_often": True, "dropout": 0.1}),
-        ("delayed", 0, {"warmup": 0, "microbatches": 3}),
-        ("delayed", -1, {"mtp": 1, "evaluates": True, "dropout": 0.1}),
-        ("delayed", -1, {"mtp": 1, "warmup": 0}),
-        ("delayed", -1, {"recompute": ["core_attn"]}),
-        ("delayed", 0, {"mtp": 1}),
-        ("delayed", 0, SHORTER),
-        ("delayed", 1, {"evaluates": True}),
-        ("tensorwise", -1, {"dropout": 0.1, "evaluates": True}),
-        ("tensorwise", 0, {"dtype": "bf16"}),
-        ("tensorwise", 0, {"config": ["first_last_layers_bf16=True"], "dropout": 0.1}),
+        ("delayed", "model", {"evaluates_often": True, "dropout": 0.1}),
+        ("delayed", "model", {"warmup": 0, "microbatches": 1, "microbatches_later": 3}),
+        ("delayed", "model", {"microbatches": 3, **SHORTER}),
+        ("delayed", "model", {"norm_on_device": True, "dtype": "bf16"}),
+        ("delayed", "model", {"config": ["tp_only_amax_red=True"]}),
+        ("delayed", "decoder", {"evaluates_often": True, "dropout": 0.1}),
+        ("delayed", "decoder", {"warmup": 0, "microbatches": 3}),
+        ("delayed", "model", {"mtp": 1, "evaluates": True, "dropout": 0.1}),
+        ("delayed", "model", {"recompute": ["core_attn"]}),
+        ("delayed", "layer", {"evaluates": True}),
+        ("tensorwise", "model", {"dropout": 0.1, "evaluates": True}),
+        ("tensorwise", "decoder", {"config": ["first_last_layers_bf16=True"], "dropout": 0.1}),
     )
 ]
 # Gradients of weights are written where they are reduced (tests/support/fused_gradients.py).
@@ -212,14 +177,11 @@ FUSED: list[dict[str, Any]] = [
     {"fused_wgrad": True, **case}
     for case in (
         {"warmup": 0, "microbatches": 2, "dropout": 0.1},
-        {"warmup": 0, "layers_per_graph": 1, "layers": 5, "dtype": "bf16"},
-        {"warmup": 0, "layers_per_graph": -1, "mtp": 1, "tied": False},
+        {"warmup": 0, "holds": "model", "mtp": 1, "tied": False},
         {"warmup": 0, "modules": ["attn"], "max_pool": True, "microbatches": 2},
         {"warmup": 0, "experts": 4, "grouped_tensor": True, "evaluates": True},
-        {"warmup": 0, "vision": True, "microbatches": 2},
         {"warmup": 0, "recompute": ["mlp"], "dtype": "fp16", "steps": 10},
-        {"microbatches": 2, **_full("uniform", 1)},
-        {"microbatches": 1, "microbatches_later": 2, "layers_per_graph": -1, "averaged": True},
+        {"microbatches": 1, "microbatches_later": 2, "holds": "model", "averaged": True},
         {"control": "captured_again", "microbatches": 2},
     )
 ]
@@ -227,59 +189,45 @@ EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + CLIPPED + MOE + OTHERS + EVALUA
 EQUAL += RECOMPUTED + FP16 + POSITIONS + LATENT + DENSE_PARTS + EXPERTS + VISION + QUANTIZED + FUSED
 # In `make test` too: what none of its sets of flags has (test_pairs.py), and each control.
 QUICK: list[dict[str, Any]] = [
-    *(RECOMPUTED[0], RECOMPUTED[6]),
-    *(DENSE[1], LAYERS_PER_GRAPH[-1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], LATENT[0], VISION[-1]),
-    *(*QUANTIZED[:3], *QUANTIZED[7:10], *FUSED[:2]),
-    *(case for case in WHOLE_MODEL if case.get("mtp") and ("config" in case or "dtype" in case)),
-    {"layers_per_graph": -1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1}
+    *(DENSE[0], WHOLE_MODEL[0], CLIPPED[-1], RECOMPUTED[0], LATENT[0], VISION[-1], QUANTIZED[0], FUSED[0]),
+    {"holds": "model", "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1}
     | {"evaluates": True},
-    {"layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
-    {"control": "captured_again_later", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
+    {"holds": "model", "control": "captured_again", "dropout": 0.1},
     {"control": "captured_by_two_helpers", "dropout": 0.1, "evaluates": True},
-    {"control": "beside_an_equal_model"},
     {"control": "beside_a_larger_model"},
     {**SHORTER, "dropout": 0.1, "modules": ["attn"]},
-    {"evaluates_often": True, **DENSE[1]},
-    {"evaluates_often": True, "evaluated_sequence": 48, "positions": "mrope", "microbatches": 2},
-    {"evaluates_often": True, "layers_per_graph": -1, "microbatches": 2, "control": "evaluation_eager_on_one_rank"},
+    {"evaluates_often": True, "holds": "model", "microbatches": 2, "control": "evaluation_eager_on_one_rank"},
 ]
 
 # Captures before any step: some layers have experts, or graphs, and all share a double buffer.
 FIRST_PLACES: list[dict[str, Any]] = [
     {"warmup": 0, "max_pool": True, "experts": 4, "dropout": 0.1, **case}
     for case in (
-        {"moe_layer_freq": [1, 1, 0], "layers_per_graph": 1, "capacity": 1.0},
-        {"moe_layer_freq": [1, 0, 0], "modules": ["mlp"]},
+        {"moe_layer_freq": [1, 1, 0], "holds": "layer", "capacity": 1.0},
         {"moe_layer_freq": [0, 0, 1], "modules": ["mlp"], "microbatches": 2},
     )
 ]
 SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "dropout": 0.1},
-    {"control": "failed_backward_capture", "dropout": 0.1},
-    {"control": "failed_backward_capture", "layers_per_graph": 1},
+    {"control": "failed_backward_capture", "holds": "layer"},
     {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1},
-    {"control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": 1},
-    {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1, "layers_per_graph": -1},
-    {"control": "failed_forward_capture", "dropout": 0.1, "layers_per_graph": -1},
-    {"control": "failed_backward_capture", "dropout": 0.1, "layers_per_graph": -1, "microbatches": 2},
-    {"control": "failed_forward_capture", "layers_per_graph": -1, **_full("uniform", 2)},
-    {"control": "failed_backward_capture", "microbatches": 2, **_full("uniform", 2)},
-    {"control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": -1, **_full("uniform", 2)},
-    {"control": "failed_backward_capture", "fp8": "delayed", "layers_per_graph": -1, "microbatches": 2},
-    {"control": "failed_forward_capture", "fp8": "delayed", "layers_per_graph": 0, "microbatches": 2},
-    {"control": "failed_backward_capture", "mtp": 1, "layers_per_graph": -1, "warmup": 0},
+    {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1, "holds": "model"},
+    {"control": "failed_backward_capture", "dropout": 0.1, "holds": "model", "microbatches": 2},
+    {"control": "failed_forward_capture", "holds": "model", **_full("uniform", 2)},
+    {"control": "fallback_after_a_failure_on_one_rank", "holds": "model", **_full("uniform", 2)},
+    {"control": "failed_backward_capture", "fp8": "delayed", "holds": "model", "microbatches": 2},
+    {"control": "failed_backward_capture", "mtp": 1, "holds": "model", "warmup": 0},
 ]
 FAILED_EVALUATION: dict[str, Any] = {
     "control": "failed_capture_for_evaluation",
     "evaluates": True,
-    "layers_per_graph": -1,
+    "holds": "model",
     "dropout": 0.1,
 }
-OBJECTION: dict[str, Any] = {"control": "hook_on_one_rank", "layers_per_graph": -1, "dropout": 0.1}
+OBJECTION: dict[str, Any] = {"control": "hook_on_one_rank", "holds": "model", "dropout": 0.1}
 # Three pieces of layers are replayed together: the second layer is alone.
 HOOKED: list[dict[str, Any]] = [
     {"control": "layer_hook_on_one_rank", "layers": 5, "dropout": 0.1},
-    {"control": "layer_hook_on_one_rank", "layers": 5, "microbatches": 2},
 ]
 # The last rank runs every second layer eagerly. Layers with experts have two groups of buckets. Beside layers without
 # they may be outside of the double buffer: megatron-core then prefetches more.
@@ -287,18 +235,15 @@ BESIDE_REPLAYS: list[dict[str, Any]] = [
     {"control": "late_hook_on_one_rank", **case}
     for case in (
         {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "shared_experts": 64},
-        {"layers_per_graph": 1, "experts": 8, "grouped_tensor": True, "microbatches": 2, "dtype": "bf16"},
-        {"layers_per_graph": 1, "experts": 4, "capacity": 1.0, "layers": 4, "moe_layer_freq": [0, 1, 0, 1]},
-        {"layers_per_graph": 1, "experts": 4, "capacity": 1.0, "dropout": 0.1},
-        {"experts": 4, "modules": ["moe_router"], "dtype": "bf16"},
-        {"experts": 4, "modules": ["attn"]},
-        {"layers_per_graph": 1, "microbatches": 2, "dropout": 0.1},
-        {"layers_per_graph": 1, "experts": 4, "capacity": 1.0, "strategy": "optim_grads"},
+        {"holds": "layer", "experts": 8, "grouped_tensor": True, "microbatches": 2, "dtype": "bf16"},
+        {"holds": "layer", "experts": 4, "capacity": 1.0, "layers": 4, "moe_layer_freq": [0, 1, 0, 1]},
+        {"holds": "layer", "microbatches": 2, "dropout": 0.1},
+        {"holds": "layer", "experts": 4, "capacity": 1.0, "strategy": "optim_grads"},
     )
 ]
 BESIDE_REPLAYS += [
-    {"control": "late_hook_on_one_rank_without_plans", "layers_per_graph": 1, "layers": 4, "dtype": "bf16"},
-    {"control": "late_hook_on_one_rank_without_plans", "layers_per_graph": 1, "experts": 4, "capacity": 1.0},
+    {"control": "late_hook_on_one_rank_without_plans", "holds": "layer", "layers": 4, "dtype": "bf16"},
+    {"control": "late_hook_on_one_rank_without_plans", "holds": "layer", "experts": 4, "capacity": 1.0},
 ]
 NOTICED = {
     "hooks_left": "has hooks, which would become part of the graph",
@@ -310,13 +255,12 @@ NOTICED = {
 
 def noticed(control):
     """Where the control is one of layers that are captured each by itself."""
-    return {"control": control, "layers_per_graph": 1}
+    return {"control": control, "holds": "layer"}
 
 
 DEAD: list[dict[str, Any]] = [
-    {"control": "dead_replay"},
-    {"control": "dead_replay", "layers_per_graph": 1},
-    {"control": "dead_replay", "layers_per_graph": -1},
+    {"control": "dead_replay", "holds": "layer"},
+    {"control": "dead_replay", "holds": "model"},
     {"control": "dead_replay", "vision": True},
 ]
 
@@ -334,14 +278,14 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
     assert_as_eager(result)
     of_layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
-    whole = case.get("layers_per_graph", 0) in (None, -1)
+    whole = case.get("holds", "decoder") in (None, "model")
     assert result["graphs"] == (0 if whole else of_layers)
     assert result["replays"] == replays_of_a_step(case)
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if case.get("vision") else of_layers)
     assert len(result["losses"]) == case.get("steps", SIZES["steps"])
 
 
-@pytest.mark.parametrize("case", mostly_long(CLIPPED, *CLIPPED[3:]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(CLIPPED, CLIPPED[-1]), ids=name_of)
 def test_the_clipping_of_gradients_is_replayed(results, case):
     assert results[name_of(case)]["clipping_replays"] >= 2
 
@@ -350,7 +294,7 @@ def test_clipping_is_not_captured_that_the_host_waits_for(results):
     assert results[name_of(WHOLE_MODEL[0])]["clipping_replays"] == 0
 
 
-@pytest.mark.parametrize("case", mostly_long(EVALUATED_AGAIN, DENSE[1]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(EVALUATED_AGAIN, DENSE[0]), ids=name_of)
 def test_evaluation_does_not_change_training(results, case):
     result, trained = results[name_of({"evaluates_often": True, **case})], results[name_of(case)]
     assert (result["losses"], result["grad_norms"]) == (trained["losses"], trained["grad_norms"])
@@ -370,7 +314,7 @@ def test_where_one_rank_cannot_capture_the_whole_model_all_capture_layers(result
     assert result["replays"] == 2  # all layers in one graph
 
 
-@pytest.mark.parametrize("case", mostly_long(HOOKED, HOOKED[0]), ids=name_of)
+@pytest.mark.parametrize("case", HOOKED, ids=name_of)
 def test_where_one_rank_cannot_record_a_layer_with_others_no_rank_does(results, case):
     result = results[name_of(case)]
     assert_as_eager(result)
@@ -378,7 +322,7 @@ def test_where_one_rank_cannot_record_a_layer_with_others_no_rank_does(results, 
     assert result["replays"] == 2 * case["layers"] * case.get("microbatches", 1)
 
 
-@pytest.mark.parametrize("case", mostly_long(BESIDE_REPLAYS, *BESIDE_REPLAYS[:3], BESIDE_REPLAYS[-2]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(BESIDE_REPLAYS, BESIDE_REPLAYS[1], BESIDE_REPLAYS[-2]), ids=name_of)
 def test_a_rank_that_runs_layers_eagerly_launches_collectives_in_the_order_of_replays(results, case):
     result = results[name_of(case)]
     assert_as_eager(result)
@@ -403,27 +347,25 @@ def test_a_loss_scale_that_is_too_great_skips_steps_before_and_after_capture(res
 
 def replays_of_a_step(case):
     """How often graphs of layers are replayed: one in forward and one in backward, for each piece of layers."""
-    if case.get("layers_per_graph", 0) in (None, -1):
+    if case.get("holds", "decoder") in (None, "model"):
         return 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
     pieces = layers = case.get("layers", SIZES["layers"])
     sharded = case.get("strategy", "optim_grads_params") == "optim_grads_params"
     if not case.get("modules") and sharded:
-        pieces = layers if case.get("layers_per_graph") == 1 else 1
+        pieces = layers if case.get("holds") == "layer" else 1
     if case.get("control") == "captured_by_two_helpers":
         pieces = layers  # neither has all layers of the decoder
     microbatches = case.get("microbatches_later") or case.get("microbatches", 1)
     return 2 * (pieces + case.get("mtp", 0)) * microbatches
 
 
-@pytest.mark.parametrize(
-    "case", mostly_long(SURVIVED, SURVIVED[0], SURVIVED[2], SURVIVED[5], SURVIVED[-1]), ids=name_of
-)
+@pytest.mark.parametrize("case", mostly_long(SURVIVED, SURVIVED[0], SURVIVED[3]), ids=name_of)
 def test_training_goes_on_eagerly_after_a_failed_capture(results, case):
     result = results[name_of(case)]
     assert_went_on_eagerly(result)
 
 
-@pytest.mark.parametrize("case", mostly_long(DEAD, *DEAD[1:3]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(DEAD, DEAD[1]), ids=name_of)
 def test_a_replay_that_does_nothing_changes_the_loss(results, case):
     assert_differs_from(results[name_of(case)], 3)
 
@@ -455,6 +397,6 @@ def test_without_fixed_buffers_and_without_the_check_a_moved_parameter_is_named(
     # A parameter may have moved on one rank only, so the first error ends all ranks.
     case = {"double_buffer": False, "unchecked": True, "control": "taken_addresses"}
     (result,) = compare_runs([case], "--stop-at-error")
-    assert "MovedBufferError" in result["error"]
+    assert "ChangedSinceCaptureError" in result["error"]
     assert "decoder.layers." in result["error"]
     assert "--fsdp-double-buffer" in result["error"]

@@ -4,6 +4,7 @@ These hold whole chunks of the model, or a layer each. Two stages, each with one
 interleave, on two CPU ranks or, with two data-parallel or tensor-parallel ranks a stage, on four.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from tests.support.compared import Trained, assert_as_eager, assert_differs_from
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 from tests.support.pretrain import pretrain
-from tests.support.sample import each_once, mostly_long
+from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
-LAYERS: dict[str, Any] = {"layers_per_graph": 0}
+LAYERS: dict[str, Any] = {"holds": "decoder"}
 FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
 ONE_RANK: list[dict[str, Any]] = [
     {},
@@ -38,7 +39,7 @@ TWO_RANKS: list[dict[str, Any]] = [
     {"virtual": 2, "layers": 8, "dtype": "bf16", "dropout": 0.1},
 ]
 # A graph of each chunk, with embedding, output layer and losses, in each direction and for each micro-batch.
-CHUNK: dict[str, Any] = {"layers_per_graph": None}
+CHUNK: dict[str, Any] = {"holds": None}
 PADDED: dict[str, Any] = {"experts": 4, "capacity": 1.0}
 PREDICTING: dict[str, Any] = {"mtp": 1}  # with the embedding in the last stage too
 RECOMPUTED: dict[str, Any] = {
@@ -50,7 +51,7 @@ WHOLE: list[dict[str, Any]] = [
         {"dtype": "bf16", "dropout": 0.1, "evaluates_often": True, "norm_on_device": True},
         # Three layers in a chunk: more than the double buffer has places.
         {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1, "microbatches": 6, "evaluates": True},
-        {"dtype": "fp16", "layers_per_graph": -1},
+        {"dtype": "fp16", "holds": "model"},
         {"dropout": 0.1, "evaluates": True, **PADDED},
         {"virtual": 2, "dropout": 0.1, **PADDED},
         {"dtype": "bf16", "experts": 4, "grouped_tensor": True, "virtual": 2},
@@ -92,6 +93,7 @@ WHOLE_TENSOR_PARALLEL: list[dict[str, Any]] = [
     CHUNK | case for case in ({"dtype": "bf16", "dropout": 0.1, "evaluates": True}, {"virtual": 2, "dropout": 0.1})
 ]
 # Where one stage cannot be captured as a whole none is.
+RANKS = ["one_rank", "two_ranks"]
 REFUSED: list[dict[str, Any]] = [
     CHUNK | {"control": "refused_on_one_stage"},
     CHUNK | {"control": "refused_on_one_stage", "virtual": 2, "dropout": 0.1},
@@ -100,7 +102,7 @@ FAILURES: list[dict[str, Any]] = [
     FAILURE,
     FAILURE | {"virtual": 2},
     FAILURE | CHUNK,  # whose layers are then tried
-    FAILURE | {"virtual": 2, "layers_per_graph": -1},
+    FAILURE | {"virtual": 2, "holds": "model"},
 ]
 FAILED_EVALUATION: list[dict[str, Any]] = [
     CHUNK | {"evaluates": True, "dropout": 0.1, "control": "failed_capture_for_evaluation"},
@@ -111,7 +113,7 @@ TENSOR_PARALLEL: list[dict[str, Any]] = [
     {"virtual": 2, "dropout": 0.1, "modules": ["attn"]},
 ]
 DEAD_REPLAYS: list[dict[str, Any]] = [
-    {"virtual": 2, "control": "dead_replay", "layers_per_graph": most} for most in (0, None)
+    {"virtual": 2, "control": "dead_replay", "holds": most} for most in ("decoder", None)
 ]
 
 
@@ -188,7 +190,7 @@ def test_graphs_of_whole_chunks_train_bit_for_bit_as_eager_with_hybrid_sharding(
     assert_whole_chunks_bit_equal(case, two_instances[name_of(case)])
 
 
-@pytest.mark.parametrize(("case", "ranks"), each_once(REFUSED, ["one_rank", "two_ranks"]))
+@pytest.mark.parametrize(("case", "ranks"), mostly_long(product(REFUSED, RANKS), (REFUSED[1], "two_ranks")))
 def test_where_one_stage_cannot_be_captured_as_a_whole_layers_of_all_are(case, ranks, request):
     assert_bit_equal(case, request.getfixturevalue(ranks)[name_of(case)])
 
@@ -205,7 +207,7 @@ def test_graphs_train_bit_for_bit_as_eager_with_two_tensor_parallel_ranks(tensor
     assert_bit_equal(case, tensor_parallel[name_of(case)])
 
 
-@pytest.mark.parametrize(("case", "ranks"), each_once(FAILURES, ["one_rank", "two_ranks"]))
+@pytest.mark.parametrize(("case", "ranks"), mostly_long(product(FAILURES, RANKS), (FAILURES[3], "two_ranks")))
 def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks, request):
     result = request.getfixturevalue(ranks)[name_of(case)]
     assert_went_on_eagerly(result)

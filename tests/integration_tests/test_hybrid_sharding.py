@@ -10,7 +10,7 @@ from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"instances": 2, "layers": 3, "hidden": 32, "sequence": 16, "steps": 7}
 OPTIM = {"outer": "optim"}
-MODEL, LAYER = {"layers_per_graph": -1}, {"layers_per_graph": 1}
+MODEL, LAYER = {"holds": "model"}, {"holds": "layer"}
 WHOLE_MODEL: list[dict[str, Any]] = [
     MODEL | case
     for case in (
@@ -66,7 +66,7 @@ CHANGED: list[dict[str, Any]] = [
     )
 ]
 EQUAL = [*WHOLE_MODEL, *DECODER, *LAYERS, *OTHERS, *CHANGED]
-QUICK = [WHOLE_MODEL[4], DECODER[0], LAYERS[1], CHANGED[2]]
+QUICK = [WHOLE_MODEL[4], LAYERS[1]]
 FAILED: list[dict[str, Any]] = [
     MODEL | OPTIM | {"control": "failed_backward_capture", "microbatches": 2},
     MODEL | {"control": "fallback_after_a_failure_on_one_rank"},
@@ -93,7 +93,7 @@ def of_experts(compare_runs):
 def replays_of_a_step(case):
     """How often graphs are replayed in the last step of ``case``: for each of its micro-batches twice, or per layer."""
     microbatches = case.get("microbatches_later") or case.get("microbatches", 1)
-    by_layer = case.get("modules") or case.get("layers_per_graph") == 1
+    by_layer = case.get("modules") or case.get("holds") == "layer"
     return 2 * microbatches * (SIZES["layers"] if by_layer else 1)
 
 

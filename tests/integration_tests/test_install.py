@@ -6,7 +6,6 @@ megatron-core is a miniature ahead on the path, so that no test waits for the re
 import functools
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +18,6 @@ from textwrap import dedent
 import pytest
 import setuptools
 import torch
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from tests.unit_tests.fake_core import PATCHED_LAYERS, ROOT, core_files, write
 
@@ -251,30 +248,3 @@ class TestChildProcesses:
         """
         regular.run(str(write(tmp_path, {"main.py": script}) / "main.py"), folder=tmp_path)
         assert (tmp_path / "found").read_text() == "(True, True)"
-
-
-class TestRequirements:
-    def test_exactly_the_tested_versions_of_megatron_core_are_admitted(self, regular):
-        from megatron_fsdp_cuda_graphs.overlay import TESTED_VERSIONS
-
-        (info,) = importlib.metadata.distributions(name=NAME, path=[str(regular.site)])
-        requirements = {r.name: r for r in map(Requirement, info.requires or ())}
-        candidates = [*TESTED_VERSIONS, "0.18.2", "0.19.0rc1", "0.19.3", "0.20.0"]
-        admitted = set(requirements["megatron-core"].specifier.filter(candidates))
-        assert admitted == set(TESTED_VERSIONS)
-
-    def test_each_of_them_is_tested(self):
-        from megatron_fsdp_cuda_graphs.overlay import TESTED_VERSIONS
-
-        (pinned,) = re.findall(r"^megatron-core==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-        (others,) = re.findall(r"^OTHER_CORES := (.+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert {pinned, *others.split()} == {*TESTED_VERSIONS}
-
-    def test_the_verified_set_pins_what_is_required(self, regular):
-        (info,) = importlib.metadata.distributions(name=NAME, path=[str(regular.site)])
-        lines = (ROOT / "constraints.txt").read_text().splitlines()
-        pinned = {r.name: r.specifier for r in map(Requirement, (ln for ln in lines if ln and not ln.startswith("#")))}
-        for requirement in map(Requirement, info.requires or ()):
-            assert requirement.name in pinned
-            (pin,) = pinned[requirement.name]
-            assert pin.version in SpecifierSet(str(requirement.specifier)), requirement

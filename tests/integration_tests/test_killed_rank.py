@@ -13,9 +13,9 @@ def _cpu_ranks(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_the_other_rank_ends_with_an_error_that_says_so(layers_per_graph):
-    status, seconds, output = killed(TIMEOUT, layers_per_graph)
+@pytest.mark.parametrize("holds", ["decoder", pytest.param("layer", marks=pytest.mark.long)])
+def test_the_other_rank_ends_with_an_error_that_says_so(holds):
+    status, seconds, output = killed(TIMEOUT, holds)
     assert LAUNCHED in output
     assert status not in (0, -9)
     assert seconds < TIMEOUT

@@ -20,11 +20,11 @@ LEARNED = {"positions": "learned_absolute", "dtype": "bf16", "dropout": 0.1, "mi
 CASES: list[tuple[dict[str, Any], int]] = [
     ({}, 1),
     ({**LEARNED, "evaluates": True}, 1),
-    ({"layers_per_graph": 1, "mtp": 1}, 4),
+    ({"holds": "layer", "mtp": 1}, 4),
     ({"mtp": 1, **LEARNED}, 2),
-    ({"layers_per_graph": -1, **LEARNED, "evaluates": True}, 1),
-    ({"layers_per_graph": None, "mtp": 2}, 1),
-    ({"layers_per_graph": -1, "pattern": "*-*-", "microbatches": 2}, 1),
+    ({"holds": "model", **LEARNED, "evaluates": True}, 1),
+    ({"holds": None, "mtp": 2}, 1),
+    ({"holds": "model", "pattern": "*-*-", "microbatches": 2}, 1),
     ({"modules": ["attn"], "dropout": 0.1, "microbatches": 2}, 3),
     ({"modules": ["mlp"], "microbatches": 2}, 3),
     ({"modules": ["attn", "moe_router", "moe_preprocess"], "experts": 4}, 3),
@@ -33,22 +33,22 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"fsdp": False, "dtype": "bf16", "microbatches": 2}, 3),
 ]
 OTHER_SHAPES: list[dict[str, Any]] = [
-    {"sequences_later": [32, 16], "dropout": 0.1, "layers_per_graph": most} for most in (1, 0, -1)
+    {"sequences_later": [32, 16], "dropout": 0.1, "holds": most} for most in ("layer", "decoder", "model")
 ]
 # Each of two context-parallel ranks has parts of each sequence.
 PARTS: list[tuple[dict[str, Any], int]] = [
-    ({"layers_per_graph": 1, "mtp": 1}, 4),
+    ({"holds": "layer", "mtp": 1}, 4),
     ({"microbatches": 2, "dtype": "bf16"}, 1),
-    ({"layers_per_graph": None, "mtp": 2, **LEARNED, "evaluates": True}, 1),
-    ({"layers_per_graph": -1, "pattern": "*-*-", "sequences_later": [16, 32]}, 1),
+    ({"holds": None, "mtp": 2, **LEARNED, "evaluates": True}, 1),
+    ({"holds": "model", "pattern": "*-*-", "sequences_later": [16, 32]}, 1),
     (
         {
-            "layers_per_graph": -1,
+            "holds": "model",
             "config": ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=1"],
         },
         1,
     ),
-    ({"layers_per_graph": -1, "fp8": "delayed"}, 1),
+    ({"holds": "model", "fp8": "delayed"}, 1),
 ]
 # With each layout of ranks how many graphs of layers a rank has; layers and micro-batches are four in stages.
 LAYOUTS = {
@@ -79,14 +79,14 @@ def assert_equal(result):
 
 @pytest.mark.parametrize(
     ("case", "pieces"),
-    mostly_long(CASES, CASES[1], CASES[4], CASES[5], CASES[-1]),
+    mostly_long(CASES, CASES[4], CASES[-1]),
     ids=[name_of(case) or "whole layers" for case, _ in CASES],
 )
 def test_one_capture_serves_all_lengths(results, case, pieces):
     result = results[name_of(case)]
     assert_equal(result)
     layers = len(case.get("pattern", "")) or SIZES["layers"] + case.get("mtp", 0)
-    whole = case.get("layers_per_graph", 0) in (None, -1)
+    whole = case.get("holds", "decoder") in (None, "model")
     assert result["graphs"] == (0 if whole else layers)
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers if whole else 0)
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
@@ -105,14 +105,14 @@ def test_one_capture_serves_all_lengths_of_which_ranks_have_parts(parts, case, p
 def test_batches_of_another_length_run_eagerly(results, case):
     result = results[name_of(case)]
     assert_equal(result)
-    pieces = 3 if case["layers_per_graph"] == 1 else 1
+    pieces = 3 if case["holds"] == "layer" else 1
     assert result["step_replays"] == [0, 0, 0, 2 * pieces, 2 * pieces, 0]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("parts", [(), ("--cp", "2")], ids=["whole sequences", "parts"])
 def test_pipeline_stages_read_packed_sequences_too(compare_runs, parts):
-    cases = [SIZES | STAGES | {"layers_per_graph": most} for most in (1, -1)]
+    cases = [SIZES | STAGES | {"holds": most} for most in ("layer", "model")]
     layers, chunks = compare_runs(cases, "--pp", "2", *parts, ranks=4 if parts else 2)
     for result in (layers, chunks):
         assert_equal(result)

@@ -76,7 +76,7 @@ def run(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("kind", mostly_long(KINDS, "eager", "model", "layers"))
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "eager", "model"))
 def test_steps_that_overflow_run_again_as_if_they_had_not_run(run, kind):
     bounded = run(1.9, kind)
     expected = [

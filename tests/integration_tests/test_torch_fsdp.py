@@ -40,7 +40,7 @@ def results(compare_runs):
     return Trained([*EQUAL, *SURVIVED, DEAD], compare_runs, TORCH)
 
 
-@pytest.mark.parametrize("case", mostly_long(EQUAL, EQUAL[1], EQUAL[4], EQUAL[6], EQUAL[-1]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(EQUAL, EQUAL[4], EQUAL[-1]), ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
     assert_as_eager(result)
@@ -64,4 +64,4 @@ def test_a_replay_that_does_nothing_changes_the_loss(results):
 def test_parameters_that_are_not_kept_in_place_are_noticed(compare_runs):
     # On one rank only, perhaps: the first error ends all ranks.
     (result,) = compare_runs([TORCH | {"control": "parameters_not_kept"}], "--stop-at-error")
-    assert "MovedBufferError" in result["error"] or "StaleAddress" in result["error"]
+    assert "ChangedSinceCaptureError" in result["error"] or "StaleAddress" in result["error"]

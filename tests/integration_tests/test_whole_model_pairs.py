@@ -11,7 +11,7 @@ from tests.support.compared import assert_as_eager
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 
-SIZES: dict[str, Any] = {"layers": 2, "steps": 6, "microbatches": 2, "layers_per_graph": None}
+SIZES: dict[str, Any] = {"layers": 2, "steps": 6, "microbatches": 2, "holds": None}
 STAGES: dict[str, Any] = {"layers": 4, "microbatches": 4}
 FULL = ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=1"]
 PACKED: dict[str, Any] = {"packed": 5, "micro_batch": 1, "positions": "none"}

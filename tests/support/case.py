@@ -24,8 +24,8 @@ class Case:
         passes: Forward passes of a micro-batch before their backward passes.
         microbatches_later: Micro-batches from the second step after capture on; 0 for no change.
         modules: ``cuda_graph_modules``; empty for whole layers.
-        layers_per_graph: 1 for a graph of each whole layer; 0 for one of all of them, -1 for the whole model, None for
-            what is the default.
+        holds: What a graph holds at most: the whole ``model``, all layers of its ``decoder``, or each ``layer``;
+            None for the default.
         experts: MoE experts; 0 for a dense model.
         moe_layer_freq: 1 for experts in every layer, or 1 and 0 for layers with and without.
         shared_experts: Hidden size of the shared experts; 0 for none.
@@ -44,7 +44,6 @@ class Case:
         reshard: Whether FSDP2 frees gathered parameters between forward and backward.
         overlap_param_gather: Whether parameters are gathered where forward needs them, rather than by the optimizer.
         mtp: Layers of multi-token prediction.
-        chunks_on_one_rank: Whether one rank has two chunks of ``layers`` layers each (``chunks_training``).
         virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
         bucket: Parameters in a gradient bucket of DistributedDataParallel; few, so that a model has several.
         positions: ``position_embedding_type``.
@@ -87,7 +86,7 @@ class Case:
     passes: int = 1
     microbatches_later: int = 0
     modules: tuple[str, ...] = ()
-    layers_per_graph: int | None = 0
+    holds: str | None = "decoder"
     experts: int = 0
     moe_layer_freq: int | tuple[int, ...] = 1
     shared_experts: int = 0
@@ -105,7 +104,6 @@ class Case:
     reshard: bool = True
     overlap_param_gather: bool = True
     mtp: int = 0
-    chunks_on_one_rank: bool = False
     virtual: int | None = None
     bucket: int = 10_000
     positions: str = "rope"
@@ -156,8 +154,7 @@ class Case:
     @property
     def cuda_graph_layers_per_graph(self) -> str | int | None:
         """The configuration's attribute of this name."""
-        given: dict[int | None, str | int | None] = {0: "all", -1: "model", 1: 1, None: None}
-        return given[self.layers_per_graph]
+        return {"model": "model", "decoder": "all", "layer": 1, None: None}[self.holds]
 
     def sequence_of(self, step: int) -> int:
         """How many tokens the sequences of ``step`` have."""

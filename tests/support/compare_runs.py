@@ -137,7 +137,7 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     start, error, differences = time.perf_counter(), "", []
     graphed = None
     try:
-        same_eager = replace(case, modules=(), layers_per_graph=0, local=False, max_captures=8)
+        same_eager = replace(case, modules=(), holds="decoder", local=False, max_captures=8)
         if same_eager not in eager:
             eager[same_eager] = train(same_eager, graphs=False)
         graphed = train(case, graphs=True, at_capture=CONTROLS[control] if control else None)

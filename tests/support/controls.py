@@ -182,8 +182,8 @@ def _fail_between_collectives(training: Training, phase: str, touch: Callable[[t
     else:
         raise AssertionError("the capture should have failed")
     seconds = time.monotonic() - start
-    captured = {-1: "the whole model", 0: "the decoder", 1: f"layer {len(training.layers)}"}
-    where = captured[training.case.layers_per_graph or 0]
+    captured = {"model": "the whole model", "decoder": "the decoder", "layer": f"layer {len(training.layers)}"}
+    where = captured[training.case.holds or "decoder"]
     assert f"rank {last}, {where}" in raised and f", {phase}: OutOfMemoryError" in raised, raised
     after = training_state(training)
     handle.remove()

@@ -1,6 +1,6 @@
 """Two ranks: trains small models under Megatron-FSDP eagerly, and prints what they computed.
 
-`patch_by_patch.py` runs it in a checkout after each patch: everything printed must stay the same.
+`patched_checkout.py` runs it without and with the patch: everything printed must stay the same.
 """
 
 import sys

@@ -14,7 +14,7 @@ def replays_of_evaluations(case: Mapping[str, Any], layers: int) -> list[int]:
         layers: 0 where evaluation runs eagerly, as it does wherever graphs hold less than the whole model.
     """
     full = Case(**{key: value for key, value in case.items() if key != "control"})
-    whole = full.layers_per_graph in (None, -1)
+    whole = full.holds in (None, "model")
     replays = (whole and bool(layers)) * full.microbatches_of(EVALUATION)
     if full.evaluates_often:
         return [0] * (full.warmup + 1) + [replays] * (full.steps - full.warmup + 1)

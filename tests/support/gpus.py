@@ -7,5 +7,4 @@ import torch
 SIZES: dict[str, Any] = {"transformer_engine": True, "hidden": 512, "sequence": 1024, "micro_batch": 1}
 # Without this, cuDNN's attention backward differs from run to run, graphs or not.
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-ENGINES = ("native", "transformer_engine")
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --stride 40
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --matching HeldWork.wait
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --case '{"torch_fsdp": true}'
-    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --tp 2 --layers-per-graph 1 -1
+    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --tp 2 --holds layer model
 
 One model trains on; between two steps its capture is attempted with one fault after another, on one rank or on all.
 After each attempt every rank must have raised the same error, which names the rank that failed, within ``LIMIT``
@@ -118,8 +118,8 @@ class Faults(TorchDispatchMode):
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count in this context."""
-        from megatron.core.transformer._cuda_graphs.engine.capture import Capture
         from megatron.core.transformer._cuda_graphs.engine.capture_time_hooks import CaptureTimeHooks
+        from megatron.core.transformer._cuda_graphs.engine.graph import Capture
 
         with ExitStack() as stack:
             for owner, name in ((CaptureTimeHooks, "run"), (Capture, "new_graph"), (Capture, "recording")):
@@ -379,7 +379,7 @@ def main() -> None:
     parser.add_argument("--case", type=json.loads, default={}, help="JSON: other arguments of case.Case")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
-    parser.add_argument("--layers-per-graph", type=int, nargs="+", default=[0, 1], help="0 for all, -1 for the model")
+    parser.add_argument("--holds", nargs="+", default=["decoder", "layer"], help="as in Case")
     args = parser.parse_args()
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -397,7 +397,7 @@ def main() -> None:
         "python", "torchrun --nproc-per-node 2", 1
     )
     done: dict[str, dict[str, Any]] = {}
-    shares = Shares(STARTED + args.seconds, len(args.layers_per_graph) * len(args.kinds))
+    shares = Shares(STARTED + args.seconds, len(args.holds) * len(args.kinds))
 
     def write(result: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
@@ -407,8 +407,8 @@ def main() -> None:
     given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in args.case.items()
     }
-    for count in args.layers_per_graph:
-        case = replace(SMALL, layers=args.layers, layers_per_graph=count, **given)
+    for holds in args.holds:
+        case = replace(SMALL, layers=args.layers, holds=holds, **given)
         run(case, args.kinds, args.stride, first, args.matching, shares, write)
     for result in done.values():
         attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())

@@ -26,19 +26,19 @@ LAUNCHED = "replays begin"
 TIMEOUT_IN_CAPTURE = 2  # seconds, from before the capture on, as with --distributed-timeout-seconds-after-init
 
 
-def killed(timeout: int, layers_per_graph: int, in_capture: bool = False) -> tuple[int, float, str]:
+def killed(timeout: int, holds: str, in_capture: bool = False) -> tuple[int, float, str]:
     """Return the survivor's exit status, how long it outlived the other in seconds, and what it wrote.
 
     Args:
         timeout: That of the process groups, in seconds.
-        layers_per_graph: Layers in a graph; 0 for all.
+        holds: What a graph holds, as in ``Case``.
         in_capture: Whether it dies in the capture; otherwise it does in a replay.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    command = [sys.executable, __file__, "--timeout", str(timeout), "--layers-per-graph", str(layers_per_graph)]
+    command = [sys.executable, __file__, "--timeout", str(timeout), "--holds", holds]
     command += ["--in-capture"] * in_capture
     survivor, victim = (
         subprocess.Popen(
@@ -73,7 +73,7 @@ def kill_at(graphs: type, name: str, call: int) -> None:
     setattr(graphs, name, die)
 
 
-def train(timeout: int, layers_per_graph: int, in_capture: bool) -> None:
+def train(timeout: int, holds: str, in_capture: bool) -> None:
     """Train with graphs; the last rank kills itself.
 
     It does so before its second replay of the second step with graphs, or before its second graph is captured.
@@ -92,7 +92,7 @@ def train(timeout: int, layers_per_graph: int, in_capture: bool) -> None:
     # The store is the first rank's, which survives.
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=timeout))
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout / 60)
-    training = Training(Case(layers=2, warmup=2, layers_per_graph=layers_per_graph), graphs=True)
+    training = Training(Case(layers=2, warmup=2, holds=holds), graphs=True)
     training.make_helper()
     training.step()
     training.step()
@@ -114,13 +114,13 @@ def main() -> None:
     """Run the command line: a rank where there is one, the parent of both otherwise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=int, default=30, help="timeout of the process groups in seconds")
-    parser.add_argument("--layers-per-graph", type=int, default=0, help="0 for all layers")
+    parser.add_argument("--holds", default="decoder", help="as in Case")
     parser.add_argument("--in-capture", action="store_true", help="kill the rank in the capture, not in a replay")
     args = parser.parse_args()
     if "RANK" in os.environ:
-        train(args.timeout, args.layers_per_graph, args.in_capture)
+        train(args.timeout, args.holds, args.in_capture)
         return
-    status, seconds, output = killed(args.timeout, args.layers_per_graph, args.in_capture)
+    status, seconds, output = killed(args.timeout, args.holds, args.in_capture)
     print(output[-3000:])
     print(f"the other rank ended {seconds:.1f} s after the one that was killed, with status {status}")
 

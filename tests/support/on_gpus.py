@@ -1,7 +1,7 @@
 """Trains the cases of ``tests/gpu`` on all GPUs of this machine, many at a time, and says which are not as eagerly.
 
     python -m tests.support.on_gpus --output equality.json
-    python -m tests.support.on_gpus --only "experts" "two instances" --logs logs
+    python -m tests.support.on_gpus --layouts "two instances" --tests test_hybrid_sharding --logs logs
     python -m tests.support.on_gpus --share 1/2 --output first_half.json
 
 One after the other, as pytest runs them, they take hours, of which the GPUs work few minutes. What tests say beside
@@ -30,7 +30,7 @@ from tests.gpu import (
     test_local_graphs,
     test_pipeline_chunks,
 )
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
+from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.launch import launch, name_of
 
 LAST = 75  # seconds of a launch, about
@@ -46,7 +46,6 @@ class Job(NamedTuple):
     Attributes:
         tests: The file of tests that has it.
         layout: That of the ranks, as the file calls it.
-        engine: The engine that captures.
         case: Keyword arguments of ``case.Case``, and ``control``.
         options: Arguments of ``compare_runs.py`` that make the layout.
         variables: Further environment variables, names and values.
@@ -54,7 +53,6 @@ class Job(NamedTuple):
 
     tests: str
     layout: str
-    engine: str
     case: dict[str, Any]
     options: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
@@ -62,42 +60,40 @@ class Job(NamedTuple):
 
 def jobs() -> Iterator[Job]:
     """Yield all of them for as many GPUs as there are."""
-    for layout, engine in test_fsdp_graphs.RUNS:
+    for layout in test_fsdp_graphs.RUNS:
         options, extra, _ = test_fsdp_graphs.LAYOUTS[layout]
-        for case in test_fsdp_graphs._cases(layout, engine):
-            yield Job("test_fsdp_graphs", layout, engine, SIZES | extra | case, tuple(options))
-    for layout, engine in test_fsdp_flags.RUNS:
+        for case in test_fsdp_graphs.cases_of(layout):
+            yield Job("test_fsdp_graphs", layout, SIZES | extra | case, tuple(options))
+    for layout in test_fsdp_flags.RUNS:
         for case in test_fsdp_flags.CASES[layout]:
-            yield Job("test_fsdp_flags", layout, engine, SIZES | case, tuple(test_fsdp_flags.LAYOUTS[layout]))
-    for layout, engine in test_ddp_graphs.RUNS:
+            yield Job("test_fsdp_flags", layout, SIZES | case, tuple(test_fsdp_flags.LAYOUTS[layout]))
+    for layout in test_ddp_graphs.RUNS:
         options, cases, _ = test_ddp_graphs.LAYOUTS[layout]
         variables = (("CUDA_LAUNCH_BLOCKING", "1"),) if layout == test_ddp_graphs.BLOCKING else ()
         for case in cases:
-            yield Job("test_ddp_graphs", layout, engine, test_ddp_graphs.DDP | case, tuple(options), variables)
-    for engine in ENGINES:
-        for case in test_changed_steps.CASES:
-            yield Job("test_changed_steps", "data parallel", engine, test_changed_steps.TWICE | case)
+            yield Job("test_ddp_graphs", layout, test_ddp_graphs.DDP | case, tuple(options), variables)
+    for case in test_changed_steps.CASES:
+        yield Job("test_changed_steps", "data parallel", test_changed_steps.TWICE | case)
     for most in 0, -1:
-        case = SIZES | {"dtype": "bf16", "control": "dead_replay", "layers_per_graph": most}
-        yield Job("test_fsdp_graphs", "data parallel", "native", case)
+        case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": most}
+        yield Job("test_fsdp_graphs", "data parallel", case)
     instances = ("--instances", str(min(max(GPUS, 1), 2)))
     for case in test_hybrid_sharding.CASES:
-        yield Job("test_hybrid_sharding", "two instances", "native", SIZES | case, instances)
+        yield Job("test_hybrid_sharding", "two instances", SIZES | case, instances)
     chunks = test_pipeline_chunks
-    layout, cases, stages = ("PP2", chunks.STAGES, ("--pp", "2")) if GPUS > 1 else ("two chunks", chunks.ON_ONE_GPU, ())
-    for case in cases:
-        yield Job("test_pipeline_chunks", layout, "native", SIZES | case, stages)
+    for case in chunks.STAGES if GPUS > 1 else ():
+        yield Job("test_pipeline_chunks", "PP2", SIZES | case, ("--pp", "2"))
     for layout in test_local_graphs.RUNS:
         options, cases, _ = test_local_graphs.LAYOUTS[layout]
         for case in cases:
-            yield Job("test_local_graphs", layout, "native", test_local_graphs.LOCAL | case, tuple(options))
+            yield Job("test_local_graphs", layout, test_local_graphs.LOCAL | case, tuple(options))
 
 
 def together(chosen: list[Job]) -> Iterator[list[Job]]:
     """Yield the jobs of each launch: they differ in cases only."""
     alike: dict[Any, list[Job]] = {}
     for job in chosen:
-        alike.setdefault((job.layout, job.engine, job.options, job.variables), []).append(job)
+        alike.setdefault((job.layout, job.options, job.variables), []).append(job)
     for own in alike.values():
         launches = -(-len(own) // CASES)
         yield from (own[start::launches] for start in range(launches))
@@ -107,7 +103,7 @@ def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
     """Return the results of ``part``, jobs of one launch; those after a crash say so, or the last."""
     folder.mkdir()
     first = part[0]
-    environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": first.engine} | dict(first.variables)
+    environment = DETERMINISTIC | dict(first.variables)
     done, found = launch([job.case for job in part], *first.options, ranks=GPUS, folder=folder, environment=environment)
     (folder / "log").write_text(done.stdout + done.stderr)
     if done.returncode:
@@ -118,7 +114,7 @@ def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
     if done.returncode and len(found) == len(part):  # at its end
         results[-1] |= {"error": results[-1]["error"] or crashed["error"]}
     return [
-        {"tests": job.tests, "layout": job.layout, "engine": job.engine, "case": name_of(job.case)}
+        {"tests": job.tests, "layout": job.layout, "case": name_of(job.case)}
         | {"control": control(job)}
         | {key: value for key, value in result.items() if key not in {"case", *LEFT_OUT}}
         for job, result in zip(part, results, strict=True)
@@ -151,7 +147,7 @@ def train_all(chosen: list[Job], folder: Path, processes: int, until: float) -> 
     folder.mkdir(parents=True, exist_ok=True)
     parts = [*together(chosen)]
     with ThreadPoolExecutor(processes) as pool:
-        folders = (folder / f"{index}-{part[0].engine}" for index, part in enumerate(parts))
+        folders = (folder / str(index) for index, part in enumerate(parts))
         for part, results in zip(parts, pool.map(in_time, parts, folders), strict=True):
             yield from zip(part, results, strict=False)
 
@@ -169,13 +165,14 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=12, help="launches at a time, each on all GPUs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no launch begins in the last 75 of them")
     parser.add_argument("--share", default="1/1", metavar="PART/PARTS", help="every so many'th launch, from which on")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="cases that these capture")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases in whose name is one of these")
+    known = [*jobs()]
+    layouts, files = ({*names} for names in zip(*((job.layout, job.tests) for job in known), strict=True))
+    parser.add_argument("--layouts", nargs="+", choices=sorted(layouts), default=layouts, help="layouts of ranks")
+    parser.add_argument("--tests", nargs="+", choices=sorted(files), default=files, help="files of tests")
     args = parser.parse_args()
-    names = ((job, f"{job.tests} {job.layout} {name_of(job.case)}") for job in jobs())
-    named = (job for job, name in names if any(text in name for text in args.only))
+    named = [job for job in known if job.layout in args.layouts and job.tests in args.tests]
     part, parts = map(int, args.share.split("/"))
-    launches = [*together([job for job in named if job.engine in args.engines])][part - 1 :: parts]
+    launches = [*together(named)][part - 1 :: parts]
     chosen = [job for each in launches for job in each]
     command = command_line("-m tests.support.on_gpus", sys.argv[1:]).replace("'", "")
     until = time.monotonic() + args.seconds - LAST
@@ -199,7 +196,7 @@ def main() -> int:
     wrong = [result for result in results if not is_as_it_should_be(result)]
     for result in wrong:
         what = result["error"][-800:] or result["differences"][:2] or "equal, and must not be"
-        print(f"{result['tests']}, {result['layout']}, {result['engine']}: {result['case']}: {what}")
+        print(f"{result['tests']}, {result['layout']}: {result['case']}: {what}")
     print(f"{len(results) - len(wrong)} of {len(results)} as they should be, {len(again)} trained again for memory")
     if len(results) < len(chosen):
         print(f"{len(chosen) - len(results)} did not run: time was up")

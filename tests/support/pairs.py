@@ -1,31 +1,20 @@
 """Sets of flags in which every two rows of the flag table that work stand together, and trainings of them.
 
 A feature is what a row says, or ``job``, something no row is about: as flags of ``pretrain.py`` that it sets (``True``
-for a flag without a value) or leaves out (``False``). Features that set a flag differently, or that a check refuses,
-are no pair.
-
-    python -m tests.support.pairs
-
-writes the sets to ``pairs.json``, where tests read them: to find them takes a minute.
+for a flag without a value) or leaves out (``False``). ``pairs.json`` has sets of features, and on how many ranks each
+trains: every two features that fit together are in one of them. Add a new feature to the sets that it fits.
 """
 
-import argparse
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from .on_cpu_backend import on_cpu_backend
 from .pretrain import BATCH, FLAGS, GRAPHS, numbers, pretrain
 
 Setting = Mapping[str, str | bool]
 FILE = Path(__file__).with_name("pairs.json")
-MOST_RANKS = 4
+QUICK = (0, 6, 10, 18, 20, 26, 30, 35, 41)  # sets that together have every feature
 STEPS, SAVED = 6, 3
 CHECKPOINTS = "CHECKPOINTS"  # stands for a folder
 MODULES, LAYERS = "--cuda-graph-modules", "--cuda-graph-layers-per-graph"
@@ -193,18 +182,6 @@ FEATURES: dict[str, Setting] = {
     "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},
 }
-# Features that are in no set together, and why.
-APART = {
-    frozenset(("optimizer graph", "checkpoints")): "torch's Adam, in the place of TransformerEngine's, saves learning "
-    "rates that are tensors, and a new one has numbers",
-    frozenset(("recomputation of layers", "multi-token prediction", "whole layers")): "nothing is captured",
-    frozenset(("recomputation of layers", "multi-token prediction", "job: no warm-up")): "likewise",
-    frozenset(("router", "packed sequences in graphs")): "the layers that the feature packs for are dense",
-    frozenset(("up to the dispatch", "packed sequences in graphs")): "likewise",
-    frozenset(("heterogeneous layers", "context parallel")): "layers of --spec are of one kind",
-    frozenset(("multi-token prediction", "context parallel")): "the attention of its layer is Megatron's own, whatever "
-    "--spec says",
-}
 # Rows that work of which no feature is: what they need is not there on the CPU backend.
 ELSEWHERE = {
     "fp8": "TransformerEngine's layers",
@@ -259,83 +236,9 @@ def _flags(words: Sequence[str]) -> Iterator[list[str]]:
         yield [*words[start:end]]
 
 
-@cache
-def ranks_of(names: frozenset[str]) -> int:
-    """Return on how many ranks features train together; 0 if two set a flag differently or a check refuses them."""
-    from megatron_fsdp_cuda_graphs.plan.flags import read_flags
-
-    if joined(names) is None or any(pair <= names for pair in APART):
-        return 0
-    arguments = planned(sorted(names))
-    for ranks in range(2, MOST_RANKS + 1, 2):
-        if not read_flags(arguments, ranks).refused:
-            return ranks
-    return 0
-
-
 def stored() -> list[tuple[tuple[str, ...], int]]:
     """Return the sets of ``FILE``, and on how many ranks each trains."""
     return [(tuple(names), ranks) for names, ranks in json.loads(FILE.read_text())]
-
-
-def covering(sets: Sequence[tuple[Sequence[str], int]]) -> list[int]:
-    """Return the numbers of sets that together have every feature, each the one that adds most.
-
-    Processes count by their root: fewer of them in all than if those that add most per process came first.
-    """
-    missing = {name for names, _ in sets for name in names}
-
-    def gain(number: int) -> float:
-        names, ranks = sets[number]
-        return len(missing.intersection(names)) / math.sqrt(ranks * (1 + ("checkpoints" in names)))
-
-    chosen = []
-    while missing:
-        chosen.append(max(range(len(sets)), key=gain))
-        missing.difference_update(sets[chosen[-1]][0])
-    return [
-        number
-        for number in chosen
-        if {*sets[number][0]}.difference(*(sets[other][0] for other in chosen if other != number))
-    ]
-
-
-def sample() -> list[tuple[str, ...]]:
-    """Return sets of features in which each pair that fits together is: the same ones each time.
-
-    Each set begins with a pair that is in none before, and takes the feature that adds most pairs, as long as it fits.
-    """
-    with parser_of_all_checks():
-        return [*_sample()]
-
-
-@contextmanager
-def parser_of_all_checks() -> Iterator[None]:
-    """Let megatron-core build its parser once: it reads its own source for that."""
-    from megatron.training import arguments
-
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser("pretrain_gpt", allow_abbrev=False))
-    with mock.patch.object(arguments, "add_megatron_arguments", return_value=parser):
-        yield
-
-
-def _sample() -> Iterator[tuple[str, ...]]:
-    pairs = [pair for pair in map(frozenset, combinations(FEATURES, 2)) if ranks_of(pair)]
-    missing = dict.fromkeys(pairs)
-    while missing:
-        chosen = [name for name in FEATURES if name in next(iter(missing))]
-        rest = [name for name in FEATURES if name not in chosen]
-        while rest:
-            gains = {name: sum(frozenset((name, other)) in missing for other in chosen) for name in rest}
-            best = max(rest, key=gains.__getitem__)
-            rest.remove(best)
-            if not gains[best]:
-                break
-            if all(ranks_of(frozenset((best, other))) for other in chosen) and ranks_of(frozenset((best, *chosen))):
-                chosen.append(best)
-        for pair in map(frozenset, combinations(chosen, 2)):
-            missing.pop(pair, None)
-        yield tuple(name for name in FEATURES if name in chosen)
 
 
 def train(names: Sequence[str], ranks: int, folder: Path, *, graphs: bool) -> list[dict[str, Any]]:
@@ -371,14 +274,3 @@ def assert_as_eager(names: Sequence[str], ranks: int, folder: Path) -> None:
     assert len(eager) == STEPS
     assert numbers(graphed) == numbers(eager)
     assert graphed[-1]["graphs"]
-
-
-def main() -> None:
-    """Write the sample."""
-    with on_cpu_backend():
-        lines = [json.dumps([names, ranks_of(frozenset(names))]) for names in sample()]
-    FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -100,7 +100,7 @@ def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, 
                 )
     runners = [entry[0] for entry in _CudagraphGlobalRecord.cudagraph_inference_record]
     shared = len(
-        {runner.slot.inputs[0].data_ptr() for runner in runners} & _CudagraphGlobalRecord.inference.output_addresses
+        {runner.graphs.inputs[0].data_ptr() for runner in runners} & _CudagraphGlobalRecord.inference.output_addresses
     )
     delete_cuda_graphs()
     return found, len(runners), shared

@@ -382,14 +382,11 @@ def _clear_caches_of_rotary_embeddings() -> None:
 
 
 def _training(case: Case) -> type[Training]:
-    from .chunks_training import ChunksTraining
     from .hybrid_training import HybridTraining
     from .vision_training import CaptionTraining, VisionTraining
 
     if case.pattern:
         return HybridTraining
-    if case.chunks_on_one_rank:
-        return ChunksTraining
     if case.captions:
         return CaptionTraining
     return VisionTraining if case.vision else Training

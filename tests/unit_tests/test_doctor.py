@@ -13,6 +13,7 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
+from megatron_fsdp_cuda_graphs import __main__ as command
 from megatron_fsdp_cuda_graphs import doctor, overlay
 
 ROOT = Path(__file__).parents[2]
@@ -235,3 +236,10 @@ def test_here_it_finds_every_patched_module_in_this_tree():
     assert added == f"  and {len(expected) - len(states)} added"
     assert done.returncode == 1
     assert "No GPU is visible" in done.stdout
+
+
+def test_an_unknown_command_is_refused_and_help_lists_them(capsys):
+    assert command.main(["plot"]) == 2
+    assert "no command 'plot'" in capsys.readouterr().err
+    assert command.main(["--help"]) == 0
+    assert "explain" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """How a file of the patch takes the place of megatron-core's module, and reaches it."""
 
-import shutil
 from textwrap import dedent
 
 import pytest
@@ -41,13 +40,6 @@ class TestImport:
         assert sandbox.output("import megatron.core.graphs as g; print(g.NEW, g.tape.__name__)") == (
             "3 megatron.core.graphs.tape"
         )
-
-    def test_a_patched_module_runs_with_python_m(self, sandbox):
-        write(sandbox.site, {"megatron/core/tool.py": "ANSWER = 42"})
-        write(sandbox.patch, {"core/tool.py": "from megatron_fsdp_cuda_graphs.overlay import extend\n"
-                              "print(extend(__name__).ANSWER, ANSWER, __name__)"})  # fmt: skip
-        done = sandbox.run("-m", "megatron.core.tool")
-        assert (done.returncode, done.stdout.strip()) == (0, "42 42 __main__"), done.stderr
 
     def test_the_tree_is_not_imported_from_the_repository_folder_itself(self, sandbox):
         checkout = write(sandbox.folder / "checkout", {"megatron/core/layers.py": "Linear = None"})
@@ -106,18 +98,6 @@ class TestExtend:
     def test_originals_are_kept_for_names_that_the_patch_defines(self, sandbox):
         code = "from megatron.core.layers import _upstream; print('graphed' in dir(_upstream.Linear))"
         assert sandbox.output(code) == "False"
-
-    def test_other_names_of_the_originals_are_the_modules_of_the_moment(self, sandbox):
-        code = """
-            from megatron.core import layers
-            layers.LIMIT = 7
-            print(layers._upstream.LIMIT, layers._upstream.limit())
-        """
-        assert sandbox.output(code) == "7 7"
-
-    def test_names_that_megatron_core_makes_on_demand_are_found(self, sandbox):
-        write(sandbox.site, {"megatron/core/layers.py": "class Linear: ...\ndef __getattr__(name): return name * 2"})
-        assert sandbox.output("from megatron.core import layers; print(layers.ab, layers._upstream.cd)") == "abab cdcd"
 
     def test_relative_imports_of_both_files_resolve(self, sandbox):
         write(sandbox.site, {"megatron/core/layers.py": "from .utils import A\nclass Linear: ...",
@@ -260,19 +240,8 @@ class TestCircularImport:
             "megatron/core/user.py": user,
         })  # fmt: skip
         error = sandbox.error("import megatron.core.layers")
-        assert error.startswith(
-            "ImportError: the patch replaces Linear of megatron.core.layers, but megatron.core.user took "
-        )
-
-    def test_a_user_imported_by_the_patched_file_itself_is_refused_likewise(self, sandbox):
-        source = (sandbox.patch / "core/layers.py").read_text()
-        write(
-            sandbox.patch,
-            {"core/layers.py": source.replace("class Linear", "import megatron.core.plain\nclass Linear")},
-        )
-        assert "replaces Linear of megatron.core.layers, but megatron.core.plain took" in sandbox.error(
-            "import megatron.core.layers"
-        )
+        name = "L" if "L =" in user else "Linear"
+        assert error.startswith(f"ImportError: {name} of megatron.core.user came from megatron.core.layers before ")
 
     def test_a_user_imported_after_the_definition_takes_the_patchs(self, sandbox):
         source = (sandbox.patch / "core/layers.py").read_text()
@@ -291,7 +260,7 @@ class TestInspection:
             size: Size
 
             class Inner:
-                core = 1
+                def core(self): ...
 
         class Norm:
             size: Size
@@ -308,11 +277,15 @@ class TestInspection:
         class Linear(_upstream.Linear):
             graph: "Graph"
 
+            def run(self): ...
+
             class Inner:
-                ours = 1
+                def ours(self): ...
 
         class Graph:
             size: "Size"
+
+            def replay(self): ...
 
         def capture(linear: "Linear"): ...
     """
@@ -329,9 +302,9 @@ class TestInspection:
             ("Norm", False, "class Norm:\n    size: Size"),
             ("limit", False, "def limit(size: Size): ..."),
             ("_upstream.Linear", False, "class Linear:\n    size: Size"),
-            ("_upstream.Linear.Inner", False, "class Inner:\n        core = 1"),
+            ("_upstream.Linear.Inner", False, "class Inner:\n        def core(self): ..."),
             ("Linear", True, 'class Linear(_upstream.Linear):\n    graph: "Graph"'),
-            ("Linear.Inner", True, "class Inner:\n        ours = 1"),
+            ("Linear.Inner", True, "class Inner:\n        def ours(self): ..."),
             ("Graph", True, 'class Graph:\n    size: "Size"'),
             ("capture", True, 'def capture(linear: "Linear"): ...'),
         ],
@@ -408,10 +381,6 @@ class TestUpstream:
         code = "import megatron.core.whole as m; print(m.Linear.graphed, hasattr(m, 'Norm'), m.__file__)"
         assert replaced.output(code) == f"True False {replaced.patch}/core/whole.py"
 
-    def test_of_a_replaced_module_is_an_import_error(self, replaced):
-        code = "import torch; from megatron_fsdp_cuda_graphs.overlay import upstream; upstream('megatron.core.whole')"
-        assert replaced.error(code).startswith("ImportError: megatron.core.whole is the patch's own")
-
     def test_of_an_extended_module_has_what_the_patch_replaced(self, sandbox):
         code = """
             import torch
@@ -445,17 +414,6 @@ class TestUpstream:
             print(upstream("megatron.core.plain") is megatron.core.plain)
         """
         assert sandbox.output(code) == "True"
-
-    def test_of_a_module_that_megatron_core_lacks_is_an_import_error(self, sandbox):
-        write(sandbox.patch, {"core/extra.py": ""})
-        code = "import torch; from megatron_fsdp_cuda_graphs.overlay import upstream; upstream('megatron.core.extra')"
-        assert sandbox.error(code).startswith("ImportError: megatron.core.extra is the patch's own")
-
-    def test_of_a_megatron_core_in_a_zip_archive(self, sandbox):
-        archive = shutil.make_archive(str(sandbox.folder / "core"), "zip", sandbox.site)
-        shutil.rmtree(sandbox.site)
-        code = "import megatron.core.layers as l; print(l.Linear.graphed, l.Norm.__name__)"
-        assert sandbox.output(code, ahead=(archive,)) == "True Norm"
 
     def test_of_a_megatron_core_that_a_finder_of_its_own_finds(self, sandbox):
         sources = sandbox.folder / "sources"
@@ -510,7 +468,7 @@ class TestUpstream:
         assert sandbox.output(code) == "True 2"
 
     def test_its_loader_can_be_copied(self, sandbox):
-        code = "import copy, megatron.core.layers as l; print(copy.copy(l.__spec__.loader).file.name)"
+        code = "import copy, megatron.core.layers as l; print(copy.copy(l.__spec__.loader).what.name)"
         assert sandbox.output(code) == "layers.py"
 
 

@@ -66,7 +66,7 @@ class TestUntestedVersion:
         assert done.stdout == "True\n", done.stderr
         assert done.stderr.count("found 0.20.0") == 1
         assert f"found 0.20.0 at {sandbox.site}/megatron/core/__init__.py" in done.stderr
-        assert f"tools.upstream_check {sandbox.site} --against" in done.stderr
+        assert "python -m tools.upstream_check FOLDER --against DIR" in done.stderr
 
     def test_a_tested_version_brings_no_warning_where_the_user_would_try_any(self, sandbox):
         done = sandbox.run("-c", "import megatron.core.layers", MEGATRON_FSDP_CUDA_GRAPHS="untested")
@@ -103,6 +103,7 @@ class TestUntestedTraining:
             "use_megatron_fsdp=True, cuda_graph_impl='none'",
             "use_megatron_fsdp=True, cuda_graph_impl='full_iteration'",
             "use_megatron_fsdp=False, cuda_graph_impl='transformer_engine'",
+            "use_torch_fsdp2=True, cuda_graph_impl='local'",
         ],
     )
     def test_it_starts_with_one_warning(self, sandbox, flags):
@@ -114,9 +115,10 @@ class TestUntestedTraining:
         assert "Install megatron-core==0.19.2" in warning
         assert "MEGATRON_FSDP_CUDA_GRAPHS=untested" in warning
 
-    def test_graphs_under_megatron_fsdp_are_refused(self, sandbox):
-        error = sandbox.error(self.START.format(flags=self.GRAPHS))
-        flags = "--use-megatron-fsdp with --cuda-graph-impl transformer_engine"
+    @pytest.mark.parametrize("sharding", ["use_megatron_fsdp", "use_torch_fsdp2"])
+    def test_graphs_of_sharded_models_are_refused(self, sandbox, sharding):
+        error = sandbox.error(self.START.format(flags=self.GRAPHS.replace("use_megatron_fsdp", sharding)))
+        flags = f"--{sharding.replace('_', '-')} with --cuda-graph-impl transformer_engine"
         assert error.startswith(f"ValueError: {flags} needs the patch, which is off: ")
         assert "found 0.20.0" in error
         assert "MEGATRON_FSDP_CUDA_GRAPHS=0 to try megatron-core's own graphs" in error
@@ -133,52 +135,6 @@ class TestUntestedTraining:
     def test_a_module_without_validate_args_can_be_imported(self, sandbox):
         write(sandbox.site, {"megatron/training/arguments.py": "FLAGS = 1"})
         assert sandbox.output("import megatron.training.arguments as a; print(a.FLAGS)") == "1"
-
-
-class TestNameOfALaterVersion:
-    """A class that a later megatron-core has under another name, beside a function of the old name."""
-
-    PATCH = """
-        from megatron_fsdp_cuda_graphs.overlay import extend
-
-        _upstream = extend(__name__, {"Linear": "FirstLinear"})
-
-        class Linear(_upstream.Linear):
-            graphed = True
-    """
-    LATER = """
-        def Linear(kind):
-            return FirstLinear() if kind == 1 else SecondLinear()
-
-        class FirstLinear:
-            pass
-
-        class SecondLinear:
-            pass
-    """
-
-    @pytest.fixture
-    def sandbox(self, sandbox):
-        write(sandbox.patch, {"core/layers.py": self.PATCH})
-        return sandbox
-
-    def test_ours_takes_the_place_of_that_of_the_other_name(self, sandbox):
-        write(sandbox.site, {"megatron/core/layers.py": self.LATER})
-        code = """
-            import inspect, pickle
-            import megatron.core.layers as layers
-            from megatron_fsdp_cuda_graphs.overlay import upstream
-            made = layers.Linear(1)
-            print(type(made) is layers.FirstLinear, made.graphed, hasattr(layers.Linear(2), "graphed"))
-            print(layers.FirstLinear.__mro__[1] is upstream("megatron.core.layers").FirstLinear)
-            print(type(pickle.loads(pickle.dumps(made))) is layers.FirstLinear, inspect.getfile(layers.FirstLinear))
-        """
-        file = sandbox.patch / "core/layers.py"
-        assert sandbox.output(code) == f"True True False\nTrue\nTrue {file}"
-
-    def test_without_it_ours_takes_the_place_of_that_of_its_own(self, sandbox):
-        code = "import megatron.core.layers as l; print(l.Linear.graphed, hasattr(l, 'FirstLinear'))"
-        assert sandbox.output(code) == "True False"
 
 
 class TestCheckoutAheadOnThePath:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.capture import Capture
-from megatron.core.transformer._cuda_graphs.engine.preserve import pause_gc
+from megatron.core.transformer._cuda_graphs.engine.graph import Capture, pause_gc
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 

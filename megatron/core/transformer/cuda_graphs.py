@@ -44,6 +44,7 @@ from ._cuda_graphs.engine.rng import _clone_nested_tensors, _ensure_generator_st
 from ._cuda_graphs.errors import CallOrderError, CaptureFailedError, OptionsError
 from ._cuda_graphs.flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
 from ._cuda_graphs.flags.table import allocator_problem, check
+from ._cuda_graphs.for_callers import *  # noqa: F403
 from ._cuda_graphs.for_callers import (
     _backup_grads_before_capture,
     _determine_if_first_last_layer_of_this_vp_chunk,
@@ -53,7 +54,6 @@ from ._cuda_graphs.for_callers import (
     create_strong_ref,
     make_weakref,
 )
-from ._cuda_graphs.imported_names import *  # noqa: F403
 from ._cuda_graphs.local import memory as _memory
 from ._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
 from ._cuda_graphs.local.manager import CudaGraphManager, alloc_tensor_from_graph_mempool, delete_cuda_graphs
@@ -74,7 +74,6 @@ from ._cuda_graphs.te.capture_state import (
     GraphUse,
 )
 from ._cuda_graphs.te.changed_shapes import Recaptures
-from ._cuda_graphs.te.decoder_graphs import DecoderGraphs
 from ._cuda_graphs.te.layers import (
     _layer_is_graphable,
     fsdp_of,
@@ -83,6 +82,7 @@ from ._cuda_graphs.te.layers import (
     single_run_layers,
     vision_model_of,
 )
+from ._cuda_graphs.te.model import DecoderGraphs, ModelGraphs
 from ._cuda_graphs.te.order import (
     PassOrder,
     convert_schedule_table_to_order,
@@ -90,7 +90,6 @@ from ._cuda_graphs.te.order import (
 )
 from ._cuda_graphs.te.stage import Chunk, Role, Stage
 from ._cuda_graphs.te.training_calls import TrainingCalls
-from ._cuda_graphs.te.whole_model import ModelGraphs
 
 __all__ = [
     "FREEZE_GC",
@@ -712,24 +711,21 @@ _VARIABLES = {
     "fwd_buffer_reuse_ref_count": _memory,
     "bwd_buffer_reuse_ref_count": _memory,
 }
+_FOLDER = f"{__package__}._cuda_graphs."
 
 
 class _Face(ModuleType):
-    """Passes assignments to this module's names on to the files of ``_cuda_graphs``.
+    """Assigns to a name in every file of ``_cuda_graphs`` that has the same object under it.
 
-    Assigning to a name, or deleting it, does the same in the file that defines it and in all that imported it, so that
-    ``mock.patch``, ``monkeypatch`` and plain assignment affect the functions there, and so does undoing them.
+    Plain assignment, ``mock.patch`` and ``monkeypatch.setattr`` thus affect the functions there, as does undoing them.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        for file in _FILES.get(name, ()):
-            setattr(file, name, value)
+        if name in vars(self):
+            for key, file in list(sys.modules.items()):
+                if key.startswith(_FOLDER) and name in vars(file) and vars(file)[name] is vars(self)[name]:
+                    setattr(file, name, value)
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        for file in _FILES.get(name, ()):
-            vars(file).pop(name, None)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_VARIABLES})
@@ -743,18 +739,6 @@ def _variable_of(file: ModuleType, name: str) -> property:
     )
 
 
-def _files_by_name() -> dict[str, list[ModuleType]]:
-    """For each of this module's names the files of the package that have it with the same value."""
-    package = f"{__name__.rpartition('.')[0]}._cuda_graphs."
-    files = [module for name, module in sorted(sys.modules.items()) if name.startswith(package)]
-    shared = {name: value for name, value in globals().items() if not name.startswith("__")}
-    return {
-        name: [file for file in files if name in vars(file) and vars(file)[name] is value]
-        for name, value in shared.items()
-    }
-
-
-_FILES = _files_by_name()
 for _name, _file in _VARIABLES.items():
     setattr(_Face, _name, _variable_of(_file, _name))
 # Pickles refer to classes and functions by module; without the patch only this one exists.

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer._cuda_graphs.inputs import from_static_offsets, to_inputs
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph, unchanged_dispatcher
-from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_offsets, to_inputs
 from megatron.core.transformer._cuda_graphs.replacements import TakenForward
 from megatron_fsdp_cuda_graphs.overlay import extend
 

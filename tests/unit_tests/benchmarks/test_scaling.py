@@ -20,30 +20,16 @@ def test_each_number_is_varied_alone():
     assert sizes([8, 16], [1, 2, 4], all_pairs=False) == [(8, 1), (16, 1), (8, 2), (8, 4)]
 
 
-def test_all_pairs_are_trained_if_asked_for():
-    assert len(set(sizes([8, 16], [1, 2, 4], all_pairs=True))) == 6
-
-
 def test_host_time_and_all_calls_come_from_the_profile():
     profile = {"host_ms": 3.0, "api_calls": {"cudaLaunchKernel": 4.0, "cudaEventQuery": 1.5}, "python_calls": 9}
     found = growth.row({"variant": "native", "ms": 2.0, "profile": profile}, 8, 1)
     assert (found["layers"], found["micro_batches"], found["host_ms"], found["api_calls"]) == (8, 1, 3.0, 5.5)
 
 
-@pytest.mark.parametrize("more", [{}, {"profile": {"python_calls": 9}}])
-def test_what_was_not_traced_has_no_host_time(more):
-    found = growth.row({"variant": "native", "ms": 2.0, **more}, 8, 1)
-    assert found["host_ms"] is found["api_calls"] is None
-
-
 def test_a_layer_costs_the_slope_between_the_fewest_and_the_most_layers():
     rows = [row(16, 1, ms=40.0, graphs=40), row(8, 1, ms=30.0, graphs=16), row(32, 1, ms=54.0, graphs=64)]
     rows.append(row(64, 2, ms=900.0, graphs=0))
     assert growth.with_layers(rows) == {"native": {"ms": 1.0, "graphs": 2.0}}
-
-
-def test_one_number_of_layers_has_no_slope():
-    assert growth.with_layers([row(8, 1)]) == {"native": {}}
 
 
 @pytest.mark.parametrize(("allocated", "grows"), [(1000, False), (1015, False), (1016, True), (900, False)])
@@ -61,26 +47,3 @@ def test_memory_grows_if_tensors_take_more(allocated, grows):
         f"native, 8 layers: memory {'grows' if grows else 'does not grow'} from 1 to 4 micro-batches: "
         f"allocated 1000 -> {allocated} MiB, reserved 2000 -> 3000 MiB"
     )
-
-
-def test_two_numbers_of_micro_batches_are_enough():
-    (found,) = growth.with_micro_batches([memory(8, 2, 5, 9), memory(8, 1, 5, 9)])["native"]
-    assert found["micro_batches"] == [1, 2]
-
-
-def test_what_a_layer_costs_is_said():
-    assert growth.sentences([row(8, 1, ms=30.0, graphs=16), row(16, 1, ms=38.0, graphs=16)]) == [
-        "native: one more layer costs ms +1.0, graphs +0.0"
-    ]
-    assert growth.sentences([row(8, 1)]) == []
-
-
-def test_nothing_is_said_of_memory_that_is_not_measured():
-    rows = [memory(8, 1, 0, 0), memory(8, 2, 0, 0)]
-    assert growth.with_micro_batches(rows) == {"native": []}
-    assert not any("micro-batches" in line for line in growth.sentences(rows))
-
-
-def test_a_variant_that_failed_is_left_out():
-    rows = [row(8, 1), {"variant": "te", "layers": 8, "micro_batches": 1, "error": "no"}]
-    assert growth.with_layers(rows).keys() == {"native"}

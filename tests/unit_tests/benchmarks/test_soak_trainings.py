@@ -53,18 +53,3 @@ def test_a_training_that_fails_is_an_error_with_its_log_and_gives_its_gpus_back(
     for name in "ab":
         with pytest.raises(RuntimeError, match=f"{name} failed"):
             trainings.train(name, "--flags")
-
-
-def test_more_ranks_than_gpus_are_refused(module, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "gpus", lambda: ["0"])
-    with pytest.raises(ValueError, match="--ranks 2: there are only 1 GPUs"):
-        module.Trainings(2, 1, tmp_path)
-
-
-def test_none_starts_after_a_stop(module, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "gpus", list)
-    trainings = module.Trainings(2, 1, tmp_path)
-    trainings.stop()
-    with pytest.raises(RuntimeError, match="not started"):
-        trainings.train("a", "--flags")
-    assert list(tmp_path.iterdir()) == []

@@ -65,21 +65,6 @@ def test_a_micro_batch_that_overflows_is_known_at_the_end_of_the_step(bounds, mi
     assert not bounds.overflowed()
 
 
-def test_the_host_learns_what_was_noted_before_the_last_copy_only(bounds):
-    bounds.begin()
-    run(bounds, False)
-    bounds.note(torch.tensor([True]))
-    assert not bounds.overflowed()
-
-
-def test_where_nothing_was_copied_the_host_waits_for_all(bounds):
-    for too_many in (True, False):
-        bounds.begin()
-        bounds.note(torch.tensor([too_many]))
-        assert bounds.overflowed() == too_many
-        bounds.end()
-
-
 def test_a_step_that_an_exception_has_ended_leaves_the_next_one_its_bounds(bounds, router):
     bounds.begin()
     bounds.lift()
@@ -105,32 +90,9 @@ def test_captures_are_bounded_outside_of_steps(bounds):
     assert not bounds.in_force
 
 
-def test_a_capture_within_a_step_leaves_it_bounded(bounds):
-    bounds.begin()
-    with bounds.of_captures():
-        assert bounds.in_force
-    assert bounds.in_force
-
-
 def test_a_loop_that_would_run_no_step_again_is_refused(bounds):
     with pytest.raises(RuntimeError, match=r"--moe-alltoall-capacity-factor needs .* should_run_forward_backward"):
         bounds.copy_to_host()
-
-
-def test_without_bounds_there_is_nothing_to_copy():
-    from megatron.core.token_bounds import TokenBounds
-
-    TokenBounds().copy_to_host()
-
-
-def test_lifted_bounds_are_back_at_the_end_of_the_step(bounds, router):
-    bounds.begin()
-    assert "--moe-alltoall-capacity-factor 1.25" in bounds.lift()
-    assert replays.suspended_by and not bounds.in_force
-    bounds.end()
-    assert not replays.suspended_by and not bounds.in_force
-    bounds.begin()
-    assert bounds.lift() == ""  # said before
 
 
 def test_statistics_are_in_place_what_they_were_and_new_ones_zero(bounds, router):
@@ -172,14 +134,6 @@ def test_a_step_that_overflows_runs_again_once_with_room_for_all(machine, bounds
         assert not replays.suspended_by
         assert machine.should_checkpoint_and_exit() == (False, False, 0)
     assert len([text for text in caplog.messages if "--moe-alltoall-capacity-factor 1.25" in text]) == 1
-
-
-def test_a_step_that_does_not_overflow_runs_once(machine, bounds):
-    for _ in range(2):
-        assert machine.should_run_forward_backward(None)
-        run(bounds, False)
-        assert not machine.should_run_forward_backward(None)
-        assert not bounds.in_force
 
 
 def test_a_wrong_result_of_a_step_that_overflows_is_forgotten_and_of_the_next_run_is_not(machine, bounds, router):

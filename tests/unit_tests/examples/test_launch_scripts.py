@@ -94,15 +94,6 @@ def test_data_and_further_flags_are_passed_on(launched, validated, script, mode)
     assert args.train_iters == 7
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_an_unknown_mode_is_refused(examples, tmp_path, script):
-    done = run(examples / script, "fast", tmp_path=tmp_path)
-    assert done.returncode == 2
-    *others, last = ["eager", *SCRIPTS[script][0]]
-    given = ", ".join(f"'{mode}'" for mode in others)
-    assert f"{script}: the first argument is 'fast'; give {given} or '{last}'" in done.stderr
-
-
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_several_hosts_are_one_job(examples, launched, tmp_path, script, rank):
@@ -122,12 +113,6 @@ def test_what_a_host_has_to_know_is_named(examples, tmp_path, missing):
     done = run(examples / "launch_nodes.sh", "launch_gpt.sh", "eager", tmp_path=tmp_path, **hosts)
     assert done.returncode
     assert f"{missing}: set it to" in done.stderr
-
-
-def test_without_a_script_for_all_hosts_it_says_so(examples, tmp_path):
-    done = run(examples / "launch_nodes.sh", tmp_path=tmp_path, NNODES="2", NODE_RANK="0", MASTER_ADDR="host0")
-    assert done.returncode
-    assert "name a launch script" in done.stderr
 
 
 def test_slurm_starts_it_on_each_host(examples, tmp_path):

@@ -1,6 +1,5 @@
 """examples/prepare_text.py: text files to an indexed dataset and back."""
 
-import numpy
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -44,17 +43,6 @@ def test_every_document_ends_with_the_tokenizers_end_of_document(prepare_text, f
     assert [document[-1] for document in read(tmp_path / "set")] == [tokenizer.eod, tokenizer.eod]
 
 
-def test_empty_files_make_no_document(prepare_text, files, tmp_path):
-    assert prepare_text.build(files, str(tmp_path / "set"))[0] == 2
-    assert len(IndexedDataset(str(tmp_path / "set")).document_indices) == 2 + 1
-
-
-def test_tokens_take_two_bytes(prepare_text, files, tmp_path):
-    _, tokens = prepare_text.build(files, str(tmp_path / "set"))
-    assert IndexedDataset(str(tmp_path / "set")).index.dtype == numpy.uint16
-    assert (tmp_path / "set.bin").stat().st_size == 2 * tokens
-
-
 def test_the_size_limit_cuts_the_last_document(prepare_text, files, tmp_path):
     limit = len(files[0].read_bytes()) + 3
     assert prepare_text.build(files, str(tmp_path / "set"), max_bytes=limit) == (2, limit + 2)
@@ -65,24 +53,3 @@ def test_files_without_text_are_refused_and_leave_no_index(prepare_text, files, 
     with pytest.raises(ValueError, match="no text"):
         prepare_text.build([files[1]], str(tmp_path / "set"))
     assert not (tmp_path / "set.idx").exists()
-
-
-def test_the_default_is_the_standard_library_in_a_fixed_order_without_tests(prepare_text):
-    sources = prepare_text.stdlib_sources()
-    assert sources == prepare_text.stdlib_sources() == sorted(sources)
-    assert "argparse.py" in {file.name for file in sources}
-    assert not any("test" in file.parts or "site-packages" in file.parts for file in sources)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["missing.txt", "--output-prefix", "x"], "missing.txt is not a file"),
-        (["--output-prefix", "x", "--max-megabytes", "0"], "--max-megabytes: 0.0 is less than a byte"),
-        ([], "--output-prefix"),
-    ],
-)
-def test_bad_command_lines_name_the_argument(prepare_text, arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        prepare_text.parse(arguments)
-    assert message in capsys.readouterr().err

@@ -14,7 +14,6 @@ pytest.importorskip("megatron.core")
 
 import torch
 
-from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.training import training
 
 NO_CHECKS = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
@@ -60,13 +59,6 @@ def test_masked_tokens_count_neither_in_the_loss_nor_in_its_tokens(pretrain_gpt,
     assert report["lm loss"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["sft", "fim_data"])
-def test_flags_that_need_megatron_lm_are_refused_by_name(pretrain_gpt, monkeypatch, name):
-    monkeypatch.setattr(pretrain_gpt, "parse_and_validate_args", lambda: SimpleNamespace(**{name: True}))
-    with pytest.raises(SystemExit, match="--" + name.replace("_", "-")):
-        pretrain_gpt.main()
-
-
 @pytest.mark.parametrize("name", ["micro_batch_size", "context_parallel_size"])
 def test_attention_within_documents_needs_one_row(pretrain_gpt, monkeypatch, name):
     sizes = dict.fromkeys(pretrain_gpt.ONE_ROW, 1) | {name: 2}
@@ -100,25 +92,10 @@ def test_metrics_are_exact(metrics):
     assert (first["skipped"], second["skipped"]) == (False, True)
 
 
-def test_memory_is_in_mib(metrics, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**19)
-    metrics.record(1, {}, None, skipped=False)
-    assert [line["reserved_mib"] for line in lines(metrics)] == [1.5]
-
-
 def test_a_stage_without_loss_and_a_step_without_norm_are_null(metrics):
     metrics.record(1, {}, None, skipped=False)
     (line,) = lines(metrics)
     assert [line[key] for key in ("loss", "loss_hex", "grad_norm", "grad_norm_hex")] == [None] * 4
-
-
-def test_graphs_are_counted_over_the_layers_of_all_chunks(metrics):
-    layers = [GraphableMegatronModule.__new__(GraphableMegatronModule) for _ in range(3)]
-    for layer, graphs in zip(layers, (["one", "two"], ["three"], []), strict=True):
-        torch.nn.Module.__init__(layer)
-        layer.cuda_graphs = graphs
-    metrics.watch([torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(layers[2])])
-    assert metrics.graphs() == 3
 
 
 def test_training_log_is_recorded_and_still_called(metrics, monkeypatch):

@@ -54,13 +54,6 @@ def test_a_case_takes_over_what_its_base_has_and_it_does_not_change(write):
     assert case.resumes
 
 
-def test_a_base_hands_on_neither_its_kind_of_test_nor_what_it_must_equal(write):
-    root = write(eager=EAGER, graphed=GRAPHED, third="BASE: gpt/graphed\nMODEL_ARGS: {--train-iters: 5}\n")
-    third = load("gpt/third", root)
-    assert (third.equals, third.resumes) == (None, False)
-    assert third.environment == {"A": "1"}
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -88,9 +81,3 @@ def test_cases_are_found_by_name_by_folder_and_all_of_them(write, monkeypatch):
     assert [case.name for case in find(["gpt/graphed", "gpt"], root)] == both[::-1]
     monkeypatch.chdir(root / "gpt")
     assert [case.name for case in find(["eager/"], root)] == ["gpt/eager"]
-
-
-def test_a_case_that_is_not_there_is_an_error_that_lists_those_that_are(write):
-    with pytest.raises(ValueError) as error:
-        find(["gpt/egaer"], write(eager=EAGER))
-    assert "there is no case 'gpt/egaer': give one of gpt/eager" in str(error.value)

@@ -18,11 +18,6 @@ def test_a_machine_is_named_after_its_gpus(monkeypatch):
         assert this_machine() == Machine(4, name)
 
 
-def test_without_gpus_it_is_the_cpu_backend_whatever_the_processor(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert this_machine() == Machine(0, "cpu_backend")
-
-
 @pytest.mark.parametrize(
     ("gpus", "attributes", "reason"),
     [

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tests.functional_tests import run
-from tests.functional_tests._runner import golden, machine
-from tests.functional_tests._runner.case import load
+from tests.functional_tests._runner import machine
 from tests.functional_tests._runner.machine import Machine
 
 EAGER, GRAPHED = "gpt_cpu_backend/fsdp_eager", "gpt_cpu_backend/fsdp_whole_layers"
@@ -54,12 +53,6 @@ def test_nothing_is_recorded_of_graphs_that_differ_from_eager_training(runner, t
     assert not list(tmp_path.rglob("golden_values_*"))
 
 
-def test_eager_cases_are_trained_where_they_are_asked_for(runner):
-    runner("gpt/fsdp_whole_layers", gpus=2)
-    runner("gpt/fsdp_whole_layers", "--against-eager", gpus=2)
-    assert runner.trained == [["gpt/fsdp_whole_layers"], ["gpt/fsdp_eager", "gpt/fsdp_whole_layers"]]
-
-
 def test_on_the_cpu_backend_a_graphed_case_must_equal_its_eager_one_bit_for_bit(runner, capsys):
     assert runner(GRAPHED, "--record") == 0
     rounded = [2.0] * 7 + [2.0 + 2**-22]
@@ -81,18 +74,3 @@ def test_a_case_that_cannot_run_is_listed_with_the_reason(runner, capsys, tmp_pa
 
 def test_that_nothing_ran_is_no_success(runner):
     assert runner("gpt/hsdp_eager") == 1
-
-
-def test_a_wrong_name_is_an_error(runner, capsys):
-    assert runner("gpt_cpu_backend/fsdp_eagre") == 2
-    assert "there is no case 'gpt_cpu_backend/fsdp_eagre'" in capsys.readouterr().err
-
-
-def test_logs_go_to_a_new_folder(runner, tmp_path):
-    with pytest.raises(SystemExit):
-        runner(GRAPHED, "--logs", str(tmp_path))
-
-
-def test_golden_values_of_a_machine_have_its_name(runner, tmp_path):
-    runner(EAGER, "--record")
-    assert golden.path(load(EAGER), "cpu_backend", tmp_path).is_file()

@@ -1,7 +1,5 @@
 """Which trainings a case needs, and which share processes."""
 
-import os
-
 import pytest
 
 from tests.functional_tests._runner import trainings
@@ -69,12 +67,6 @@ def test_a_resumed_case_is_two_and_has_the_steps_of_both(train, make_case):
     assert found[case.name].measured["ms"] == 8
 
 
-def test_the_error_of_a_first_half_stays(train, make_case, capsys):
-    found, *_ = train(make_case(resumes=True, arguments={"--train-iters": 8, "--fails": True}))
-    assert found["gpt/graphed"].error == "rank 1: no"
-    assert capsys.readouterr().out.startswith("gpt/graphed (first half): FAILED\n")
-
-
 def test_cases_of_one_layout_share_a_launch(train, make_case):
     flags = {"--train-iters": 3}
     cases = [
@@ -98,9 +90,3 @@ def test_cases_of_one_layout_share_a_launch(train, make_case):
     assert [how["environment"].get("CUDA_VISIBLE_DEVICES") for _, how in launches] == [None] * 5 + [""]
     assert launches[3][1]["environment"]["A"] == "1"
     assert [run.number for run in launches[0][0]] == [0, 1]
-
-
-def test_modules_are_found_in_the_folders_that_a_case_names_behind_those_of_the_caller(train, make_case, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", "mine")
-    _, [(_, how)], _ = train(make_case(python_path=("tests/support",)))
-    assert how["environment"]["PYTHONPATH"] == f"mine{os.pathsep}{trainings.ROOT / 'tests/support'}"

@@ -11,8 +11,7 @@ import torch
 from _step_time.configurations import configuration
 from _step_time.variants import FSDP as BENCHMARK_FSDP
 
-from megatron.core.transformer._cuda_graphs.engine.graphed_slot import GraphedSlot
-from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
 from megatron_fsdp_cuda_graphs.plan import dry_stage, graphs, memory
 from megatron_fsdp_cuda_graphs.plan.flags import read_flags
@@ -45,18 +44,18 @@ def recorded(monkeypatch):
     """The passes of callables that were recorded: kind, and index of the callable."""
     found: list[tuple[str, int]] = []
 
-    def watch(kind, graph_of):
-        original = getattr(GraphedSlot, kind)
+    def watch(kind):
+        original = getattr(GraphedCallable, kind)
 
-        def run(slot, *args):
-            if graph_of(args) is not None:
+        def run(slot, capture, *args):
+            if capture is not None:
                 found.append((kind, int(slot.name.split()[1])))
-            return original(slot, *args)
+            return original(slot, capture, *args)
 
-        monkeypatch.setattr(GraphedSlot, kind, run)
+        monkeypatch.setattr(GraphedCallable, kind, run)
 
-    watch("forward", lambda args: args[1])
-    watch("backward", lambda args: args[2])
+    watch("forward")
+    watch("backward")
     return found
 
 
@@ -133,18 +132,20 @@ def test_order_and_static_inputs_of_whole_chunks_are_those_of_a_capture(command,
     del helper
     gc.collect()
 
-    recorded: list[tuple[str, WholePasses]] = []
+    recorded: list[tuple[str, GraphedCallable]] = []
 
-    def watch(kind, original):
-        def run(passes, *args):
-            if args[-1] is not None:  # no warm-up
+    def watch(kind):
+        original = getattr(GraphedCallable, kind)
+
+        def run(passes, capture, *args):
+            if capture is not None:
                 recorded.append((kind, passes))
-            return original(passes, *args)
+            return original(passes, capture, *args)
 
-        monkeypatch.setattr(WholePasses, f"_run_{kind}", run)
+        monkeypatch.setattr(GraphedCallable, kind, run)
 
-    watch("forward", WholePasses._run_forward)
-    watch("backward", WholePasses._run_backward)
+    watch("forward")
+    watch("backward")
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
     monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
     with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.support import pairs
 from tests.support.sample import each_once, mostly_long
 
 
@@ -24,7 +23,3 @@ def test_all_but_the_quick_cases_are_long():
 def test_a_quick_case_that_is_none_is_named():
     with pytest.raises(ValueError, match="no cases: \\['d'\\]"):
         mostly_long(["a"], "d")
-
-
-def test_sets_that_have_every_feature_are_chosen_and_none_that_adds_nothing():
-    assert pairs.covering([(["a", "b"], 4), (["a"], 2), (["b", "c"], 2)]) == [2, 1]

@@ -118,18 +118,6 @@ def test_an_iteration_counts_once_however_often_it_is_asked_for(loop):
     assert writer.values["eager-steps/before-capture"] == [(1, 1)]
 
 
-def test_a_resumed_training_goes_on_from_its_iteration(loop):
-    training, writer = loop(first=100)
-    training.train(2)
-    assert writer.values["eager-steps/before-capture"] == [(101, 1), (102, 1)]
-
-
-def test_iterations_that_are_skipped_are_no_steps(loop):
-    training, writer = loop(first=100)
-    training.train(4, skipped=(100, 102))
-    assert writer.values["eager-steps/before-capture"] == [(102, 1), (104, 1)]
-
-
 def test_values_are_apart_in_time_and_none_is_lost(loop, monkeypatch):
     training, writer = loop()
     monkeypatch.setattr(cuda_graph_scalars, "PAUSE", 2 * PAUSE)
@@ -150,47 +138,8 @@ def test_the_end_writes_what_is_left_wherever_it_is(loop, monkeypatch, interval)
     assert writer.values["captures"][-1] == (6, 1)
 
 
-def test_the_end_writes_nothing_twice(loop):
-    training, writer = loop()
-    training.train(4)
-    training.end()
-    assert [iteration for iteration, _ in writer.values["captures"]] == [1, 2, 3, 4]
-
-
-def test_the_end_counts_the_last_iteration_if_nothing_asked_after_it(loop):
-    training, writer = loop(interval=4)
-    training.train(4)
-    training.args.curr_iteration = 4
-    training.helper.steps += 1
-    training.end()
-    assert writer.values["replays"] == [(4, 4), (5, 4)]
-
-
-def test_what_an_engine_does_not_show_is_left_out(loop):
-    training, writer = loop()
-    training.helper.graph_use = lambda: GraphUse(None, 1, None)
-    training.train(1)
-    assert writer.values.keys() == {"captures", "eager-steps/before-capture"}
-
-
 def test_both_writers_get_the_same(monkeypatch):
     tensorboard, wandb = TensorBoard(), WandB()
     Loop(monkeypatch, tensorboard=tensorboard, wandb=wandb).train(4)
     assert tensorboard.values == wandb.values
     assert len(wandb.values["replays"]) == 4
-
-
-def test_a_loop_that_counts_no_iterations_gets_none(loop):
-    training, writer = loop()
-    del training.args.curr_iteration
-    training.ask()
-    training.ask()
-    assert writer.values == {}
-
-
-def test_without_writers_nothing_is_asked(monkeypatch):
-    training = Loop(monkeypatch)
-    for method in ("eager_reason", "graph_use"):
-        monkeypatch.setattr(training.helper, method, lambda: pytest.fail("the helper is asked"))
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", None)  # a program without Megatron's arguments
-    training.train(2)

@@ -11,15 +11,18 @@ import torch.distributed as dist
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-# From megatron-core 0.20 on FullyShardedDataParallel makes one of two versions; graphs are for the first.
-_upstream: Any = extend(__name__, {"FullyShardedDataParallel": "FullyShardedDataParallelV1"})
+_upstream: Any = extend(__name__)
 
 if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
 
 
-class FullyShardedDataParallel(_upstream.FullyShardedDataParallel):
+# From megatron-core 0.20 on FullyShardedDataParallel makes one of two versions; graphs are for the first.
+_Base: Any = getattr(_upstream, "FullyShardedDataParallelV1", _upstream.FullyShardedDataParallel)
+
+
+class FullyShardedDataParallel(_Base):
     """megatron-core's ``FullyShardedDataParallel``, which also wraps pipeline stages."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
@@ -32,6 +35,12 @@ class FullyShardedDataParallel(_upstream.FullyShardedDataParallel):
             super().__init__(config, *args, **kwargs)
         finally:
             config.cuda_graph_impl = graphs
+
+
+if _Base is not _upstream.FullyShardedDataParallel:
+    FullyShardedDataParallel.__name__ = FullyShardedDataParallel.__qualname__ = _Base.__name__
+    globals()[_Base.__name__] = FullyShardedDataParallel
+    globals()["FullyShardedDataParallel"] = _upstream.FullyShardedDataParallel
 
 
 def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:

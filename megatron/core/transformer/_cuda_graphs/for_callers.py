@@ -1,4 +1,9 @@
-"""Functions of megatron-core's ``cuda_graphs`` that only its callers use: the graphs of this package do not."""
+"""Names of megatron-core's ``cuda_graphs`` for its callers: functions that no graph here uses, and what it imports.
+
+TransformerEngine, tqdm and generalized tensor parallelism (GTP) are optional, as in megatron-core: ``HAVE_TE_GRAPHS``,
+``HAVE_TQDM`` and ``HAVE_GTP`` are True if they can be imported.
+"""
+# ruff: noqa: F401
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -6,9 +11,63 @@ from typing import Any
 
 import torch
 
-from . import imported_names
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    get_all_rng_states,
+    get_cuda_rng_tracker,
+    is_checkpointing,
+)
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.module import GraphableMegatronModule, MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_torch_version,
+    is_te_min_version,
+    log_on_each_pipeline_stage,
+    log_single_rank,
+)
+
 from .engine.memory import weak_reference
-from .imported_names import HAVE_TE_GRAPHS
+
+try:
+    import transformer_engine as te
+    from transformer_engine.pytorch.distributed import is_fp8_activation_recompute_enabled
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    from transformer_engine.pytorch.graph import restore_fp8_tensors, save_fp8_tensors
+    from transformer_engine.pytorch.graph import set_capture_end as te_set_capture_end
+    from transformer_engine.pytorch.graph import set_capture_start as te_set_capture_start
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+    from transformer_engine.pytorch.utils import make_weak_ref
+
+    HAVE_TE_GRAPHS = True
+except Exception:  # a wheel without a CUDA driver fails in many ways
+    HAVE_TE_GRAPHS = False
+
+try:
+    from megatron.core.tensor_parallel.gtp_api import HAVE_GTP
+except ImportError:
+    HAVE_GTP = False
+
+if HAVE_GTP:
+    from megatron.core.tensor_parallel.gtp_api import (
+        GTPChain,
+        get_ag_stream,
+        get_rs_stream,
+        set_cuda_graph_mempool,
+        wait_async_comms,
+    )
+else:
+    GTPChain = get_ag_stream = get_rs_stream = set_cuda_graph_mempool = wait_async_comms = None
+
+try:
+    from tqdm import tqdm
+
+    HAVE_TQDM = True
+except ImportError:
+    HAVE_TQDM = False
 
 MainGrads = dict[int, tuple[torch.nn.Parameter, torch.Tensor]]
 
@@ -21,7 +80,7 @@ def _set_skip_fp8_weight_update_tensor(skip: bool) -> None:
     """
     if not HAVE_TE_GRAPHS:
         return
-    manager = vars(imported_names)["FP8GlobalStateManager"]
+    manager: Any = FP8GlobalStateManager
     if hasattr(manager, "set_skip_fp8_weight_update_tensor"):
         manager.set_skip_fp8_weight_update_tensor(skip)
         return

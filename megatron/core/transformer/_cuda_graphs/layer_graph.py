@@ -12,8 +12,7 @@ from megatron.core.utils import log_single_rank
 
 from .eager_passes import EagerPasses
 from .errors import ArgumentError, ChangedSinceCaptureError
-from .expected_inputs import DefaultInputs
-from .packed_sequences import PackedUse
+from .inputs import DefaultInputs, PackedUse
 from .snapshot import Snapshot
 
 # Inputs that only attention reads; layers without attention receive them too.

@@ -22,7 +22,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from .errors import ChangedSinceCaptureError, UnsupportedError
+from .errors import ArgumentTypeError, ChangedSinceCaptureError, UnsupportedError
 from .hooks import HOOK_KINDS, is_of_ddp
 
 _MISSING = object()
@@ -33,7 +33,15 @@ _KNOWN_PACKAGES = (
 )
 # What torch, megatron-core and this package set on any module.
 _OF_ANY_MODULE = frozenset(
-    (*vars(torch.nn.Module()), "_training_state", "forward", "cuda_graphs", "replaying", "current_microbatch")
+    (
+        *vars(torch.nn.Module()),
+        "_training_state",
+        "forward",
+        "cuda_graphs",
+        "replaying",
+        "current_microbatch",
+        "is_first_microbatch",
+    )
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 # What training loops set in a configuration between steps.
@@ -131,6 +139,12 @@ class Aspect:
 
     def change(self) -> str:
         """Return the name of the first thing that has changed, and what it was; empty without one."""
+        try:
+            return self._change()
+        except Exception:  # something is gone, or a mode of torch intercepts the comparison
+            return self._names[0]
+
+    def _change(self) -> str:
         now = self._read()
         for name, one, other in zip(self._names, now, self._then, strict=False):
             if self._differs(one, other):
@@ -219,6 +233,63 @@ def address_of(tensor: torch.Tensor | None) -> int:
         return 0
 
 
+class InputSignature:
+    """Shapes, dtypes and ``requires_grad`` of the inputs that a callable was captured with.
+
+    Args:
+        name_of: Returns what errors call the input of this index.
+        advice: The end of an error about another shape or dtype.
+    """
+
+    def __init__(self, owner: str, tensors: Sequence[torch.Tensor], name_of: Callable[[int], str], advice: str = ""):
+        self._owner, self._name_of, self._advice = owner, name_of, advice
+        self._expected = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def rename(self, owner: str, name_of: Callable[[int], str], advice: str) -> None:
+        """Set how errors call the callable and its inputs, and their advice."""
+        self._owner, self._name_of, self._advice = owner, name_of, advice
+
+    def accepts(self, inputs: Sequence[Any]) -> bool:
+        """Whether there are as many ``inputs`` as at capture and ``check`` would find nothing wrong with them."""
+        if len(inputs) != len(self._expected):
+            return False
+        for given, (shape, dtype, requires_grad) in zip(inputs, self._expected):  # noqa: B905
+            if not isinstance(given, torch.Tensor) or given.shape != shape or given.dtype != dtype:
+                return False
+            if given.requires_grad and not requires_grad and torch.is_grad_enabled():
+                return False
+        return True
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Compare ``inputs`` with those at capture; there must be as many.
+
+        Raises:
+            ArgumentTypeError: an input is not a tensor.
+            ValueError: an input has another shape or dtype, or requires grad and did not at capture.
+        """
+        if self.accepts(inputs):
+            return
+        for index, (given, (shape, dtype, requires_grad)) in enumerate(zip(inputs, self._expected, strict=True)):
+            if not isinstance(given, torch.Tensor):
+                raise ArgumentTypeError(
+                    f"{self._owner}: {self._name_of(index)} must be a tensor for a CUDA graph, got {given!r}"
+                )
+            if given.shape != shape or given.dtype != dtype:
+                raise ValueError(
+                    f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype} and is called "
+                    f"with {tuple(given.shape)} {given.dtype}{self._advice}"
+                )
+            if given.requires_grad and not requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{self._owner} was captured with {self._name_of(index)} that requires no grad, and it requires "
+                    "grad now, which its CUDA graph does not compute: capture with an input that requires grad, or "
+                    "detach it"
+                )
+
+
 # ------------------------------------------------------------------------------------------------------------ modules
 
 
@@ -267,6 +338,7 @@ def module_aspects(
     bases = dict.fromkeys(base for module in modules for base in type(module).__mro__ if "forward" in vars(base))
     functions = [vars(base) for base in bases]
     return [
+        equal([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force, contexts),
         equal([f"training of {name}" for name in modules.values()], lambda: [each["training"] for each in own]),
         _Attributes(owners),
         *map(_options, configs.values()),
@@ -278,18 +350,23 @@ def module_aspects(
         equal([f"forward of {base.__name__}" for base in bases], lambda: [each["forward"] for each in functions]),
         _Hooks(modules, around, parameters),
         *(parameter_aspects(modules) if parameters else ()),
-        equal([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force, contexts),
     ]
 
 
 def memory_aspects(
-    modules: Mapping[torch.nn.Module, str], *, buffers: bool = True, parameters: bool = False, main_grads: bool = False
+    modules: Mapping[torch.nn.Module, str],
+    *,
+    buffers: bool = True,
+    parameters: bool = False,
+    main_grads: bool = False,
+    volatile: "frozenset[tuple[int, str]]" = frozenset(),
 ) -> Iterator[Aspect]:
     """Yield where graphs of ``modules`` read and write: addresses of what is there now.
 
     Args:
         buffers: Whether buffers are compared, and tensors in attributes.
         main_grads: Whether graphs add to the ``main_grad`` of parameters.
+        volatile: As of ``module_aspects``.
     """
     kinds = [kind for kind, wanted in (("_buffers", buffers), ("_parameters", parameters)) if wanted]
     places = [
@@ -302,17 +379,22 @@ def memory_aspects(
     places += [  # where ``.data`` can be put elsewhere
         (vars(module), key, f"the address of {key} of {name}")
         for module, name in (modules.items() if buffers else ())
-        for key, value in _declared(module).items()
+        for key, value in _declared(module, volatile=volatile).items()
         if isinstance(value, torch.Tensor) and torch._C._has_storage(value)
     ]
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
     if places:
         yield addresses([name for *_, name in places], lambda: list(map(dict.get, owners, keys)))
-    written = [(module._parameters, key, name) for module, name in modules.items() for key in module._parameters]
+    written = [
+        (module._parameters, key, name)
+        for module, name in modules.items()
+        for key, param in module._parameters.items()
+        if getattr(param, "main_grad", None) is not None
+    ]
     if main_grads and written:
         yield addresses(
             [f"the address of the main gradient of {key} of {name}" for _, key, name in written],
-            lambda: [getattr(own.get(key), "main_grad", None) for own, key, _ in written],
+            lambda: [getattr(own[key], "main_grad", None) for own, key, _ in written],
         )
 
 
@@ -329,7 +411,8 @@ def parameter_aspects(modules: Mapping[torch.nn.Module, str]) -> Iterator[Aspect
         for key, param in module._parameters.items()
         if param is not None
     ]
-    owners, keys, params = ([place[i] for place in places] for i in range(3))
+    owners, keys = [own for own, *_ in places], [key for _, key, *_ in places]
+    params = [param for _, _, param, _ in places]
     names = [name for *_, name in places]
     yield Aspect(
         names,
@@ -376,7 +459,7 @@ class _Attributes(Aspect):
         # A new attribute shows in the length.
         return same and not any(map(differ, self._mutable, self._copies)) and list(map(len, self._spaces))
 
-    def change(self) -> str:
+    def _change(self) -> str:
         for owner, now, then in zip(self._names, self._read(), self._then, strict=True):
             for key in dict.fromkeys((*then, *now)):
                 one, other = now.get(key, _MISSING), then.get(key, _MISSING)
@@ -427,7 +510,7 @@ class _Hooks(Aspect):
         of_params = ((each._backward_hooks, each._post_accumulate_grad_hooks) for each in self._params)
         return [*self._dicts, *chain.from_iterable(of_params)]
 
-    def change(self) -> str:
+    def _change(self) -> str:
         for name, now, then in zip(self._names, self._all(), self._then, strict=True):
             if (now or then) and _without_ddp(now) != then:
                 return name
@@ -488,10 +571,11 @@ def _declared(
     """
     own = vars(module)
     compared = {name: own[name] for name in ("forward", "_compiled_call_impl") if name in own and not replaced}
-    if is_third_party(type(module)):
+    kind: Any = type(module)
+    if is_third_party(kind):
         others = (name for name in own if name not in _OF_ANY_MODULE and (id(module), name) not in volatile)
         return compared | {name: own[name] for name in others}
-    of_te = _is_of_transformer_engine(type(module))
+    of_te = _is_of_transformer_engine(kind)
     for name, value in own.items():
         if name[0] == "_" or name in _OF_ANY_MODULE:
             continue
@@ -530,7 +614,7 @@ class PassState:
     """
 
     def __init__(self, roots: Iterable[torch.nn.Module]):
-        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        modules: dict[Any, None] = dict.fromkeys(module for root in roots for module in root.modules())
         self._before = [
             (module, name, value, kept(value))
             for module in modules
@@ -639,7 +723,7 @@ def _is_options(value: Any) -> bool:
     kind: Any = type(value)
     if kind.__name__.endswith("Config") or not hasattr(value, "__dict__"):
         return False  # configurations are aspects of their own
-    return issubclass(kind, (types.SimpleNamespace, Namespace)) or (is_dataclass(kind) and is_third_party(kind))
+    return issubclass(kind, (types.SimpleNamespace, Namespace)) or (is_third_party(kind) and is_dataclass(kind))
 
 
 def _is_number_on_host(value: Any) -> bool:

@@ -13,9 +13,9 @@ from .fsdp_variants import Variant, run_backward, small
 WARMED_UP = 10  # steps that layers are said to have had: capture then warms up once
 
 
-def graphed(layers_per_graph: int | None = 0, **changes) -> Case:
+def graphed(holds: str | None = "decoder", **changes) -> Case:
     """A case of three layers; 0 layers in a graph stand for all of them, -1 for the whole model, None for neither."""
-    return small(layers=3, layers_per_graph=layers_per_graph, warmup=WARMED_UP, **changes)
+    return small(layers=3, holds=holds, warmup=WARMED_UP, **changes)
 
 
 class CapturedTraining(Training):
@@ -29,7 +29,7 @@ class CapturedTraining(Training):
         self.step()
         if graphs:
             self.capture(lambda training: training.helper.create_cudagraphs())
-            assert (self.helper.model_graphs is not None) == (case.layers_per_graph in (None, -1))
+            assert (self.helper.model_graphs is not None) == (case.holds in (None, "model"))
 
     @property
     def fsdp(self) -> torch.nn.Module:

@@ -4,7 +4,7 @@ import torch
 
 from .captured_training import graphed
 
-MODEL, ALL, ONE = -1, 0, 1
+MODEL, ALL, ONE = "model", "decoder", "layer"
 SCOPES = {
     "model": graphed(MODEL, dropout=0.1),
     "all layers": graphed(ALL, dropout=0.1),

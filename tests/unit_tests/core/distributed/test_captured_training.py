@@ -15,10 +15,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_session
-from megatron.core.transformer._cuda_graphs.te.whole_model import known_class, other_method
+from megatron.core.transformer._cuda_graphs.te.capture_state import known_class, other_method
 from tests.support.hybrid_training import HybridTraining
 from tests.support.sample import each_once
 from tests.support.training import Training, train
@@ -26,8 +25,8 @@ from tests.support.training import Training, train
 from .captured_training import CapturedTraining, captured, graphed, in_use, trained
 from .fsdp_variants import Variant
 
-ALL, ONE = 0, 1  # layers in a graph
-MODEL = -1  # all of the model
+ALL, ONE = "decoder", "layer"  # in a graph
+MODEL = "model"  # all of the model
 REPLAYS = {MODEL: 2, ALL: 2, ONE: 6}  # in a step of three layers
 
 
@@ -47,12 +46,12 @@ def add_unused(model):
         layer.mlp = Unused(layer.mlp)
 
 
-@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, ONE])
-def test_layers_with_unused_parameters_train_bit_for_bit_as_eager(one_rank, layers_per_graph):
-    case = graphed(layers_per_graph)
+@pytest.mark.parametrize("holds", [MODEL, ALL, ONE])
+def test_layers_with_unused_parameters_train_bit_for_bit_as_eager(one_rank, holds):
+    case = graphed(holds)
     variant = Variant(case, change=add_unused)
     eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
-    assert graphs.replays == REPLAYS[layers_per_graph]
+    assert graphs.replays == REPLAYS[holds]
     assert eager.differences(graphs) == []
 
 
@@ -72,11 +71,9 @@ def test_layers_that_share_parameters_train_bit_for_bit_as_eager(one_rank, modul
     assert eager.differences(graphs) == []
 
 
-@pytest.mark.parametrize(("layers_per_graph", "modules"), [(ALL, ()), (ONE, ()), (ONE, ("attn",))])
-def test_gradients_of_some_tensors_alone_are_refused_as_replays_add_those_of_parameters(
-    one_rank, layers_per_graph, modules
-):
-    case = graphed(layers_per_graph, modules=modules)
+@pytest.mark.parametrize(("holds", "modules"), [(ALL, ()), (ONE, ()), (ONE, ("attn",))])
+def test_gradients_of_some_tensors_alone_are_refused_as_replays_add_those_of_parameters(one_rank, holds, modules):
+    case = graphed(holds, modules=modules)
     training = CapturedTraining(case)
     batch = next(training._batches(1))
     embedded = torch.zeros(case.sequence, case.micro_batch, case.hidden, requires_grad=True)
@@ -173,51 +170,25 @@ def prefetch(training):
         training.fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
 
 
-@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL])
-def test_layers_that_were_gathered_before_a_replay_are_released(one_rank, layers_per_graph):
-    case = graphed(layers_per_graph)
+@pytest.mark.parametrize("holds", [MODEL, ALL])
+def test_layers_that_were_gathered_before_a_replay_are_released(one_rank, holds):
+    case = graphed(holds)
     eager, graphs = trained(case, False), trained(case, True, between=prefetch)
     assert eager.differences(graphs) == []
-    assert graphs.replays == REPLAYS[layers_per_graph]
+    assert graphs.replays == REPLAYS[holds]
 
 
 def evaluate(training):
     training.evaluate()
 
 
-@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, ONE])
-def test_evaluation_between_steps_changes_nothing(one_rank, layers_per_graph):
-    case = graphed(layers_per_graph, dropout=0.1)
+@pytest.mark.parametrize("holds", [MODEL, ALL, ONE])
+def test_evaluation_between_steps_changes_nothing(one_rank, holds):
+    case = graphed(holds, dropout=0.1)
     expected = trained(case, False, between=evaluate)
     got = trained(case, True, between=evaluate)
     assert expected.differences(got) == []
-    assert got.replays == REPLAYS[layers_per_graph]
-
-
-@pytest.mark.parametrize("layers_per_graph", [ALL, ONE])
-def test_the_sanitizer_knows_parameters_and_gradient_buckets_and_finds_nothing_amiss(
-    one_rank, monkeypatch, layers_per_graph
-):
-    monkeypatch.setenv(sanitizer.VARIABLE, "1")
-    checked: set[str] = set()
-    check = sanitizer.Sanitizer.check
-
-    def noting(self, phase):
-        checked.update(tensor.name for tensor in self._tensors)
-        check(self, phase)
-
-    monkeypatch.setattr(sanitizer.Sanitizer, "check", noting)
-    case = graphed(layers_per_graph)
-    eager, graphs = (trained(case, on) for on in (False, True))
-    assert eager.differences(graphs) == []
-    if layers_per_graph == ALL:
-        assert {f"{layer}.mlp.linear_fc1.weight" for layer in range(3)} <= checked
-        assert sum(name.startswith("the gradients of bucket") for name in checked) == 3
-        assert "input hidden_states" in checked
-    else:
-        weights = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(3)]
-        assert {f"the gradient bucket of {weight}" for weight in weights} <= checked
-        assert {"input 0", "output 0", "gradient of output 0", "gradient of input 0"} <= checked
+    assert got.replays == REPLAYS[holds]
 
 
 @contextmanager
@@ -239,9 +210,9 @@ def failing(layer, in_backward):
     handle.remove()
 
 
-@pytest.mark.parametrize(("layers_per_graph", "in_backward"), each_once([MODEL, ALL, ONE], [False, True]))
-def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank, in_backward, layers_per_graph):
-    case = graphed(layers_per_graph, dropout=0.1)
+@pytest.mark.parametrize(("holds", "in_backward"), each_once([MODEL, ALL, ONE], [False, True]))
+def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank, in_backward, holds):
+    case = graphed(holds, dropout=0.1)
 
     def fail_and_capture(training):
         if training.helper is None or len(training.losses) != 2:
@@ -262,7 +233,7 @@ def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank
     eager = trained(case, False, steps=4)
     graphs = trained(case, True, between=fail_and_capture, steps=3)
     assert eager.differences(graphs) == []
-    assert graphs.replays == REPLAYS[layers_per_graph]
+    assert graphs.replays == REPLAYS[holds]
 
 
 @pytest.mark.parametrize(("first", "second"), [(ALL, ONE), (ONE, ALL), (MODEL, ONE), (ALL, MODEL)])
@@ -396,7 +367,7 @@ def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_
 
 
 @pytest.mark.parametrize(
-    ("layers_per_graph", "modules", "named"),
+    ("holds", "modules", "named"),
     [
         (MODEL, (), "decoder.layers.1.mlp"),
         (ALL, (), "layers.1.mlp"),
@@ -404,10 +375,10 @@ def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_
         (ONE, ("attn",), ""),
     ],
 )
-def test_hooks_that_replays_will_not_call_are_named(one_rank, caplog, layers_per_graph, modules, named):
+def test_hooks_that_replays_will_not_call_are_named(one_rank, caplog, holds, modules, named):
     called = []
     hooked = Variant(
-        case := graphed(layers_per_graph, modules=modules),
+        case := graphed(holds, modules=modules),
         change=lambda model: model.decoder.layers[1].mlp.register_forward_hook(lambda *call: called.append(1)) and None,
     )
     training = CapturedTraining(case, variant=hooked)
@@ -581,14 +552,14 @@ def load_into_nothing_gathered(training):
     load_halved_weights(training)
 
 
-@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, ONE])
-def test_weights_that_are_loaded_between_steps_are_those_of_the_next_one(one_rank, layers_per_graph):
-    case = graphed(layers_per_graph)
+@pytest.mark.parametrize("holds", [MODEL, ALL, ONE])
+def test_weights_that_are_loaded_between_steps_are_those_of_the_next_one(one_rank, holds):
+    case = graphed(holds)
     expected = trained(case, False, between=load_into_nothing_gathered)
     assert expected.differences(trained(case, False, between=load_halved_weights)) == []
     graphs = trained(case, True, between=load_halved_weights)
     assert expected.differences(graphs) == []
-    assert graphs.replays == REPLAYS[layers_per_graph]
+    assert graphs.replays == REPLAYS[holds]
 
 
 def penalize_embedding(training, before=False):
@@ -631,12 +602,12 @@ def test_a_backward_pass_after_a_replay_that_leaves_the_model_out_adds_its_gradi
     assert traces[1].replays == REPLAYS[MODEL]
 
 
-@pytest.mark.parametrize("layers_per_graph", [ALL, ONE])
-def test_a_gradient_beside_graphs_of_layers_is_added_as_in_eager_training(one_rank, layers_per_graph):
-    case = graphed(layers_per_graph)
+@pytest.mark.parametrize("holds", [ALL, ONE])
+def test_a_gradient_beside_graphs_of_layers_is_added_as_in_eager_training(one_rank, holds):
+    case = graphed(holds)
     eager, graphs = (trained(case, on, between=penalize_embedding) for on in (False, True))
     assert eager.differences(graphs) == []
-    assert graphs.replays == REPLAYS[layers_per_graph]
+    assert graphs.replays == REPLAYS[holds]
 
 
 class LooksAhead(CapturedTraining):
@@ -688,15 +659,15 @@ def shift_otherwise(training):
         mlp.shifts[0] = mlp.shifts[0] + 1
 
 
-@pytest.mark.parametrize(("layers_per_graph", "replays"), [(MODEL, 0), (ALL, 0), (ONE, REPLAYS[ONE] - 2)])
-def test_a_tensor_that_is_exchanged_in_a_list_is_noticed(one_rank, layers_per_graph, replays):
+@pytest.mark.parametrize(("holds", "replays"), [(MODEL, 0), (ALL, 0), (ONE, REPLAYS[ONE] - 2)])
+def test_a_tensor_that_is_exchanged_in_a_list_is_noticed(one_rank, holds, replays):
     def change(model):
         model.decoder.layers[1].mlp = Shifted(model.decoder.layers[1].mlp)
 
-    case = graphed(layers_per_graph)
+    case = graphed(holds)
     eager, graphs = (trained(case, on, shift_otherwise, Variant(case, change=change), 3) for on in (False, True))
     assert eager.differences(graphs) == []
-    assert graphs.step_replays[-3:] == [REPLAYS[layers_per_graph], replays, replays]
+    assert graphs.step_replays[-3:] == [REPLAYS[holds], replays, replays]
 
 
 class Counting(torch.nn.Module):
@@ -730,9 +701,9 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize(("layers_per_graph", "kind"), each_once([MODEL, ALL, ONE, None], REASONS))
-def test_passes_that_differ_by_what_the_host_does_are_not_captured(one_rank, caplog, layers_per_graph, kind):
-    case = graphed(layers_per_graph, dropout=0.1)
+@pytest.mark.parametrize(("holds", "kind"), each_once([MODEL, ALL, ONE, None], REASONS))
+def test_passes_that_differ_by_what_the_host_does_are_not_captured(one_rank, caplog, holds, kind):
+    case = graphed(holds, dropout=0.1)
 
     def change(model):
         model.decoder.layers[1].mlp = kind(model.decoder.layers[1].mlp)

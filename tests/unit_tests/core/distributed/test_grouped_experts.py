@@ -22,7 +22,7 @@ def test_weights_are_read_in_their_bucket(ranks, monkeypatch):
         return together
 
     monkeypatch.setattr(grouped_tensor, "as_one", noted)
-    with captured(small(experts=4, grouped_tensor=True, layers_per_graph=-1)):
+    with captured(small(experts=4, grouped_tensor=True, holds="model")):
         assert read
     assert all(mine == theirs and experts == 4 for mine, theirs, experts in read)
 

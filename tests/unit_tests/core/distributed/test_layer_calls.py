@@ -14,7 +14,7 @@ from tests.support.training import train
 from .captured_training import CapturedTraining
 from .fsdp_variants import Variant, small
 
-ALL, ONE = 0, 1  # layers in a graph
+ALL, ONE = "decoder", "layer"  # in a graph
 COUNT = 4
 IN_ORDER = (0, 1, 2, 3)
 
@@ -44,7 +44,7 @@ def unusual(model):
 
 def trained(per_graph, called, reads, error=None):
     """Train a step after the capture, with ``called`` and ``reads``, and one more without; eagerly for None."""
-    case = small(layers=COUNT, layers_per_graph=per_graph or 0, warmup=10, microbatches=2)
+    case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)
     training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
     try:
         kind = type(training.fsdp.module.decoder)
@@ -105,7 +105,7 @@ def read_in_hooks(model):
 def test_a_step_that_reads_hidden_states_between_layers_runs_eagerly(one_rank, caplog):
     traces = []
     for graphs in (False, True):
-        training = CapturedTraining(small(layers=COUNT, layers_per_graph=ALL, warmup=10, dropout=0.1), graphs)
+        training = CapturedTraining(small(layers=COUNT, holds=ALL, warmup=10, dropout=0.1), graphs)
         handles = read_in_hooks(training.fsdp.module)
         training.step()
         for handle in handles:
@@ -127,7 +127,7 @@ def use_in_hooks(model):
 def test_by_default_training_that_reads_hidden_states_between_layers_gets_a_graph_for_each(
     one_rank, caplog, change, graphs
 ):
-    case = small(layers=COUNT, layers_per_graph=None, warmup=1, steps=3)
+    case = small(layers=COUNT, holds=None, warmup=1, steps=3)
     with caplog.at_level("INFO"), Variant(case, change=change).in_place(upstream=False):
         eager, graphed = train(case, False), train(case, True)
     assert eager.differences(graphed) == []

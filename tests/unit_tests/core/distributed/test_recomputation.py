@@ -13,7 +13,7 @@ from megatron_fsdp_cuda_graphs.cpu_backend import memory
 from .captured_training import CapturedTraining, graphed, trained
 from .fsdp_variants import FINE_BOTH, Variant, hook_layers
 
-MODEL, ALL = -1, 0
+MODEL, ALL = "model", "decoder"
 HOLDS = pytest.mark.parametrize("holds", [MODEL, ALL], ids=["model", "all layers"])
 
 
@@ -49,7 +49,7 @@ def noted_bytes():
 def kept(variant, holds):
     """The bytes of the graphs' pool that are in use between the forward and the backward pass."""
     with noted_bytes() as found:
-        CapturedTraining(replace(variant.case, layers_per_graph=holds), variant=variant).delete()
+        CapturedTraining(replace(variant.case, holds=holds), variant=variant).delete()
     return max(found)
 
 
@@ -60,7 +60,7 @@ def kept(variant, holds):
     ids=["selective", "block", "each", "pairs", "fine-grained hooks"],
 )
 def test_what_is_computed_again_trains_bit_for_bit_as_eagerly(one_rank, variant, holds):
-    case = replace(variant.case, layers_per_graph=holds, microbatches=2)
+    case = replace(variant.case, holds=holds, microbatches=2)
     eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
     assert graphs.replays == 4
     assert eager.differences(graphs) == []
@@ -86,7 +86,7 @@ def test_the_pool_keeps_no_activations_that_are_computed_again(one_rank, holds):
     [
         ({}, hook_layers, "layer 1 (TransformerLayer) has hooks, which do not run in replays"),
         ({"mtp": 1}, lambda model: None, "layers of multi-token prediction are computed again"),
-        ({"layers_per_graph": 1, "unchecked": True}, lambda model: None, "--cuda-graph-layers-per-graph is 1"),
+        ({"holds": "layer", "unchecked": True}, lambda model: None, "--cuda-graph-layers-per-graph is 1"),
     ],
     ids=["hooks", "multi-token prediction", "a layer in a graph"],
 )

@@ -97,11 +97,11 @@ def counts(layers, **case):
     ("case", "of_two_layers", "of_a_layer"),
     [
         ({}, Counts(330, 74, 2), Counts(14, 1, 0)),
-        ({"layers_per_graph": -1}, Counts(112, 25, 3), Counts(4, 1, 0)),
-        ({"layers_per_graph": 1}, Counts(545, 86, 10), Counts(135, 10, 5)),
+        ({"holds": "model"}, Counts(112, 25, 3), Counts(4, 1, 0)),
+        ({"holds": "layer"}, Counts(545, 86, 10), Counts(135, 10, 5)),
         (MOE, Counts(900, 224, 16), Counts(315, 80, 8)),
         # As dense ones, but for a second bucket in each layer, of the experts, and the scale of auxiliary losses.
-        ({**GROUPED, "layers_per_graph": -1}, Counts(120, 27, 3), Counts(6, 2, 0)),
+        ({**GROUPED, "holds": "model"}, Counts(120, 27, 3), Counts(6, 2, 0)),
         (GROUPED, Counts(379, 76, 2), Counts(25, 2, 0)),
     ],
     ids=[

@@ -3,8 +3,7 @@
 import pytest
 
 from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement
-from megatron.core.transformer._cuda_graphs.engine import whole_passes
-from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+from megatron.core.transformer._cuda_graphs.engine import captured
 from tests.support.training import Training
 
 from .captured_training import graphed
@@ -20,15 +19,15 @@ def warm_ups(one_rank, monkeypatch):
     def count(steps):
         ran: list[object] = []
         workspaces: list[int] = []
-        monkeypatch.setattr(whole_passes, "make_workspaces", lambda: workspaces.append(len(ran)))
-        run = WholePasses._run_forward
+        monkeypatch.setattr(captured, "make_workspaces", lambda: workspaces.append(len(ran)))
+        run = captured.GraphedCallable.forward
 
-        def noted(passes, func, recording):
-            ran.append(recording)
-            run(passes, func, recording)
+        def noted(passes, capture):
+            ran.append(capture)
+            run(passes, capture)
 
-        monkeypatch.setattr(WholePasses, "_run_forward", noted)
-        training = Training(graphed(-1), graphs=True)
+        monkeypatch.setattr(captured.GraphedCallable, "forward", noted)
+        training = Training(graphed("model"), graphs=True)
         training.make_helper()
         made.append(training.helper)
         for _ in range(steps):
@@ -36,7 +35,7 @@ def warm_ups(one_rank, monkeypatch):
         training.capture(lambda training: training.helper.create_cudagraphs())
         training.step()
         assert training.step_replays[-1] > 0
-        of_warm_up = sum(recording is None for recording in ran)
+        of_warm_up = ran.count(None)
         assert workspaces == ([] if of_warm_up else [0])  # where no pass before the capture makes them
         return of_warm_up, len(ran)
 

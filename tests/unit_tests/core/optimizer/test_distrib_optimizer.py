@@ -41,12 +41,6 @@ def test_under_megatron_fsdp_they_are_the_shards_that_this_rank_has(optimizer, n
     assert [id(grad) for grad in made._collect_main_grad_data_for_unscaling()] == [id(shard) for shard in shards]
 
 
-def test_otherwise_they_are_megatron_cores(optimizer):
-    tensors = [torch.ones(2), torch.ones(3)]
-    found = optimizer(tensors, fsdp=False)._collect_main_grad_data_for_unscaling()
-    assert [grad.data_ptr() for grad in found] == [tensor.data_ptr() for tensor in tensors]
-
-
 @pytest.mark.parametrize("impl", ["none", "transformer_engine"])
 @pytest.mark.parametrize("states", [{}, {"param": {}}], ids=["first step", "later step"])
 @pytest.mark.parametrize("fsdp", [True, False])
@@ -230,16 +224,6 @@ def test_the_models_parameters_are_not_taken_over_under_megatron_fsdp(optimizer)
     made.reload_model_params({"model": {}})  # raises no error
 
 
-def test_otherwise_they_are_taken_over(optimizer):
-    made, models, own = optimizer([None], fsdp=False), torch.arange(4.0), torch.zeros(2)
-    made.param_groups = made.optimizer.param_groups
-    made.model_float16_groups, made.shard_fp32_from_float16_groups = [[models]], [[own]]
-    made.model_fp32_groups, made.shard_fp32_groups = [], []
-    made._get_model_param_range_map = lambda param: {"param": SimpleNamespace(start=1, end=3, size=2)}
-    made.reload_model_params()
-    assert own.tolist() == [1.0, 2.0]
-
-
 def test_the_host_takes_over_the_models_parameters_if_the_optimizer_is_there(optimizer, monkeypatch):
     from megatron.core.optimizer import distrib_optimizer
 
@@ -293,15 +277,3 @@ def test_without_a_scaler_nobody_waits_for_the_loss_scale(scaled):
     with mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("the host waits")):
         assert [made.get_loss_scale().item() for _ in range(2)] == [1.0, 1.0]
     assert torch.equal(made.scale_loss(torch.tensor(3.0)), torch.tensor([3.0]))
-
-
-def test_a_loss_scale_that_was_changed_is_read_again(scaled):
-    made = scaled()
-    made.get_loss_scale().mul_(2)
-    assert made.get_loss_scale().item() == 2.0
-
-
-def test_a_scalers_scale_is_its_own(scaled):
-    scale = torch.full((1,), 8.0)
-    assert scaled(SimpleNamespace(scale=scale)).get_loss_scale() is scale
-    assert "item" not in vars(scale)

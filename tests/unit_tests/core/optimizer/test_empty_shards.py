@@ -67,10 +67,6 @@ def test_states_come_in_the_order_of_the_parameters_whichever_shards_are_empty(m
     assert [*state_of_every_parameter(optimizer, own, lambda param: names[id(param)])] == ["a", "b", "c", "d"]
 
 
-def test_before_the_first_step_there_are_no_states(optimizer):
-    assert completed(optimizer) == {}
-
-
 def test_a_rank_whose_shards_are_all_empty_learns_of_the_states_from_another(mesh, monkeypatch):
     empty = torch.nn.Parameter(DTensor.from_local(torch.ones(0, 3), mesh, [Shard(0)]))
     heard = {"step": torch.tensor(3.0), "exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}

@@ -175,14 +175,6 @@ def test_other_gradients_are_listed_anew(build, local_shards, change):
     assert compared(build, local_shards, steps=6, change=change_one) == [6, 6, 3, 6, 3, 3]
 
 
-def test_a_hook_sees_all_parameters(build, local_shards):
-    def change(optimizer, number):
-        if number == 4:
-            optimizer.register_step_pre_hook(lambda *arguments: None)
-
-    assert compared(build, local_shards, change=change) == [6, 6, 3, 6, 6]
-
-
 def test_a_step_that_does_not_launch_is_an_error(build, local_shards):
     optimizer = build()
     optimizer.step()

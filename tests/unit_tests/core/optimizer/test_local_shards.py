@@ -162,12 +162,6 @@ def test_changes_of_the_optimizer_are_noticed(build, local_shards, change, steps
     assert not shards.current()
 
 
-def test_before_the_first_step_there_are_no_states_to_share(build, local_shards):
-    optimizer = build()
-    give_gradients(optimizer, 0)
-    assert not local_shards(optimizer).current()
-
-
 def test_who_is_eligible(build, local_shards):
     optimizer = build()
     step(optimizer, 0)
@@ -201,19 +195,3 @@ def test_states_that_the_optimizer_lets_go_of_are_freed_at_once(build, local_sha
     let_go(optimizer)
     assert [tensor() for tensor in owned] == [None] * len(owned)
     assert not shards.current()
-
-
-def test_groups_keep_their_lists(build, local_shards):
-    optimizer = build()
-    step(optimizer, 0)
-    lists = [group["params"] for group in optimizer.param_groups]
-    step(optimizer, 1, local_shards(optimizer))
-    assert all(group["params"] is params for group, params in zip(optimizer.param_groups, lists, strict=True))
-
-
-def test_an_optimizer_with_hooks_shows_them_its_own_tensors(build, local_shards):
-    optimizer = build()
-    step(optimizer, 0)
-    assert local_shards.eligible(optimizer, KINDS)
-    optimizer.register_step_pre_hook(lambda *unused: None)
-    assert not local_shards.eligible(optimizer, KINDS)

@@ -22,16 +22,15 @@ LAYERS = (
     {
         f"{PACKAGE}.{name}"
         for name in (
-            *("state", "errors", "expected_inputs", "eager_passes", "hooks", "packed_sequences", "flags"),
-            *("evaluation_mode", "dispatcher_state", "launches", "attribute_reads", "replay_conditions"),
-            *("replacements", "state_of_passes"),
+            *("state", "errors", "inputs", "eager_passes", "hooks", "flags", "evaluation_mode", "launches"),
+            *("replacements", "snapshot"),
         )
     },
     {f"{PACKAGE}.report"},
     {f"{PACKAGE}.engine"},
     {f"{PACKAGE}.layer_graph", f"{PACKAGE}.agreement"},
     {f"{TRANSFORMER}.module"},
-    {f"{PACKAGE}.te", f"{PACKAGE}.local", f"{PACKAGE}.imported_names", f"{PACKAGE}.for_callers"},
+    {f"{PACKAGE}.te", f"{PACKAGE}.local", f"{PACKAGE}.for_callers"},
     {f"{TRANSFORMER}.cuda_graphs"},
 )
 

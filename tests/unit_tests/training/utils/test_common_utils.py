@@ -37,19 +37,6 @@ def upstream():
     return upstream("megatron.training.utils.common_utils")
 
 
-def test_megatron_training_takes_them_from_here(utils):
-    from megatron.training import training
-
-    for name in ("logical_and_across_model_parallel_group", "reduce_max_stat_across_model_parallel_group"):
-        assert getattr(training, name) is getattr(utils, name)
-
-
-@pytest.mark.parametrize("success", [True, False, 1, None])
-def test_success_is_megatron_cores(alone, utils, upstream, success):
-    expected = upstream.logical_and_across_model_parallel_group(success, alone)
-    assert utils.logical_and_across_model_parallel_group(success, alone) is expected
-
-
 @pytest.mark.parametrize("stat", [0.1, 0, 3, float("inf"), -1.0, None])
 def test_numbers_are_megatron_cores(alone, utils, upstream, stat):
     expected = upstream.reduce_max_stat_across_model_parallel_group(stat, alone)

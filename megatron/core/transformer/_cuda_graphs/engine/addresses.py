@@ -1,11 +1,11 @@
 """Refuses replays after a tensor that CUDA graphs use has moved since capture."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
 
 import torch
 
 from ..errors import ChangedSinceCaptureError
+from ..snapshot import address_of
 
 MovedBufferError = ChangedSinceCaptureError
 
@@ -51,78 +51,3 @@ class AddressGuard:
         raise MovedBufferError(
             f"CUDA graphs use {name} at {before:#x}, where it was at capture; {moved}. {self._advice}"
         )
-
-
-class Place(NamedTuple):
-    """Where a module keeps a parameter or buffer.
-
-    Attributes:
-        name: Its name, with those of the modules around it.
-        owner: The dict of parameters or buffers that has it; it stays the same object, whatever is put into it.
-        key: Its key there.
-    """
-
-    name: str
-    owner: dict[str, torch.Tensor | None]
-    key: str
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        """What is there now."""
-        return self.owner.get(self.key)
-
-
-def places_of(module: torch.nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[Place]:
-    """Return the places of all parameters or buffers of ``module``: walking all submodules is slow."""
-    return [
-        Place(f"{prefix}.{key}" if prefix else key, getattr(owner, kind), key)
-        for prefix, owner in module.named_modules()
-        for key in getattr(owner, kind)
-    ]
-
-
-def guard_module(
-    name: str,
-    module: torch.nn.Module,
-    advice: str,
-    *,
-    params: Sequence[Place],
-    main_grads: bool,
-    inputs: Sequence[tuple[str, torch.Tensor]] = (),
-) -> AddressGuard | None:
-    """Return a guard of the tensors that the graphs of ``module`` use at fixed addresses; None if there are none.
-
-    Args:
-        params: The places of its parameters that are guarded.
-        main_grads: Whether graphs add to their ``main_grad``.
-        inputs: Its static inputs, each after its name.
-    """
-    written = params if main_grads else []
-    # Some modules make a buffer only when they first need it.
-    buffers = [place for place in places_of(module, "_buffers") if place.tensor is not None]
-    kinds = [("", params), ("the main gradient of ", written), ("the buffer ", buffers)]
-    names = [f"{kind}{place.name} of {name}" for kind, places in kinds for place in places]
-    names += [f"the static input {each} of {name}" for each, _ in inputs]
-    static = [tensor for _, tensor in inputs]
-    if not names:
-        return None
-
-    def tensors() -> list[torch.Tensor | None]:
-        return [
-            *[owner.get(key) for _, owner, key in params],
-            *[getattr(owner.get(key), "main_grad", None) for _, owner, key in written],
-            *[owner.get(key) for _, owner, key in buffers],
-            *static,
-        ]
-
-    return AddressGuard(tensors, names.__getitem__, advice)
-
-
-def address_of(tensor: torch.Tensor | None) -> int:
-    """The address of ``tensor``; 0 for None and for tensors without memory of their own (quantized parameters)."""
-    if tensor is None:
-        return 0
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0

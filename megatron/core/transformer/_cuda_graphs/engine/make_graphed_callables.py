@@ -4,25 +4,16 @@ The signature is that of ``transformer_engine.pytorch.make_graphed_callables`` (
 same arguments, and one more.
 """
 
-import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from .capture import Capture, capturing
 from .capture_time_hooks import CaptureTimeHooks
-from .graphed_slot import GraphedSlot
-from .memory import release_cached_memory
-from .passes import run_passes
-from .plan import ordered_plan, unordered_plan
-from .preserve import preserve_buffers, rebind_buffers
-from .quantization import one_spelling, resolve_quantization
-from .slot import GradientSink, module_of
-from .static_inputs import distinct, keep_apart, share_inputs, signature
-from .te_engine import transformer_engine_flag
+from .captured import GraphedCallable, GraphOwner, capture_passes, module_of
+from .plan import distinct, keep_apart, ordered_plan, share_inputs, signature, unordered_plan
+from .quantization import resolve_quantization, transformer_engine_flag
 
 
 def make_graphed_callables(
@@ -50,7 +41,7 @@ def make_graphed_callables(
     pre_warmup_hook: Callable[[], Any] | None = None,
     post_warmup_hook: Callable[[], Any] | None = None,
     capture_time_hooks: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None = None,
-    gradient_sinks: Sequence[GradientSink | None] | None = None,
+    owners: Sequence[GraphOwner | None] | None = None,
 ) -> Any:
     """Capture forward and backward of each callable in CUDA graphs.
 
@@ -63,7 +54,8 @@ def make_graphed_callables(
             captured too.
         allow_unused_input: Whether an input that requires grad may get no gradient.
         sample_kwargs: Keyword inputs, one dict for each entry of ``sample_args``.
-        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Deprecated spellings of the next five.
+        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: megatron-core's spellings of the next
+            five.
         enabled: Whether callables are quantized (FP8, FP4); a bool, or a tuple with one for each callable. Needs
             TransformerEngine, whose modules do it.
         calibrating: Whether callables that are not quantized collect the statistics for it.
@@ -92,13 +84,13 @@ def make_graphed_callables(
             ``forward_hooks``, ``backward_pre_hooks`` and ``backward_hooks``. They run around the callable's passes in
             every warm-up iteration and in capture, outside the graph, and are not replayed. See ``CaptureTimeHooks``
             for what each is called with; each must return None.
-        gradient_sinks: For each callable None, or who takes the gradients of its parameters; see ``GradientSink``.
+        owners: For each callable None, or who takes the gradients of its parameters; see ``GraphOwner``.
 
     Returns:
-        With ``_order`` a ``GraphedSlot`` for each entry of ``sample_args``. Without it, for each callable: a module
-        itself, whose ``forward`` now replays, or a function's ``GraphedSlot``. A tuple if ``modules`` is one.
-        If weight gradients are delayed, ``backward_dw()`` of the returned object replays them; otherwise it does
-        nothing.
+        With ``_order`` a ``GraphedCallable`` for each entry of ``sample_args``. Without it, for each callable: a module
+        itself, whose ``forward`` replays until its new method ``reset`` is called, or a function's ``GraphedCallable``.
+        A tuple if ``modules`` is one. If weight gradients are delayed, ``backward_dw()`` of the returned object replays
+        them; otherwise it does nothing.
 
     Raises:
         ValueError: lengths, orders or quantization arguments do not fit, or a module is given twice without ``_order``.
@@ -111,10 +103,9 @@ def make_graphed_callables(
     The parameters of a module get gradients, also if the callable is a bound method of it or a ``functools.partial``
     over either. For other functions only inputs do.
 
-    A deep copy of a module runs eagerly and can be captured; the graphs themselves cannot be copied.
-
     Capture restores parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag. A
-    failed capture leaves modules as they were, except that those whose graphs were reset have their own methods again.
+    failed capture leaves modules as they were. Graphs, and modules that replay them, cannot be copied, and gradients of
+    replays cannot be differentiated again.
     """
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
         raise RuntimeError("capture under autocast needs torch.autocast(..., cache_enabled=False)")
@@ -126,12 +117,13 @@ def make_graphed_callables(
     for func in callables:
         if not callable(func):
             raise TypeError(f"modules must be a callable or a tuple of callables, got {type(func).__name__}: {func!r}")
+    names = [f"callable {i} ({getattr(func, '__name__', type(func).__name__)})" for i, func in enumerate(callables)]
     samples = [sample_args] if alone else list(sample_args)
     keywords: list[Any] = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
-    _refuse_unfit(callables)
+    _refuse_unfit(names, callables)
     training = _training_mode(callables)
     if _order is None:
-        _refuse_duplicates(callables)
+        _refuse_duplicates(names, callables)
         if _reuse_graph_input_output_buffers:
             raise ValueError("_reuse_graph_input_output_buffers needs _order")
         plan = unordered_plan(len(callables))
@@ -143,130 +135,93 @@ def make_graphed_callables(
     if not all(isinstance(entry, Mapping) for entry in keywords):
         raise TypeError(f"sample_kwargs must hold a dict for each entry of sample_args, got {sample_kwargs!r}")
 
-    hooks = [
-        CaptureTimeHooks(_name(callables[index], index), given)
-        for index, given in enumerate(_one_each("capture_time_hooks", capture_time_hooks, callables))
-    ]
-    sinks = _one_each("gradient_sinks", gradient_sinks, callables)
+    given_hooks = _one_each("capture_time_hooks", capture_time_hooks, callables)
+    hooks = [CaptureTimeHooks(name, own) for name, own in zip(names, given_hooks, strict=True)]
+    owner_of = _one_each("owners", owners, callables)
     quantization = resolve_quantization(
         callables,
-        enabled=one_spelling(enabled=enabled, fp8_enabled=fp8_enabled),
-        calibrating=one_spelling(calibrating=calibrating, fp8_calibrating=fp8_calibrating),
-        recipe=one_spelling(recipe=recipe, fp8_recipe=fp8_recipe),
-        amax_reduction_group=one_spelling(amax_reduction_group=amax_reduction_group, fp8_group=fp8_group),
-        cache_quantized_params=one_spelling(
-            cache_quantized_params=cache_quantized_params, fp8_weight_caching=fp8_weight_caching
-        ),
+        enabled=enabled if fp8_enabled is None else fp8_enabled,
+        calibrating=calibrating if fp8_calibrating is None else fp8_calibrating,
+        recipe=recipe if fp8_recipe is None else fp8_recipe,
+        amax_reduction_group=amax_reduction_group if fp8_group is None else fp8_group,
+        cache_quantized_params=cache_quantized_params if fp8_weight_caching is None else fp8_weight_caching,
     )
     inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
     if _reuse_graph_input_output_buffers:
         inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
     if training:
         inputs = keep_apart(plan, inputs)
-    for module in callables:  # whose graphs were reset
-        graphed_before = _graph_of(module)
-        if graphed_before is not None:
-            _swap_methods(module, graphed_before.replaced)
-    slots = [
-        GraphedSlot(
-            _name(callables[index], index),
+    graphed = [
+        GraphedCallable(
+            names[index],
             callables[index],
             args,
             kwargs,
+            owner=owner_of[index],
+            quantized=quantization[index].new_replay() if quantization else None,
+            context=quantization[index].autocast if quantization else nullcontext,
             hooks=hooks[index],
             allow_unused_input=allow_unused_input,
             retain_graph=retain_graph_in_backward,
             clone_param_grads=clone_param_grads_on_return,
-            autocast=quantization[index].autocast if quantization else nullcontext,
-            quantized=quantization[index].new_replay() if quantization else None,
-            gradient_sink=sinks[index],
         )
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]
-    run = functools.partial(run_passes, plan, slots, training, _reuse_graph_input_output_buffers)
     statistics = quantization[0].preserve_statistics(callables) if quantization else nullcontext()
-    with_buffers = [module for module in map(module_of, callables) if module is not None]
-    try:
-        with capturing(preserve_buffers(with_buffers), statistics, transformer_engine_flag()):
-            if pre_warmup_hook is not None:
-                pre_warmup_hook()
-            with rebind_buffers(with_buffers):  # the graphs read the buffers that are there at replay
-                for _ in range(num_warmup_iters):
-                    run(None)
-            if post_warmup_hook is not None:
-                post_warmup_hook()
-            release_cached_memory()
-            run(Capture(pool))
-        for slot in slots:
-            slot.finish()
-    except BaseException:
-        for slot in slots:
-            slot.forget_delayed()
-        for slot in slots:
-            slot.reset()
-        raise
-
-    graphed = tuple(slots) if _order is not None else tuple(_graph_in_place(slot) for slot in slots)
-    return graphed[0] if alone else graphed
+    capture_passes(
+        plan,
+        graphed,
+        num_warmup_iters=num_warmup_iters,
+        training=training,
+        shares_memory=_reuse_graph_input_output_buffers,
+        pool=pool,
+        contexts=(statistics, transformer_engine_flag()),
+        before_warmup=pre_warmup_hook,
+        after_warmup=post_warmup_hook,
+    )
+    results: list[Any] = list(graphed)
+    for index, func in enumerate(callables if _order is None else ()):
+        if isinstance(func, torch.nn.Module):
+            graphed[index].replace_methods(func)
+            results[index] = func
+    return results[0] if alone else tuple(results)
 
 
-# The attributes that a module's graphs replace.
-_METHODS = ("forward", "reset", "backward_dw", "__deepcopy__")
-
-
-def _graph_of(module: Callable) -> GraphedSlot | None:
-    """The ``GraphedSlot`` that ``_graph_in_place`` put on a module, or None."""
-    forward = getattr(module, "__dict__", {}).get("forward")
-    return forward if isinstance(forward, GraphedSlot) else None
-
-
-def _refuse_unfit(callables: Sequence[Callable]) -> None:
+def _refuse_unfit(names: Sequence[str], callables: Sequence[Callable]) -> None:
     """Refuse callables whose passes cannot be captured by themselves."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("make_graphed_callables cannot be called while the current stream is capturing")
-    for index, module in enumerate(callables):
-        own, owner = _name(module, index), module_of(module)
-        for name, child in () if owner is None else owner.named_modules():
-            graphed = _graph_of(child)
-            if graphed is None or graphed.forward_graph is None:
-                continue
-            if child is module:
-                raise RuntimeError(f"{own} has graphs already: call its reset() before capturing it again")
-            raise RuntimeError(
-                f"{own} contains {name or type(child).__name__}, which has graphs already, and a graph cannot be "
-                "captured in another: call reset() of the inner one before"
-            )
-        if not isinstance(module, torch.nn.Module):
+    for name, func in zip(names, callables, strict=True):
+        owner = module_of(func)
+        for child in () if owner is None else owner.modules():
+            if isinstance(vars(child).get("forward"), GraphedCallable):
+                raise RuntimeError(
+                    f"{name} has graphs already, in {type(child).__name__}, and a graph cannot be captured in another: "
+                    "call its reset() before"
+                )
+        if not isinstance(func, torch.nn.Module):
             continue
-        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
+        if func._forward_pre_hooks or func._forward_hooks or func._backward_pre_hooks or func._backward_hooks:
             raise RuntimeError(
-                f"{own} has hooks, which would become part of the graph. Take them away and give those that must run "
+                f"{name} has hooks, which would become part of the graph. Take them away and give those that must run "
                 "at capture as capture_time_hooks; they can be registered again afterwards."
             )
-        if any(buffer.requires_grad for buffer in module.buffers()):
-            raise RuntimeError(f"{own} has a buffer that requires grad; only parameters may be trainable")
+        if any(buffer.requires_grad for buffer in func.buffers()):
+            raise RuntimeError(f"{name} has a buffer that requires grad; only parameters may be trainable")
 
 
-def _refuse_duplicates(callables: Sequence[Callable]) -> None:
+def _refuse_duplicates(names: Sequence[str], callables: Sequence[Callable]) -> None:
     first: dict[int, int] = {}
-    for index, module in enumerate(callables):
-        if isinstance(module, torch.nn.Module) and first.setdefault(id(module), index) != index:
+    for index, func in enumerate(callables):
+        if isinstance(func, torch.nn.Module) and first.setdefault(id(func), index) != index:
             raise ValueError(
-                f"{_name(module, index)} is callable {first[id(module)]} too: a module has one graph, whose memory a "
-                "second call in a step would overwrite. Give it once, or with _order, which returns a graph for each "
-                "entry"
+                f"{names[index]} is callable {first[id(func)]} too: a module has one graph, whose memory a second call "
+                "in a step would overwrite. Give it once, or with _order, which returns a graph for each entry"
             )
-
-
-def _swap_methods(module: Callable, methods: Mapping[str, Any]) -> dict[str, Any]:
-    """Let ``module`` have these ``_METHODS`` of its own and no others; return those that it had."""
-    own = {name: vars(module).pop(name) for name in _METHODS if name in vars(module)}
-    vars(module).update(methods)
-    return own
 
 
 def _training_mode(callables: Sequence[Callable]) -> bool:
-    modes = {module.training for module in callables if isinstance(module, torch.nn.Module)}
+    modes = {func.training for func in callables if isinstance(func, torch.nn.Module)}
     if len(modes) > 1:
         raise RuntimeError("modules must be all in training or all in evaluation mode")
     return modes != {False}
@@ -283,30 +238,3 @@ def _one_each[Given](
     if len(given) != len(callables):
         raise ValueError(f"{what} must have one entry for each of {len(callables)} callables: {len(given)}")
     return list(given)
-
-
-def _name(module: Callable, index: int) -> str:
-    return f"callable {index} ({getattr(module, '__name__', type(module).__name__)})"
-
-
-def _graph_in_place(slot: GraphedSlot) -> Any:
-    module = slot.func
-    if not isinstance(module, torch.nn.Module):
-        return slot
-    slot.watch_parameters(module)
-    copied = functools.partial(_deepcopy_without_graphs, module)
-    own = dict(zip(_METHODS, (slot, slot.reset, slot.backward_dw, copied), strict=True))
-    slot.replaced = _swap_methods(module, own)
-    return module
-
-
-def _deepcopy_without_graphs(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-    """Copy ``module`` with its own methods: graphs and their memory can be neither copied nor shared."""
-    graphed = _graph_of(module)
-    if graphed is None:  # forward was replaced since
-        raise RuntimeError(f"{type(module).__name__} has CUDA graphs and cannot be copied: its forward was replaced")
-    replacing = _swap_methods(module, graphed.replaced)
-    try:
-        return copy.deepcopy(module, memo)
-    finally:
-        _swap_methods(module, replacing)

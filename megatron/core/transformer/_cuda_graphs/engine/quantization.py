@@ -6,9 +6,8 @@ for cached quantized weights. The protocol is that of TransformerEngine 2.20's `
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import chain
@@ -16,23 +15,16 @@ from typing import Any
 
 import torch
 
-from ..replacements import replaced_attribute
-from .preserve import preserve_tensors
+from ..replacements import between, replaced_attribute
+from .graph import preserve_tensors
 
 
-def one_spelling(**given: Any) -> Any:
-    """Return an argument that is given by its name or by its deprecated spelling, the second keyword; None if by none.
-
-    Raises:
-        ValueError: it is given in both spellings.
-    """
-    (name, value), (deprecated, former) = given.items()
-    if former is None:
-        return value
-    if value is not None:
-        raise ValueError(f"{name} and its deprecated spelling {deprecated} are both given: leave {deprecated} out")
-    warnings.warn(f"{deprecated} is deprecated, use {name}", DeprecationWarning, stacklevel=3)
-    return former
+def transformer_engine_flag() -> AbstractContextManager[None]:
+    """Return a context in which TransformerEngine's capture flag, which its modules read, is set, if it is loaded."""
+    graph = sys.modules.get("transformer_engine.pytorch.graph")
+    if graph is None or graph.is_graph_capturing():
+        return nullcontext()
+    return between(graph.set_capture_start, graph.set_capture_end)
 
 
 def resolve_quantization(
@@ -212,8 +204,12 @@ class RecordedQuantization:
         """The context of modules that run eagerly in one which is not recorded, and updates statistics at its end."""
         return self.quantization.autocast(torch.cuda.is_current_stream_capturing())
 
-    def before_forward(self) -> None:
-        """Let the graphs quantize weights again in the micro-batches in which eager training does."""
+    def before_forward(self, is_first_microbatch: object = None) -> None:
+        """Let the graphs quantize weights again in the micro-batches in which eager training does.
+
+        Args:
+            is_first_microbatch: Not used: modules say it.
+        """
         if self._skips_weights is None or not self._cached:
             return
         is_first = bool(self._cached[0].is_first_microbatch)

@@ -192,19 +192,20 @@ class Options:
         return int(self.get(name, 1)) > 1
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the flags of this patch."""
+        """Yield what is wrong with the flags of this patch; configurations may have flags that they do not use."""
+        parsed = self.knows("use_megatron_fsdp") and self._sharding is None
         for name, flag in FLAGS.items():
             value = self.get(_attribute(name), flag.default)
             if value is not None and not flag.allowed(value):
                 yield f"{name} must be {flag.words}, got {value}"
             # Without graphs the number of packed sequences says how batches are padded, for comparisons.
             allowed = ("transformer_engine", "none") if name == PACKED_FLAG else ("transformer_engine",)
-            if flag.needs_graphs and value != flag.default and self.implementation not in allowed:
+            if parsed and flag.needs_graphs and value != flag.default and self.implementation not in allowed:
                 yield (
                     f"{name} {value} needs --cuda-graph-impl transformer_engine, got {self.implementation}: "
                     "leave it out"
                 )
-        if self.get(_attribute(LAYERS_FLAG)) and self.knows("use_megatron_fsdp") and self.sharding != MEGATRON_FSDP:
+        if parsed and self.get(_attribute(LAYERS_FLAG)) and self.sharding != MEGATRON_FSDP:
             yield f"{LAYERS_FLAG} needs --use-megatron-fsdp: leave it out"
 
     @property

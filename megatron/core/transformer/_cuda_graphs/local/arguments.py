@@ -182,7 +182,7 @@ def mismatches(
         ArgumentTypeError: An argument has a type that graphs cannot take.
     """
     found: list[str] = []
-    _compare(tuple(args), captured[0], ("args",), grad_enabled, found)
+    _compare(dict(enumerate(args)), dict(enumerate(captured[0])), ("args",), grad_enabled, found)
     _compare(kwargs, captured[1], ("kwargs",), grad_enabled, found)
     return found
 
@@ -206,7 +206,9 @@ def _compare(given: Any, captured: Any, where: tuple[str, ...], grad_enabled: bo
         _check_supported_type(ArgMetadata(given))
         problem = f"{type(given).__name__}, captured with {type(captured).__name__}"
     elif isinstance(given, (tuple, list, dict)) or dataclasses.is_dataclass(given):
-        parts, captured_parts = _parts(given), _parts(captured)
+        parts, captured_parts = given, captured
+        if not isinstance(given, dict):
+            parts, captured_parts = _parts(given), _parts(captured)
         for key, value in captured_parts.items():
             if key in parts:
                 _compare(parts[key], value, (*where, key), grad_enabled, found)
@@ -223,8 +225,6 @@ def _compare(given: Any, captured: Any, where: tuple[str, ...], grad_enabled: bo
 
 
 def _parts(value: Any) -> dict[Any, Any]:
-    if isinstance(value, dict):
-        return value
     if isinstance(value, (tuple, list)):
         return dict(enumerate(value))
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

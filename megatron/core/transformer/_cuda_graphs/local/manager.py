@@ -11,8 +11,8 @@ import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from ..engine.graph import leave_default_stream
 from ..engine.rng import check_rng_tracker
-from ..engine.streams import leave_default_stream
 from ..errors import NoGraphError, OptionsError, UnsupportedError
 from ..flags.table import refuse_fsdp_hooks
 from ..hooks import is_of_ddp
@@ -268,7 +268,7 @@ class CudaGraphManager(torch.nn.Module):
         for runner in self.cudagraph_runners:
             runner.status = _GraphStatus.FWD_READY
         if not self.reuse_cudagraphs:
-            self.cudagraph_runners.sort(key=lambda runner: -1 if runner.slot is None else runner.slot.forward_turn)
+            self.cudagraph_runners.sort(key=lambda runner: -1 if runner.graphs is None else runner.graphs.forward_turn)
 
     def forget_recorded(self, runners: Collection[_CudaGraphRunner]) -> None:
         """Forget those of ``runners`` that belong to this manager; they have no graphs yet."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.buffers import BufferPool, Lease
-from ..engine.capture import record_nothing
+from ..engine.graph import record_nothing
 from ..engine.memory import storage_address
+from ..engine.plan import BufferPool, Lease
 from .arguments import ArgMetadata, metadata_of
 
 # By pool: an empty graph, which holds no memory.

@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,34 +14,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron.core.utils import log_single_rank
 
 from .. import state
-from ..attribute_reads import AttributeReads
-from ..engine.capture import capturing
+from ..engine.captured import WarmupRecord
+from ..engine.graph import ReplayOrder, capturing, preserve_tensors, return_to_default_stream
 from ..engine.memory import release_cached_memory, reuse_across_streams
-from ..engine.preserve import preserve_tensors
-from ..engine.replay import ReplayOrder
+from ..engine.quantization import transformer_engine_flag
 from ..engine.rng import GraphStates, make_generators_safe
-from ..engine.slot import WarmupRecord
-from ..engine.streams import return_to_default_stream
-from ..engine.te_engine import transformer_engine_flag
 from ..errors import CallOrderError
 from ..replacements import between
+from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named
 from .arguments import metadata_of, tensors_of, with_tensors
-from .guards import FunctionGuard
 from .memory import StaticBuffers, reset_counts
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
-class RecordedOrder(ReplayOrder):
-    """The order in which passes were recorded and captured."""
-
-    def refuse(self, number: int) -> NoReturn:
-        raise CallOrderError(
-            f"{self.name_of(number)} cannot run its backward pass: {self.name_of(self.last)} has overwritten its "
-            "memory. Passes do not follow each other as in the recorded step: with --cuda-graph-impl local every step "
-            "needs the same schedule, one backward pass for each forward pass, and under pipeline "
-            "parallelism no more micro-batches than the first step (--global-batch-size, --rampup-batch-size)."
-        )
+_ADVICE = "change it back, or call delete_cuda_graphs(): the next step is recorded anew (--cuda-graph-impl local)"
 
 
 class Recording:
@@ -51,7 +38,7 @@ class Recording:
         token: Identifies the recording in the metadata of tensors, which may outlive it.
         buffers: Static tensors of the graphs.
         order: Order of the passes.
-        guards: By function, the comparison of its module with its state at capture. Graphs for inference have none.
+        snapshots: By function, what its graphs rely on. Graphs for inference have none.
         users: By the ``id`` of buffer metadata, the runners whose graphs take or return that tensor.
         capturing: The pass that is being warmed up or captured, for errors.
     """
@@ -59,8 +46,8 @@ class Recording:
     def __init__(self) -> None:
         self.token = object()
         self.buffers = StaticBuffers()
-        self.order = RecordedOrder()
-        self.guards: dict[Hashable, FunctionGuard] = {}
+        self.order = ReplayOrder()
+        self.snapshots: dict[Hashable, Snapshot] = {}
         self.users: defaultdict[int, list[Any]] = defaultdict(list)
         self.capturing: str | None = None
         self.rng_states: GraphStates | None = None
@@ -72,8 +59,7 @@ class Recording:
             RuntimeError: A pass cannot be captured; ``capturing`` names it.
         """
         runners = [entry[0] for entry in record if entry[1] == "fwd"]
-        reads = AttributeReads()
-        with reads.noted({runner.module for runner in runners}), reuse_across_streams():
+        with PassState(dict.fromkeys(runner.module for runner in runners)) as passes, reuse_across_streams():
             self._warm_up(record)
             release_cached_memory()
             self._capture_passes(record)
@@ -81,10 +67,14 @@ class Recording:
         for runner in runners:
             for known in {id(metadata_of(meta)) for meta in (*runner.inputs, *runner.outputs)}:
                 self.users[known].append(runner)
-        self.guards = {
-            function: FunctionGuard(runner.name, runner.module, reads, runner.autocast)
-            for function, runner in {runner.function: runner for runner in runners}.items()
-        }
+        for function, runner in {runner.function: runner for runner in runners}.items():
+            ran = {runner.module, *runner.parts}
+            modules = {module: name for module, name in named(runner.module, runner.name).items() if module in ran}
+            self.snapshots[function] = Snapshot(
+                _ADVICE,
+                *module_aspects(modules, contexts=runner.contexts, volatile=passes.volatile),
+                *memory_aspects(modules, parameters=True, main_grads=True, volatile=passes.volatile),
+            )
         for runner in runners:
             runner.finish()
         self.users.clear()
@@ -153,7 +143,7 @@ class InferenceRecording(Recording):
             runner.reset()
             raise
         runner.finish()
-        self.output_addresses |= {output.data_ptr() for output in tensors_of(runner.slot.outputs) if output.numel()}
+        self.output_addresses |= {output.data_ptr() for output in tensors_of(runner.graphs.outputs) if output.numel()}
 
     def _input_for(self, given: torch.Tensor) -> torch.Tensor:
         """Return the static input for ``given``: the output of another graph, or a tensor of its own.

@@ -4,22 +4,20 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 
 from .. import state
-from ..engine.capture import Capture, not_recording
-from ..engine.connected_leaves import connected_leaves
-from ..engine.plan import Pass
-from ..engine.preserve import moe_metrics, preserve_buffers, preserve_tensors
+from ..engine.captured import GraphedCallable, GraphOwner, Phase, ReplayNode, WarmupRecord
+from ..engine.graph import Capture, connected_leaves, moe_metrics, preserve_buffers, preserve_tensors
+from ..engine.memory import weak_reference
 from ..engine.quantization import Quantization, current_quantization
-from ..engine.replay import Replay, ReplayNode, ReplayOptions, fast_apply
 from ..engine.rng import current_rng_state, use_rng_state
-from ..engine.slot import SlotCapture, WarmupRecord
-from ..errors import ArgumentError, CallOrderError, NoGraphError
+from ..errors import ArgumentError, CallOrderError, NoGraphError, UnsupportedError
 from ..replacements import between, replaced_attribute
-from ..replay_conditions import autocast_in_force
+from ..snapshot import Snapshot, contexts_in_force
 from .arguments import (
     ArgMetadata,
     CudagraphBufferMetadata,
@@ -31,7 +29,6 @@ from .arguments import (
     tensors_of,
     with_tensors,
 )
-from .guards import FunctionGuard
 from .memory import StaticInput, hold_pool
 from .record import Recording, _CudagraphGlobalRecord
 from .sharded_weights import ShardedWeights
@@ -62,49 +59,17 @@ class _CudagraphRecordNode(torch.autograd.Function):
 
 
 class _CudagraphReplayNode(ReplayNode):
-    """Replays the graphs of a runner with autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, runner: Any, is_first_microbatch: bool, *inputs: torch.Tensor) -> Any:
-        """Replay the forward graph.
-
-        Args:
-            inputs: The tensors among the arguments, then the parameters that get a gradient.
-        """
-        ctx.runner = runner
-        quantized = runner.slot.quantized
-        after = None if quantized is None else quantized.before_forward(is_first_microbatch)
-        options = None if after is None else ReplayOptions(after_backward=after)
-        return ReplayNode.forward(ctx, runner.replayed, options, *inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """Replay the backward graph.
-
-        Raises:
-            RuntimeError: The graphs were deleted, or a later replay has overwritten what the graph reads.
-        """
-        results = ReplayNode.backward(ctx, *grads)
-        ctx.runner.end_backward()
-        return results
+    """megatron-core's name for the autograd node of a replay."""
 
 
-_replay_runner: Callable[..., tuple[torch.Tensor, ...]] = fast_apply(_CudagraphReplayNode)
+class LocalGraphs(GraphedCallable):
+    """A ``GraphedCallable`` that may share its static inputs with others.
 
-
-class LocalReplay(Replay):
-    """A ``Replay`` that may share its static inputs with other graphs.
-
-    Args:
+    Attributes:
         static_inputs: The static inputs. Each comes with a function that tells whether its current value is in use.
-        captured, options: Arguments of ``Replay``.
     """
 
-    def __init__(
-        self, static_inputs: Sequence[tuple[StaticInput, Callable[[], bool]]], *captured: Any, **options: Any
-    ) -> None:
-        super().__init__(*captured, **options)
-        self.static_inputs = static_inputs
+    static_inputs: Sequence[tuple[StaticInput, Callable[[], bool]]] = ()
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
         """Copy ``inputs`` to the static inputs of the forward graph.
@@ -122,20 +87,20 @@ class LocalReplay(Replay):
 
     def reset(self) -> None:
         super().reset()
-        self.static_inputs = []
+        self.static_inputs = ()
 
 
 def _graph(name: str, doc: str) -> Any:
     """An attribute for one of a runner's graphs. Deleting it, or assigning None, frees both graphs."""
     return property(
-        lambda runner: None if runner.slot is None else getattr(runner.slot, name),
+        lambda runner: None if runner.graphs is None else getattr(runner.graphs, name),
         lambda runner, none: runner.free_graphs(),
         lambda runner: runner.free_graphs(),
         doc,
     )
 
 
-class _CudaGraphRunner(torch.nn.Module):
+class _CudaGraphRunner(torch.nn.Module, GraphOwner):
     """Runs ``func`` of ``base_module`` eagerly while a step is recorded, and as CUDA graphs from then on.
 
     A runner serves one micro-batch at a time: it is busy from a forward pass to its backward pass. A
@@ -158,13 +123,14 @@ class _CudaGraphRunner(torch.nn.Module):
         backward_pass: Autograd's number of the backward pass in which the recorded one ran.
         shared_params: Parameters that other runners use in the same backward pass: autograd sums their gradients.
         inputs, outputs: Descriptions of the graph's input and output tensors.
-        slot: The graphs with their static tensors; None before the capture and after ``free_graphs``.
-        replayed: What replays ``slot``; None until all graphs are captured.
+        graphs: The graphs with their static tensors; None before the capture and after ``free_graphs``.
         status: The pass that comes next.
 
     Raises:
         ArgumentTypeError: An argument has a type that graphs cannot take.
     """
+
+    notifies_autograd = True  # for the hooks of DistributedDataParallel
 
     # torch.nn.Module's __setattr__ looks for parameters and submodules, which takes time in every replay.
     __setattr__ = object.__setattr__
@@ -206,7 +172,7 @@ class _CudaGraphRunner(torch.nn.Module):
 
         # Modes and state around the call.
         self.quantization: Quantization | None = None
-        self.autocast = autocast_in_force()
+        self.contexts = contexts_in_force()
         kind = self.metas[0].device.type if self.metas else "cuda"
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._as_autocast = partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=False)
@@ -219,11 +185,10 @@ class _CudaGraphRunner(torch.nn.Module):
         self.fwd_graph_recorded = self.bwd_graph_recorded = self.is_frozen = False
         self.backward_pass = -1
         self.returned: Any = None
-        self.slot: SlotCapture | None = None
-        self.replayed: LocalReplay | None = None
+        self.graphs: LocalGraphs | None = None
         self._recording: Recording = _CudagraphGlobalRecord.recording
         self._warmup = WarmupRecord()
-        self._guard: FunctionGuard | None = None
+        self._snapshot: Snapshot | None = None
         self.inputs: list[ArgMetadata] = []
         self.outputs: list[ArgMetadata] = []
         self.shared_params: tuple[torch.Tensor, ...] = ()
@@ -250,9 +215,9 @@ class _CudaGraphRunner(torch.nn.Module):
         for param in self.params_to_backprop:
             if getattr(param, "_cudagraph_wgrad_ready_event", None) is self.bwd_graph_replay_complete_event:
                 del param._cudagraph_wgrad_ready_event
-        if self.slot is not None:
-            self.slot.reset()
-        self.slot = self.replayed = self._guard = None
+        if self.graphs is not None:
+            self.graphs.reset()
+        self.graphs = self._snapshot = None
         self.params_to_backprop = ()
 
     # -------------------------------------------------------------------------------------------------- recording
@@ -315,24 +280,23 @@ class _CudaGraphRunner(torch.nn.Module):
         Returns:
             The parameters that got a gradient; all parameters if nothing ran.
         """
-        slot = self._new_slot(inputs)
-        trained = slot.params
+        graphs = self._new_graphs(inputs)
+        trained = graphs.params
         with (
             self._passes(),
             preserve_buffers([self.module] if self.grad_enabled else []),
             preserve_tensors(moe_metrics()),
-            replaced_attribute(self._having("main_grad", slot.params), "main_grad", torch.zeros_like),
+            replaced_attribute(self._having("main_grad", graphs.params), "main_grad", torch.zeros_like),
             between(state._set_warmup_start, state._set_warmup_end),
         ):
             # The second step finds sharded weights gathered by the first.
             for _ in range(max(self.num_warmup_steps, 2) if self.sharded else self.num_warmup_steps):
                 with self._surroundings():
-                    slot.forward(self.sharded.completing(not_recording, reductions=False))
+                    graphs.forward(None)
                 if self.grad_enabled:
-                    backward = self.sharded.completing(not_recording, reductions=True, finalizes=False)
-                    slot.backward(backward, lambda outputs: tuple(map(torch.zeros_like, outputs)))
-                    trained = slot.trained_params
-                slot.drop_results()
+                    graphs.backward(None, lambda outputs: tuple(map(torch.zeros_like, outputs)))
+                    trained = graphs.trained_params
+                graphs.drop_results()
             self.sharded.settle()
         return trained
 
@@ -353,15 +317,15 @@ class _CudaGraphRunner(torch.nn.Module):
         self.inputs = metas_of(described(args), described(kwargs))
         static = buffers.inputs(self.inputs) if clone_inputs else [t.detach() for t in tensors_of(args, kwargs)]
         versions = _versions(static)
-        self.slot = slot = self._new_slot(static)
+        self.graphs = graphs = self._new_graphs(static)
         with self._passes(), self._surroundings(), torch.profiler.record_function(f"{self.name} forward for capture"):
-            capture = Capture(self.mempool)  # its graphs know the generator state that is in use now
-            slot.forward(self.sharded.completing(capture.recording, reductions=False), capture.new_graph())
-        slot.take_turn(self._recording.order, Pass.FORWARD)
-        if slot.delays_weight_gradients:
+            graphs.forward(
+                Capture(self.mempool, order=self._recording.order)
+            )  # made where it finds the generator state
+        if graphs.delays_weight_gradients:
             raise ValueError(f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
         self._writes_inputs = versions != _versions(static)
-        captured = list(map(ArgMetadata, slot.outputs))
+        captured = list(map(ArgMetadata, graphs.outputs))
         self.outputs = captured if outputs is None else metas_of(outputs)
         kinds, recorded = ([(tuple(m.shape), m.dtype) for m in metas] for metas in (captured, self.outputs))
         if kinds != recorded:
@@ -369,8 +333,9 @@ class _CudaGraphRunner(torch.nn.Module):
                 f"{self.name} returned {kinds} in capture and {recorded} when it was recorded: what it returns must "
                 "not depend on whether graphs are captured"
             )
-        self._output_addresses = [output.data_ptr() for output in tensors_of(slot.outputs)]
-        buffers.lend_outputs(self.outputs, tensors_of(slot.outputs))
+        outputs = tensors_of(graphs.outputs)
+        self._output_addresses = [output.data_ptr() for output in outputs]
+        buffers.lend_outputs(self.outputs, outputs)
         if not self.grad_enabled:  # outputs stay held: they may alias inputs and have no known last reader
             buffers.inputs_read(self.inputs)
 
@@ -381,38 +346,61 @@ class _CudaGraphRunner(torch.nn.Module):
             CallOrderError: There is no forward graph, or it was captured without grad.
             ValueError: The backward pass moves what the forward pass returned.
         """
-        slot, buffers = self.slot, self._recording.buffers
-        if slot is None or not self.grad_enabled:
+        graphs, buffers = self.graphs, self._recording.buffers
+        if graphs is None or not self.grad_enabled:
             raise CallOrderError(f"{self.name}: no backward graph without a forward graph that was captured with grad")
-        outputs = tensors_of(slot.outputs)
-        metas = [meta for meta, output in zip(self.outputs, outputs, strict=True) if output.requires_grad]
+        outputs = tensors_of(graphs.outputs)
+        metas = list(compress(self.outputs, graphs.differentiable))
         grads = buffers.grads_of_outputs(metas)
-        capture = Capture(self.mempool)
-        if self.sharded:  # autograd's graph does not show parameters of what is computed again in backward
+        if self.sharded:  # parameters without a gradient here may have one that is reduced elsewhere
             own = (param for part in self.parts for param in part.parameters(recurse=False))
-            self.sharded.note_backward((*self.get_connected_params(outputs), *own))
+            self.sharded.note_backward((*graphs.params, *own))
         with (
             self._passes(),
-            replaced_attribute(self._having(_ADDED, slot.params), _ADDED, lambda flag: False),
+            replaced_attribute(self._having(_ADDED, graphs.params), _ADDED, lambda flag: False),
             torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
-            recording = self.sharded.completing(capture.recording, reductions=True)
-            slot.backward(recording, lambda outputs: tuple(grads), capture.new_graph())
-        slot.take_turn(self._recording.order, Pass.BACKWARD)
+            graphs.backward(Capture(self.mempool, order=self._recording.order), lambda outputs: tuple(grads))
         if self._output_addresses != [output.data_ptr() for output in outputs]:
             raise ValueError(
                 f"{self.name} returns memory that is taken away before its backward pass and computed again "
                 "elsewhere, where replays would look for it. Leave layernorm out of --recompute-modules."
             )
-        self._escaping = buffers.lend_grads(self.inputs, slot.grad_inputs)
+        self._escaping = buffers.lend_grads(self.inputs, graphs.grad_inputs)
         buffers.grads_of_outputs_read(metas, grads)  # last: a gradient may be passed on as it is
         buffers.inputs_read(self.inputs)
         for output in outputs:
             buffers.pool.release(output)
-        slot.release_outputs()
-        slot.release_inputs()
-        slot.release_grad_outputs()
-        slot.release_gradients(keep=self._escaping)
+        graphs.release_outputs()
+        graphs.args = graphs.inputs = tuple(map(weak_reference, graphs.inputs))
+        graphs.grad_outputs = tuple(grad if grad is None else weak_reference(grad) for grad in graphs.grad_outputs)
+        graphs.release_gradients(keep=self._escaping)
+
+    def running(self, phase: Phase) -> AbstractContextManager[None]:
+        return self.sharded.completing(reductions=phase == "backward", finalizes=not state.is_graph_warmup())
+
+    def take(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does eagerly.
+
+        A gradient is skipped if the layer has added it: with ``--gradient-accumulation-fusion`` the layer sets
+        ``param.grad_added_to_main_grad``; for sharded weights (``--tensor-parallel-num-weight-shards``) it always does.
+
+        Returns:
+            The gradients of ``shared_params``, which autograd sums before that hook, and of parameters without a main
+            gradient; None for all others.
+        """
+        left: list[torch.Tensor | None] = []
+        for param, grad in zip(params, grads, strict=True):
+            main_grad = getattr(param, "main_grad", None)
+            if main_grad is not None and grad is not None:
+                if getattr(param, _ADDED, False) or getattr(param, "is_gtp_weight_remat", False):
+                    grad = None
+                elif not any(param is each for each in self.shared_params):
+                    with torch.no_grad():
+                        main_grad.add_(grad)
+                    grad = None
+            left.append(grad)
+        return left
 
     @property
     def parts(self) -> tuple[torch.nn.Module, ...]:
@@ -424,44 +412,54 @@ class _CudaGraphRunner(torch.nn.Module):
 
         They have been read once a later backward pass of the same function runs.
         """
-        if self.slot is not None and self._escaping:
+        if self.graphs is not None and self._escaping:
             for index in self._escaping:
-                self._recording.buffers.pool.release(self.slot.grad_inputs[index])
-            self.slot.release_gradients()
+                self._recording.buffers.pool.release(self.graphs.grad_inputs[index])
+            self.graphs.release_gradients()
             self._escaping = set()
 
     def finish(self) -> None:
-        """Make ready to replay, once all graphs of the recording are captured."""
-        recording, slot = self._recording, self.slot
-        assert slot is not None
-        self._guard = recording.guards.get(self.function)
-        places = [
+        """Make ready to replay, once all graphs of the recording are captured.
+
+        Raises:
+            UnsupportedError: A parameter has a hook that would get no gradient.
+        """
+        recording, graphs = self._recording, self.graphs
+        assert graphs is not None
+        graphs.static_inputs = [
             (
                 recording.buffers.input_of(tensor, self._writes_inputs),
                 partial(_any_in_flight, tuple(recording.users.get(id(metadata_of(meta)), ()))),
             )
-            for meta, tensor in zip(self.inputs, slot.inputs, strict=True)
+            for meta, tensor in zip(self.inputs, graphs.inputs, strict=True)
         ]
-        self.replayed = slot.finish(partial(LocalReplay, places))
-        if self._guard is not None:
+        graphs.finish()
+        self._snapshot = recording.snapshots.get(self.function)
+        if self._snapshot is not None:
             outputs = enumerate(map(metadata_of, self.outputs))
             self._unread_outputs = {i for i, known in outputs if not known.is_cudagraph_input}
-        self.params_to_backprop = slot.params if slot.backward_graph is not None else ()
+        self.params_to_backprop = graphs.params if graphs.backward_graph is not None else ()
+        for param, grad in zip(self.params_to_backprop, graphs.grad_params, strict=True):
+            if grad is None and param._backward_hooks:
+                raise UnsupportedError(
+                    f"{self.name}: a parameter of shape {tuple(param.shape)} has a hook (register_hook), which CUDA "
+                    "graphs would give no gradient (--cuda-graph-impl local): remove it, or use --cuda-graph-impl none"
+                )
         self.fwd_graph_recorded = True
 
-    def _new_slot(self, inputs: Sequence[torch.Tensor]) -> SlotCapture:
-        return SlotCapture(
+    def _new_graphs(self, inputs: Sequence[torch.Tensor]) -> LocalGraphs:
+        return LocalGraphs(
             self.name,
             self._repeat,
             tuple(inputs),
             {},
+            module=self.module,
+            owner=self,
+            quantized=None if self.quantization is None else self.quantization.new_replay(),
+            context=self.get_quantization_context,
             allow_unused_input=True,
             retain_graph=self.retain_graph,
-            autocast=self.get_quantization_context,
-            quantized=None if self.quantization is None else self.quantization.new_replay(),
-            module=self.module,
-            keep_param_grads=partial(accumulate_into_main_grads, shared=self.shared_params),
-            warmup_record=self._warmup,
+            warmup=self._warmup,
         )
 
     def _repeat(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -535,24 +533,26 @@ class _CudaGraphRunner(torch.nn.Module):
             RuntimeError: There is no graph, the module has changed since capture, or the replay would overwrite what
                 other runners still read.
         """
-        if self.replayed is None:
+        if self.graphs is None:
             raise CallOrderError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
-        if self._guard is not None:
-            self._guard.check()
-        if self._recording.rng_states is not None:
-            self._recording.rng_states.adopt()
         inputs = tensors_of(args, {name: kwargs[name] for name in self.kwargs})
-        outputs = _replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
+        outputs = self.graphs.replay(inputs, is_first_microbatch)
         # The last reader of what no graph reads is unknown, and later replays write there. With grad that is after the
         # backward pass; what leaves the last layer may be kept longer, as a loss is for the log.
         if self.is_last_layer or not self.grad_enabled:
-            outputs = tuple(each.clone() if i in self._unread_outputs else each for i, each in enumerate(outputs))
+            outputs = [each.clone() if i in self._unread_outputs else each for i, each in enumerate(outputs)]
         if any(output.requires_grad for output in outputs):
             self.status = _GraphStatus.BWD_READY
         return with_tensors(self.returned, iter(outputs))
 
-    def end_backward(self) -> None:
-        """Note that the backward graph was replayed: weight gradients are complete at this point of the stream."""
+    def before_forward(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.check()
+        if self._recording.rng_states is not None:
+            self._recording.rng_states.adopt()
+
+    def after_backward(self) -> None:
+        """Note that weight gradients are complete at this point of the stream."""
         event = self.bwd_graph_replay_complete_event
         event.record()
         for param in self.params_to_backprop:
@@ -585,32 +585,6 @@ class _CudaGraphRunner(torch.nn.Module):
 
 # Set on a parameter whose layer has added its gradient to the main gradient.
 _ADDED = "grad_added_to_main_grad"
-
-
-def accumulate_into_main_grads(
-    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], shared: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does eagerly.
-
-    A gradient is skipped if the layer has added it: with ``--gradient-accumulation-fusion`` the layer sets
-    ``param.grad_added_to_main_grad``; for sharded weights (``--tensor-parallel-num-weight-shards``) it always does.
-
-    Returns:
-        The gradients of ``shared`` parameters, which autograd sums before that hook, and of parameters without a main
-        gradient; None for all others.
-    """
-    left: list[torch.Tensor | None] = []
-    for param, grad in zip(params, grads, strict=True):
-        main_grad = getattr(param, "main_grad", None)
-        if main_grad is not None and grad is not None:
-            if getattr(param, _ADDED, False) or getattr(param, "is_gtp_weight_remat", False):
-                grad = None
-            elif not any(param is each for each in shared):
-                with torch.no_grad():
-                    main_grad.add_(grad)
-                grad = None
-        left.append(grad)
-    return left
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from ..engine.slot import Recording
-
 # megatron-core's name of the chain of weights that graphs use.
 _CHAIN = "GTP_graphed"
 # Flags of a weight: its gather, or the reduction of its gradient, has been waited for in the graph that started it.
@@ -54,33 +52,29 @@ class ShardedWeights:
     def __bool__(self) -> bool:
         return bool(self._params)
 
-    def completing(self, recording: Recording, *, reductions: bool, finalizes: bool = True) -> Recording:
-        """Return ``recording`` with the communication that a pass starts complete at its end.
+    @contextmanager
+    def completing(self, *, reductions: bool, finalizes: bool) -> Iterator[None]:
+        """Complete the communication that a pass starts at the end of the context.
 
         Args:
             reductions: Whether gradients are reduced, as in a backward pass, besides weights gathered.
             finalizes: Whether the last reduced gradients are added to main gradients.
         """
         if not self:
-            return recording
-
-        @contextmanager
-        def complete(graph: torch.cuda.CUDAGraph | None) -> Iterator[None]:
-            with recording(graph):
-                current, side_streams = torch.cuda.current_stream(), self._side_streams()
-                for stream in side_streams:
-                    stream.wait_stream(current)
-                    with torch.cuda.stream(stream):
-                        torch.cuda._sleep(1)  # CUDA does not join a stream that captured nothing
-                yield
-                # Gathers first: the second call would add an old gradient of weights that are only gathered.
-                _implementation().wait_async_comms(_CHAIN, skip_rs=True)
-                if reductions:
-                    _implementation().wait_async_comms(_CHAIN, finalize_after_drain=finalizes)
-                for stream in side_streams:
-                    current.wait_stream(stream)
-
-        return complete
+            yield
+            return
+        current, side_streams = torch.cuda.current_stream(), self._side_streams()
+        for stream in side_streams:
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1)  # CUDA does not join a stream that captured nothing
+        yield
+        # Gathers first: the second call would add an old gradient of weights that are only gathered.
+        _implementation().wait_async_comms(_CHAIN, skip_rs=True)
+        if reductions:
+            _implementation().wait_async_comms(_CHAIN, finalize_after_drain=finalizes)
+        for stream in side_streams:
+            current.wait_stream(stream)
 
     def _side_streams(self) -> list[torch.cuda.Stream]:
         """The streams on which weights of the chain are gathered, and gradients reduced."""

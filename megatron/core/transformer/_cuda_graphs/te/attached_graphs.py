@@ -7,7 +7,7 @@ from typing import Any
 
 from ..eager_passes import EagerPasses
 from ..engine.plan import Plan
-from ..expected_inputs import DefaultInputs
+from ..inputs import DefaultInputs
 from ..layer_graph import ATTENTION_INPUTS, LayerGraph, LayerGraphs
 from ..snapshot import Snapshot, memory_aspects, named
 from .layers import layer_name

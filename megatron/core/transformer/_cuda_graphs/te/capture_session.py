@@ -14,10 +14,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from .. import state
 from ..agreement import CaptureAgreement
 from ..eager_passes import EagerPasses
+from ..engine.graph import preserve_buffers
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
 from ..engine.plan import Pass, ordered_plan
-from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..hooks import extracted_hooks, recorded_hooks
 from ..replacements import between
@@ -27,12 +27,10 @@ from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .capture_state import CaptureState, Holds
 from .changed_shapes import Recaptures
-from .decoder_graphs import capture_decoder
-from .evaluation import capture_for_evaluation
 from .layers import layer_name
+from .model import capture_decoder, capture_for_evaluation, capture_models
 from .stage import Stage
 from .torch_fsdp import kept_parameters
-from .whole_model import capture_whole_models
 
 InputData = tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]
 
@@ -92,8 +90,8 @@ class CaptureSession:
         eager_passes = self._watch_shapes(tokens=self.shape[0] // stage.config.context_parallel_size, calls=1)
         quantized = [recorded_quantization(stage, model) for model in models]
         with self._several_layers([chunk.module for chunk in chunks]):
-            self.graphs.whole = capture_whole_models(
-                models, owners, order, *self.shape, warmup_iters, eager_passes, quantized
+            self.graphs.whole = capture_models(
+                models, owners, order.plan, self.shape, warmup_iters, eager_passes, quantized
             )
         self._warn_of_hooks((model, named(model)) for model in models)
         self.recorder.end()
@@ -163,7 +161,7 @@ class CaptureSession:
                     self.agreement.naming(own, name) for own, name in zip(hooks, names, strict=True)
                 ]
                 if all(chunk.fsdp is not None for chunk in stage.chunks):
-                    arguments["gradient_sinks"] = self._gradient_sinks()
+                    arguments["owners"] = self._gradient_sinks()
                 graphs = make_graphed_callables(layers, sample_args, **arguments)
                 self.recorder.end()
             held = [
@@ -174,7 +172,7 @@ class CaptureSession:
                 Snapshot(
                     "change it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()",
                     *module_aspects(modules, around=layer, parameters=layer not in elsewhere, volatile=state.volatile),
-                    *memory_aspects(modules),
+                    *memory_aspects(modules, volatile=state.volatile),
                 )
                 for layer, modules in zip(layers, held, strict=True)
             ]

@@ -17,13 +17,12 @@ from ..report import Pool
 from .attached_graphs import detach_graphs
 from .capture_arguments import WARMUP_ITERATIONS
 from .changed_shapes import ChangedShapes
-from .forward_graphs import ForwardGraphs
 from .layers import _layer_is_graphable, decoder_layers, language_layers, layer_name
+from .model import PassGraphs
 from .sample_inputs import attention_mask_type
 from .stage import Chunk, Layers, Stage
 from .torch_fsdp import KeptParameters
 from .training_calls import TrainingCalls
-from .whole_model import known_class, other_method
 
 # Why steps run eagerly, as scalars are named.
 BEFORE_CAPTURE, OTHER_INPUTS = "before-capture", "other-inputs"
@@ -62,6 +61,31 @@ def _leaves_out_layers(chunk: Chunk, config: Any) -> bool:
         return True
     repeated = {*language_layers(chunk.model)} - {*chunk.every_layer}
     return not all(_layer_is_graphable(layer, config) for layer in repeated)
+
+
+def known_class(model: Any) -> type | None:
+    """Return megatron-core's class that ``model`` has its ``forward`` of, ``GPTModel`` or ``HybridModel``, or None."""
+    from megatron.core.models.gpt.gpt_model import GPTModel  # these import cuda_graphs, which imports this module
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    own = None if "forward" in vars(model) else getattr(type(model), "forward", None)
+    return next((kind for kind in (GPTModel, HybridModel) if isinstance(model, kind) and own is kind.forward), None)
+
+
+def other_method(model: Any) -> str:
+    """Say which method of its class of megatron-core's ``model`` has another one of; empty if there is none.
+
+    Those that save checkpoints do not count. Another one may read what changes from step to step.
+    """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    known: Any = known_class(model)
+    for kind in (known, LanguageModule):
+        for name, method in vars(kind).items():
+            counts = callable(method) and not name.startswith("__") and "state_dict" not in name
+            if counts and (name in vars(model) or getattr(type(model), name) is not getattr(known, name)):
+                return f"{name} is not {known.__name__}'s own"
+    return ""
 
 
 def _is_other_model(model: Any) -> str:
@@ -233,7 +257,7 @@ class CaptureState:
         self._stage, self._calls, self._not_model = stage, calls, not_model
         self.choice = Choice(None)
         self.eager_because = eager_because
-        self.whole: Sequence[ForwardGraphs] = ()
+        self.whole: Sequence[PassGraphs] = ()
         self.kept: Mapping[torch.nn.Module, KeptParameters] = {}
         self.microbatches: int | None = None
         self.shapes: ChangedShapes | None = None
@@ -351,12 +375,8 @@ class CaptureState:
 
     def _of_training(self) -> Iterable[Any]:
         """The engine's callables that are replayed in training."""
-        if self.models:
-            return [passes for graphs in self.models for passes in graphs.slots]
-        recorded = [] if self.decoder is None else [self.decoder.passes]
-        return recorded + [
-            getattr(graph, "graphed", graph) for each in self._stage.layers for graph in each.cuda_graphs
-        ]
+        whole = [passes for graphs in self.whole for passes in graphs.slots]
+        return whole + [getattr(graph, "graphed", graph) for each in self._stage.layers for graph in each.cuda_graphs]
 
     # ---------------------------------------------------------------------------------------------------- deletion
 

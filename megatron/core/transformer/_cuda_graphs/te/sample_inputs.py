@@ -8,10 +8,9 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
 
-from ..engine.plan import Plan
-from ..engine.static_inputs import share_inputs, signature
+from ..engine.plan import Plan, share_inputs, signature
 from ..flags.options import PACKED_FLAG, packed_sequences
-from ..packed_sequences import PackedUse, static_offsets
+from ..inputs import PackedUse, static_offsets
 
 SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..flags.options import packed_sequences
 from ..hooks import calls_weakly, runs_outside_graphs
-from ..packed_sequences import OFFSETS, unpack
+from ..inputs import OFFSETS, unpack
 
 # What a model chunk is given by ``set_input_tensor`` where another pipeline stage runs before it.
 HIDDEN_STATES = "hidden_states"

@@ -78,14 +78,14 @@ def test_only_recorded_layers_are_prefetched_by_them(ranks):
         return gather(pipeline, bucket_id, bwd)
 
     noting = mock.patch.object(AllGatherPipeline, "async_bucket_gather", note)
-    with noting, captured(graphed(0, mtp=1)) as training:
+    with noting, captured(graphed("decoder", mtp=1)) as training:
         units = training.fsdp.graphs.units
         buckets = [bucket for layer in training.layers for bucket in units[layer].buckets]
     assert gathered[: 2 * len(buckets)] == [*buckets, *reversed(buckets)]
 
 
 def test_an_eager_pass_gathers_what_the_graphs_gather_that_other_ranks_replay(ranks):
-    with captured(graphed(0, mtp=1)) as training:
+    with captured(graphed("decoder", mtp=1)) as training:
         hooks, gathers = training.fsdp.fsdp_hooks, training.fsdp.all_gather_pipeline
         groups = training.fsdp.param_and_grad_buffer.parameter_groups
         forward = [bucket for layer in training.layers for bucket in hooks.graphs.units[layer].buckets]
@@ -98,9 +98,9 @@ def test_an_eager_pass_gathers_what_the_graphs_gather_that_other_ranks_replay(ra
         assert of_units == [*forward, forward[-1], *reversed(forward)]
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, -1])
-def test_an_eager_pass_reduces_the_buckets_of_a_layer_together_as_graphs_do(ranks, layers_per_graph):
-    with captured(graphed(layers_per_graph, experts=4, capacity=1.0)) as training:
+@pytest.mark.parametrize("holds", ["decoder", "model"])
+def test_an_eager_pass_reduces_the_buckets_of_a_layer_together_as_graphs_do(ranks, holds):
+    with captured(graphed(holds, experts=4, capacity=1.0)) as training:
         units, reductions = training.fsdp.graphs.units, training.fsdp.grad_reduce_pipeline
         training.layers[1].mlp.register_forward_hook(lambda *_: None)
         with mock.patch.object(reductions, "reduce_gradients", wraps=reductions.reduce_gradients) as reduce:
@@ -114,7 +114,7 @@ def test_an_eager_pass_reduces_the_buckets_of_a_layer_together_as_graphs_do(rank
 @pytest.mark.parametrize("modules", [[], ["attn", "moe_router"], ["moe_router"]], ids=str)
 def test_an_eager_pass_of_a_layer_reduces_in_the_order_of_the_replays_of_other_ranks(ranks, modules):
     parts = {"modules": modules} if modules else {"capacity": 1.0}
-    with captured(graphed(1, experts=4, **parts)) as training:
+    with captured(graphed("layer", experts=4, **parts)) as training:
         launch, reduced = RecordedReduction.launch, []
 
         def noting(reduction):
@@ -174,7 +174,7 @@ def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
 
 @pytest.mark.parametrize("mtp", [None, 1])
 def test_the_optimizers_gradients_stay_among_the_activations_of_one_graph_of_all_units(ranks, mtp):
-    case = small(layers=4, layers_per_graph=0, warmup=WARMED_UP, mtp=mtp)
+    case = small(layers=4, holds="decoder", warmup=WARMED_UP, mtp=mtp)
     methods = [mock.patch.object(GradientStorages, name) for name in ("reserve", "adopt", "detach")]
     with methods[0] as reserve, methods[1] as adopt, methods[2] as detach, captured(case) as training:
         assert (reserve.call_count, adopt.call_count) == ((0, 0) if mtp else (1, 1))
@@ -184,7 +184,7 @@ def test_the_optimizers_gradients_stay_among_the_activations_of_one_graph_of_all
 
 
 def test_after_a_failed_capture_the_optimizers_gradients_stay_in_no_pool(ranks):
-    with captured(small(layers=4, layers_per_graph=0, warmup=WARMED_UP)) as training:
+    with captured(small(layers=4, holds="decoder", warmup=WARMED_UP)) as training:
         with (
             mock.patch.object(GradientStorages, "detach") as detach,
             pytest.raises(ZeroDivisionError),

@@ -14,7 +14,6 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
     GradReducePipeline,
 )
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
-from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
 from ..captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
@@ -22,7 +21,7 @@ from ..fsdp_variants import Variant, run_backward, small
 from ..test_captured_training import Unused, failing
 from .test_recorded_layers import FLAGS, taken
 
-MODEL = -1
+MODEL = "model"
 
 
 def outside(fsdp):
@@ -264,30 +263,6 @@ def test_a_gradient_bucket_outside_of_units_that_would_go_elsewhere_is_an_error(
             training.step()
 
 
-def test_the_sanitizer_names_memory_of_fsdp_that_was_freed(ranks, monkeypatch):
-    monkeypatch.setenv(sanitizer.VARIABLE, "1")
-    with captured(graphed(MODEL)) as training:
-        for _ in range(2):
-            training.step()
-        weights = training.fsdp.param_and_grad_buffer.parameter_groups[1].model_weight_buffer
-        weights.data = weights.data.clone()
-        with pytest.raises(
-            MovedBufferError, match=r"the memory of the weights' shard of bucket 1 \(.*\) at 0x.* was fr"
-        ):
-            training.step()
-
-
-def test_the_sanitizer_looks_at_shards_and_gradients_of_all_buckets(ranks):
-    with captured(graphed(MODEL)) as training:
-        training.step()
-        looked_at = [tensor.data_ptr() for _, tensor in training.fsdp.graphs_of_model.captured_tensors()]
-        groups = training.fsdp.param_and_grad_buffer.parameter_groups
-        shards = [buffer.data for group in groups for buffer in (group.model_weight_buffer, group.main_grad_buffer)]
-        gradients = training.fsdp.graphs_of_model._grads
-        assert set(looked_at) == {shard.data_ptr() for shard in shards} | set(gradients._buffers)
-        assert in_use(training.fsdp) == [{}, {}]
-
-
 def test_deleted_graphs_leave_nothing_behind(ranks):
     with captured(graphed(MODEL)) as training:
         hooks, graphs = training.fsdp.fsdp_hooks, training.helper.model_graphs
@@ -378,7 +353,7 @@ def test_where_the_whole_model_cannot_be_captured_its_layers_are_and_the_reason_
     with (
         caplog.at_level(logging.WARNING),
         mock.patch.object(CapturedModel, "step", changed),
-        captured(small(layers=3, layers_per_graph=MODEL, warmup=WARMED_UP, **case)) as training,
+        captured(small(layers=3, holds=MODEL, warmup=WARMED_UP, **case)) as training,
     ):
         assert training.helper.model_graphs is None
         together = "modules" not in case and "strategy" not in case

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
-from megatron.core.transformer._cuda_graphs.expected_inputs import DefaultInputs
+from megatron.core.transformer._cuda_graphs.inputs import DefaultInputs
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
 

@@ -401,8 +401,8 @@ class TestBeforeEachCollective:
         assert join.call_count == 1
         assert group not in dist.distributed_c10d._world.pg_coalesce_state
 
-    @pytest.mark.parametrize("layers_per_graph", [0, 1, -1])
-    def test_ranks_agree_before_every_unrecorded_collective_of_a_capture(self, ranks, layers_per_graph):
+    @pytest.mark.parametrize("holds", ["decoder", "layer", "model"])
+    def test_ranks_agree_before_every_unrecorded_collective_of_a_capture(self, ranks, holds):
         events = []
 
         def note(name):
@@ -420,7 +420,7 @@ class TestBeforeEachCollective:
             events.append("vote")
             return dict(objections or {})
 
-        with captured(graphed(layers_per_graph)) as training, ExitStack() as stack:
+        with captured(graphed(holds)) as training, ExitStack() as stack:
             training.helper.delete_cuda_graphs()
             stack.enter_context(mock.patch.object(CaptureAgreement, "_vote", vote))
             for name in LAUNCHING:

@@ -70,7 +70,7 @@ def compare(case, change):
     graphed = changed_after(case, change, graphs=True)
     before, after = graphed.step_replays[1:3]
     outcome = "replays" if after == before else "some" if after else "eagerly"
-    return eagerly(replace(case, modules=(), layers_per_graph=0), change).differences(graphed), outcome
+    return eagerly(replace(case, modules=(), holds="decoder"), change).differences(graphed), outcome
 
 
 def model_of(training):
@@ -308,7 +308,7 @@ def with_a_buffer(model):
 @pytest.mark.parametrize("scope", [SCOPES["model"], SCOPES["a layer"]], ids=["model", "a layer"])
 def test_a_buffer_that_is_another_in_a_later_micro_batch_is_noticed(one_rank, scope):
     def trace(graphs):
-        case = replace(scope, microbatches=2) if graphs else replace(scope, microbatches=2, layers_per_graph=0)
+        case = replace(scope, microbatches=2) if graphs else replace(scope, microbatches=2, holds="decoder")
         training = CapturedTraining(case, graphs, Variant(case, change=with_a_buffer))
         mlp, losses, calls = middle(training).mlp, training._losses, itertools.count()
         buffers = mlp.shift, torch.ones(1, device="cuda")

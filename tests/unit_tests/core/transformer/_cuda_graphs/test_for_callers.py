@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs import imported_names
+from megatron.core.transformer._cuda_graphs import for_callers
 from megatron.core.transformer.cuda_graphs import (
     ArgMetadata,
     CudagraphBufferMetadata,
@@ -30,7 +30,7 @@ def with_manager(monkeypatch):
 
     def install(manager):
         monkeypatch.setattr(f"{FACE}.HAVE_TE_GRAPHS", True)
-        monkeypatch.setattr(imported_names, "FP8GlobalStateManager", manager, raising=False)
+        monkeypatch.setattr(for_callers, "FP8GlobalStateManager", manager, raising=False)
 
     return install
 

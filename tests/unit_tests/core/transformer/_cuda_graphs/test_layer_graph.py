@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
-from megatron.core.transformer._cuda_graphs.expected_inputs import DefaultInputs
+from megatron.core.transformer._cuda_graphs.inputs import DefaultInputs
 from megatron.core.transformer._cuda_graphs.layer_graph import ATTENTION_INPUTS, LayerGraphs, unchanged_dispatcher
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot, module_aspects, named
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams, pad_packed_seq_params
-from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_offsets, static_offsets, to_inputs
+from megatron.core.transformer._cuda_graphs.inputs import from_static_offsets, static_offsets, to_inputs
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 

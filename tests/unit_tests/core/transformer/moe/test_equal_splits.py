@@ -175,23 +175,6 @@ def test_the_room_for_a_peer_is_a_share_of_the_tokens_and_at_most_what_there_can
     assert capacity_of_peer(TOKENS * 2, top_k=2, experts=1, ranks=4, factor=factor) == min(rows, TOKENS)
 
 
-def test_rows_beyond_the_room_are_cut_from_the_last_groups():
-    counts = torch.tensor([[3, 4, 5], [0, 9, 0], [1, 1, 1], [7, 0, 1]])
-    assert cut(counts, 6).tolist() == [[3, 3, 0], [0, 6, 0], [1, 1, 1], [6, 0, 0]]
-
-
-@pytest.mark.parametrize("capacity", [1, 3, 10])
-def test_places_of_rows_that_were_cut_are_places_too(routes, capacity):
-    """What they hold means nothing, but is there: nothing reads out of bounds."""
-    ranks = Ranks(routes)
-    rows = TOKENS * ranks.top_k
-    sent = places(cut(ranks.counts[0].sum(1, keepdim=True), capacity), capacity, rows)
-    assert len(sent.in_list) == ranks.size * capacity
-    assert len(sent.in_buffers) == rows
-    for indices, end in ((sent.in_list, rows), (sent.in_buffers, ranks.size * capacity)):
-        assert (indices >= 0).all() and (indices < end).all()
-
-
 def test_with_just_enough_room_rows_are_those_with_room_for_all(routes):
     ranks, least = Ranks(routes), Ranks(routes)
     least.capacity = int(ranks.counts.sum(2).max())

@@ -80,21 +80,6 @@ def test_weights_at_equal_distances_are_read_where_they_are(between):
     assert all(map(torch.equal, together, weights))
 
 
-@pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 2, 1, 0], [0, 1, 3, 2]], ids=str)
-def test_weights_in_another_order_are_copied(order):
-    bucket = torch.randn(EXPERTS, FFN, HIDDEN)
-    weights = [bucket[index] for index in order]
-    together = as_one(weights)
-    assert all(map(torch.equal, together, weights))
-    assert together.untyped_storage().data_ptr() != bucket.untyped_storage().data_ptr()
-
-
-def test_weights_of_their_own_memory_are_copied():
-    weights = leaves(*[(FFN, HIDDEN)] * EXPERTS)
-    assert all(map(torch.equal, as_one(weights), weights))
-    assert torch.equal(as_one(weights[:1])[0], weights[0])
-
-
 def test_a_frozen_weight_gets_no_gradient_and_changes_no_other():
     rows, *weights = leaves((40, HIDDEN), *[(FFN, HIDDEN)] * EXPERTS)
     expected = gradients(grouped_linear(rows, weights, offsets_of(COUNTS[1])), *weights)

@@ -75,19 +75,6 @@ def test_a_capture_that_goes_on_awaits_the_next_step(experts, capturing, config)
     assert experts._overlap_state is SharedExpertState.PRE_FORWARD_COMM_DONE
 
 
-def test_what_a_replay_returns_stands_for_the_first_step(experts, capturing):
-    begin(experts)
-    experts.cached_fc1_input = torch.ones(2)
-    assert experts._overlap_state is SharedExpertState.PRE_FORWARD_COMM_DONE
-
-
-def test_taking_the_input_changes_no_state(experts):
-    begin(experts)
-    experts._overlap_state = SharedExpertState.FC1_FORWARD_DONE
-    experts.cached_fc1_input = None
-    assert experts._overlap_state is SharedExpertState.FC1_FORWARD_DONE
-
-
 def test_the_stream_of_the_experts_is_joined_before_the_capture_ends(experts, capturing, monkeypatch):
     joined = []
     current = torch.cuda.current_stream()

@@ -6,8 +6,10 @@ from unittest import mock
 
 import torch
 
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
-class Buckets:
+
+class Buckets(GraphOwner):
     """Takes gradients into buffers of its own, one for each parameter.
 
     Args:

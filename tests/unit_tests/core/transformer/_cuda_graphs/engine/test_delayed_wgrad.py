@@ -1,6 +1,5 @@
 """delayed_wgrad: weight gradients that modules leave to a pass of their own, as TransformerEngine's do."""
 
-import copy
 import queue
 from types import SimpleNamespace
 
@@ -91,12 +90,6 @@ def test_delayed_weight_gradients_are_bit_equal_to_eager(order, accumulates):
     )
 
 
-def test_warm_up_and_capture_leave_no_weight_gradient_and_nothing_delayed():
-    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
-    assert module.weight.grad is None
-    assert module.wgrad_store.context.qsize() == 0
-
-
 def test_what_a_module_does_after_its_weight_gradients_is_done_at_each_replay():
     module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
     before = module.notified
@@ -116,50 +109,6 @@ def test_gradients_of_outputs_are_shared_only_once_the_weight_gradients_have_rea
     )
     at_once = order == [1, 1, -1, -1, -1.5, -1.5]
     assert len({slot.grad_outputs[0].data_ptr() for slot in slots}) == (2 if at_once else 1)
-
-
-def test_a_weight_gradient_survives_the_next_replay():
-    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
-    module(device_tensor(4, 6)).sum().backward()
-    module.backward_dw()
-    first, values = module.weight.grad, module.weight.grad.clone()
-    module(device_tensor(4, 6, seed=1)).sum().backward()
-    module.backward_dw()
-    assert torch.equal(first, values)
-    assert not torch.equal(module.weight.grad, values)
-
-
-def test_a_module_that_does_not_run_is_not_asked_for_weight_gradients():
-    class OneOfTwo(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = DelayedLinear(), DelayedLinear()
-
-        def forward(self, x):
-            return self.used(x)
-
-    module = make_graphed_callables(OneOfTwo(), (device_tensor(4, 6),))  # an empty queue would raise
-    module(device_tensor(4, 6)).sum().backward()
-    module.backward_dw()
-    assert module.used.weight.grad is not None
-    assert module.unused.weight.grad is None
-
-
-def test_a_callable_that_delays_nothing_has_no_graph_for_it_and_its_replay_is_nothing():
-    (slot,) = make_graphed_callables((mlp(),), ((device_tensor(4, 6),),), _order=[1, -1, -1.5])
-    slot(device_tensor(4, 6)).sum().backward()
-    assert slot.weight_gradient_graph is None
-    slot.backward_dw()
-
-
-def test_backward_dw_of_a_module_that_delays_nothing_does_nothing():  # as TransformerEngine's
-    module = make_graphed_callables(mlp(dropout=0.0), (device_tensor(4, 6),))
-    module(device_tensor(4, 6)).sum().backward()
-    before = copies([param.grad for param in module.parameters()])
-    module.backward_dw()
-    module.eval()(device_tensor(4, 6))
-    module.backward_dw()
-    assert_same_bits([param.grad for param in module.parameters()], before)
 
 
 def train_in_a_row(modules) -> list:
@@ -196,32 +145,6 @@ def test_modules_graphed_without_an_order_train_with_their_own_backward_dw_bit_e
     assert_same_bits(train_in_a_row(modules), train_in_a_row(eager))
 
 
-def test_after_reset_backward_dw_of_a_module_refuses_as_its_forward_does():
-    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
-    module.reset()
-    with pytest.raises(RuntimeError, match="were reset"):
-        module.backward_dw()
-
-
-class OwnMethod(torch.nn.Linear):
-    """Delays nothing, but has the method."""
-
-    def backward_dw(self):
-        return "own"
-
-
-@pytest.mark.parametrize("way", ["copy", "failed capture"])
-def test_a_modules_own_backward_dw_is_back_with_its_own_forward(way):
-    module = make_graphed_callables(OwnMethod(6, 6).cuda(), (device_tensor(4, 6),))
-    module.reset()
-    if way == "copy":
-        module = copy.deepcopy(module)
-    else:
-        with pytest.raises(TypeError, match="sample_args of"):
-            make_graphed_callables(module, ("no tensor",))
-    assert module.backward_dw() == "own"
-
-
 def test_an_order_without_the_weight_gradients_of_a_callable_is_refused_and_leaves_nothing_delayed():
     module = DelayedLinear()
     with pytest.raises(ValueError, match=r"callable 0 \(DelayedLinear\) delays its weight gradients, so _order must"):
@@ -256,73 +179,6 @@ def assert_a_step_gives_the_gradient_of(weight, module):
     assert_same_bits([weight.grad], [torch.ones_like(x).t() @ x.detach()])
 
 
-def test_weight_gradients_that_were_there_before_capture_stay_and_hinder_none():
-    module = WithBias()
-    before = torch.zeros(6, 6, device="cuda"), torch.zeros(6, device="cuda")
-    module.weight.grad, module.bias.grad = before
-    make_graphed_callables(module, (device_tensor(4, 6),))
-    assert (module.weight.grad, module.bias.grad) == before
-    module.weight.grad = module.bias.grad = None
-    assert_a_step_gives_the_gradient_of(module.weight, module)
-    assert_same_bits([module.bias.grad], [4 * torch.ones(6)])
-
-
-class WithBias(DelayedLinear):
-    """Sets the gradient of its bias only where there is none, as TransformerEngine's modules do."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.zeros(6, device="cuda"))
-
-    def forward(self, x):
-        return super().forward(x) + self.bias.detach()
-
-    def backward_dw(self):
-        grad, x = self.wgrad_store.context.get(block=False)
-        self.weight.grad = grad.t() @ x
-        if self.bias.grad is None:
-            self.bias.grad = grad.sum(0)
-
-
-def test_a_failure_of_the_weight_gradients_leaves_no_gradient_and_is_what_is_raised():
-    class Two(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = DelayedLinear(), Failing()
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    class Failing(DelayedLinear):
-        def backward_dw(self):
-            raise KeyError("weight gradients")
-
-    module = Two()
-    with pytest.raises(KeyError, match="weight gradients"):
-        make_graphed_callables(module, (device_tensor(4, 6),))
-    assert module.first.weight.grad is None
-    assert module.second.wgrad_store.context.qsize() == 0
-
-
-def test_a_module_without_a_store_does_not_hide_what_failed():
-    class Other(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = torch.nn.Linear(6, 6).cuda()
-
-        def need_backward_dw(self):
-            return True
-
-        def backward_dw(self):
-            raise KeyError("weight gradients")
-
-        def forward(self, x):
-            return self.linear(x)
-
-    with pytest.raises(KeyError, match="weight gradients"):
-        make_graphed_callables(Other(), (device_tensor(4, 6),))
-
-
 def test_operations_that_run_fused_delay_weight_gradients_too():
     class Fused(torch.nn.Module):
         _module_groups = None
@@ -347,45 +203,6 @@ def test_after_an_eager_pass_weight_gradients_are_computed_eagerly():
     assert module.weight.grad.eq(8).all()
 
 
-def test_an_eager_pass_without_grad_does_not_come_between_a_replay_and_its_weight_gradients():
-    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
-    x = device_tensor(4, 6)
-    loss = module(x).sum()
-    with torch.no_grad():
-        module.eval()(device_tensor(4, 6, seed=1))
-    module.train()
-    loss.backward()
-    module.backward_dw()
-    assert_same_bits([module.weight.grad], [torch.ones_like(x).t() @ x.detach()])
-
-
-def test_a_module_needs_no_hooks_after_its_weight_gradients():
-    class Plain(DelayedLinear):
-        _trigger_wgrad_accumulation_and_reduce_hooks = property()  # hasattr says no
-
-        def backward_dw(self):
-            grad, x = self.wgrad_store.context.get(block=False)
-            self.weight.grad = grad.t() @ x
-
-    module = make_graphed_callables(Plain(), (device_tensor(4, 6),))
-    assert_a_step_gives_the_gradient_of(module.weight, module)
-
-
-def test_a_module_that_delays_weight_gradients_can_be_captured_again():
-    module = DelayedLinear()
-    make_graphed_callables(module, (device_tensor(4, 6),)).reset()
-    make_graphed_callables(module, (device_tensor(4, 6),))
-    assert_a_step_gives_the_gradient_of(module.weight, module)
-
-
-def test_after_reset_there_are_no_weight_gradients_to_replay():
-    graphed = make_graphed_callables((DelayedLinear(),), ((device_tensor(4, 6),),), _order=[1, -1, -1.5])[0]
-    graphed.reset()
-    assert graphed.weight_gradient_graph is None
-    with pytest.raises(RuntimeError, match="were reset"):
-        graphed.backward_dw()
-
-
 # ------------------------------------------------------------------------------- parameters whose hooks come later
 
 
@@ -404,16 +221,6 @@ class MarkedBias(torch.nn.Module):
 
     def forward(self, x):
         return self.linear(x).tanh() * self.other
-
-
-@pytest.mark.parametrize("clones", [True, False])
-def test_gradients_of_marked_parameters_are_the_static_ones_whatever_is_asked_of_the_others(clones):
-    module = make_graphed_callables(MarkedBias(), (device_tensor(4, 6),), clone_param_grads_on_return=clones)
-    params = [module.linear.weight, module.linear.bias, module.other]
-    first, second = (torch.autograd.grad(module(device_tensor(4, 6)).sum(), params) for _ in range(2))
-    same = [one.data_ptr() == other.data_ptr() for one, other in zip(first, second, strict=True)]
-    assert same == [True, True, not clones]
-    assert not any(grad.requires_grad for grad in first)
 
 
 @pytest.mark.parametrize("order", [[1, -1], [1, 1, -1, -1]], ids=str)

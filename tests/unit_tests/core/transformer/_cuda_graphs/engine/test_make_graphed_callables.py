@@ -1,6 +1,5 @@
 """make_graphed_callables: replays compute what eager runs compute, to the bit."""
 
-import copy
 import functools
 import inspect
 
@@ -32,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 def test_the_signature_is_that_of_transformer_engine_and_an_argument_more():
     # transformer_engine.pytorch.make_graphed_callables of TransformerEngine 2.20.2.
-    *of_transformer_engine, gradient_sinks = inspect.signature(make_graphed_callables).parameters.values()
-    assert (gradient_sinks.name, gradient_sinks.default) == ("gradient_sinks", None)
+    *of_transformer_engine, owners = inspect.signature(make_graphed_callables).parameters.values()
+    assert (owners.name, owners.default) == ("owners", None)
     assert [parameter.name for parameter in of_transformer_engine] == [
         "modules",
         "sample_args",
@@ -119,11 +118,6 @@ def test_outputs_keep_their_structure():
     assert structure(graphed(x)) == {"double": ((4, 6), [()]), "alone": (4, 6)}
 
 
-def test_outputs_that_need_no_grad_have_none():
-    graphed = make_graphed_callables(lambda x: (x * 2, (x * 2).detach(), x.argmax()), (device_tensor(3),))
-    assert [output.requires_grad for output in graphed(device_tensor(3))] == [True, False, False]
-
-
 def test_an_output_that_the_loss_does_not_use_has_zero_gradient():
     graphed = make_graphed_callables(lambda x: (x * 2, x * 3), (device_tensor(3),))
     for _ in range(2):
@@ -142,12 +136,6 @@ def test_a_replay_under_no_grad_needs_no_backward():
         output = graphed(x, y)
     assert not output.requires_grad
     assert torch.equal(output, product(x, y))
-
-
-def test_warm_up_and_capture_leave_no_gradients():
-    module, x = mlp(), device_tensor(4, 6)
-    make_graphed_callables(module, (x,))
-    assert [tensor.grad for tensor in (x, *module.parameters())] == [None] * 5
 
 
 # ----------------------------------------------------------------------------------------------- several callables
@@ -243,11 +231,6 @@ def test_shared_gradients_are_one_set_for_outputs_that_are_alike():
     assert addresses[0] == addresses[1] != addresses[2]
 
 
-def test_outputs_have_static_gradients_of_their_own_unless_they_are_to_share():
-    slots = make_graphed_callables((mlp(), mlp()), ((device_tensor(4, 6),), (device_tensor(4, 6),)), _order=[1, -1])
-    assert slots[0].grad_outputs[0].data_ptr() != slots[1].grad_outputs[0].data_ptr()
-
-
 # ------------------------------------------------------------------------------------- functions of a module, copies
 
 
@@ -268,31 +251,6 @@ def test_parameters_of_the_module_of_a_function_get_gradients(function_of):
     module.zero_grad()
     make_graphed_callables(function_of(module), (device_tensor(4, 6, seed=1),))(x).sum().backward()
     assert_same_bits(copies([param.grad for param in module.parameters()]), expected)
-
-
-def test_a_deep_copy_of_a_graphed_module_runs_eagerly_on_its_own_parameters():
-    module = make_graphed_callables(mlp(dropout=0), (device_tensor(4, 6),))
-    copied, x = copy.deepcopy(module), device_tensor(4, 6, seed=2)
-    expected = copies([module(x)])
-    with torch.no_grad():
-        for param in module.parameters():
-            param.zero_()
-    assert_same_bits(copies([copied(x)]), expected)
-    assert not {"forward", "reset", "__deepcopy__"} & vars(copied).keys()
-    assert not module(x).any()  # the graphs are still there
-
-
-def test_a_deep_copy_of_a_model_with_a_graphed_module_can_be_captured():
-    model = torch.nn.Sequential(make_graphed_callables(mlp(dropout=0), (device_tensor(4, 6),)))
-    copied, x = copy.deepcopy(model), device_tensor(4, 6, seed=2)
-    expected = copies([copied(x)])
-    assert_same_bits(copies([make_graphed_callables(copied, (device_tensor(4, 6),))(x)]), expected)
-
-
-def test_graphs_themselves_cannot_be_copied():
-    (slot,) = make_graphed_callables((mlp(),), ((device_tensor(4, 6),),), _order=[1, -1])
-    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\): CUDA graphs cannot be copied"):
-        copy.deepcopy(slot)
 
 
 def test_a_module_that_is_there_twice_with_an_order_has_a_graph_for_each():
@@ -371,40 +329,11 @@ def test_gradients_that_were_there_before_capture_stay_and_are_no_part_of_what_i
     assert_same_bits([param.grad for param in params], expected)
 
 
-def test_checkpoints_outside_of_captures_are_refused_in_grad_as_ever():
-    make_graphed_callables(_Checkpointed(False), (device_tensor(4, 6),))
-    x = device_tensor(4, 6)
-    with pytest.raises(RuntimeError, match=r"\.grad\(\)"):
-        torch.autograd.grad(_Checkpointed(False)(x).sum(), x)
-
-
 # ------------------------------------------------------------------------------------------------- second derivatives
 
 
-def test_first_derivatives_may_be_taken_with_create_graph():
-    x = device_tensor(4, 6)
-    expected = torch.autograd.grad(product(x, x).square().sum(), x, create_graph=True)
-    graphed = make_graphed_callables(product, (device_tensor(4, 6), device_tensor(4, 6)))
-    assert_same_bits(list(torch.autograd.grad(graphed(x, x).square().sum(), x, create_graph=True)), list(expected))
-
-
-@pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["of squares", "of values"])
-def test_second_derivatives_are_refused(loss):
+def test_second_derivatives_are_refused():
     graphed = make_graphed_callables(lambda x: x * x * x, (device_tensor(3),))
     x = device_tensor(3)
-    (grad,) = torch.autograd.grad(loss(graphed(x)), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"callable 0 .* compute first derivatives only"):
-        grad.sum().backward()
-
-
-def test_second_derivatives_of_parameters_are_refused():
-    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
-    grads = torch.autograd.grad(module(device_tensor(4, 6)).sum(), list(module.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match="compute first derivatives only"):
-        sum(grad.sum() for grad in grads).backward()
-
-
-def test_transforms_of_torch_func_are_refused():
-    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda x: graphed(x).sum())(device_tensor(3, grad=False))
+        torch.autograd.grad(graphed(x).sum(), x, create_graph=True)

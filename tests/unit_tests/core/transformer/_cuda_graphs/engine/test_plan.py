@@ -30,59 +30,14 @@ def test_without_an_order_all_forwards_run_then_all_backwards_in_reverse_with_th
 # -------------------------------------------------------------------------------------------------------- ordered
 
 
-def test_layers_of_one_chunk_run_forward_then_back_in_reverse():
-    plan = ordered_plan([1, -1], [3], 3)
-    assert plan.callable_of_slot == (0, 1, 2)
-    assert passes(plan) == "f0 f1 f2 b2 b1 b0"
-
-
 def test_slots_are_numbered_by_chunk_then_microbatch_then_layer():
     plan = ordered_plan([1, 1, 2, 2, -2, -2, -1, -1], [2, 1], 3)
     assert plan.callable_of_slot == (0, 1, 0, 1, 2, 2)
 
 
-@given(orders())
-def test_each_callable_has_a_slot_for_each_micro_batch(case):
-    order, layers, microbatches = case
-    plan = ordered_plan(order, layers, sum(layers))
-    assert [len(slots) for slots in plan.slots_of_callables] == [microbatches] * sum(layers)
-    assert all(plan.callable_of_slot[slot] == i for i, slots in enumerate(plan.slots_of_callables) for slot in slots)
-
-
 def test_passes_follow_an_interleaved_order():
     plan = ordered_plan([1, 2, 1, 2, -2, -1, -2, -1], [2, 1], 3)
     assert passes(plan) == "f0 f1 f4 f2 f3 f5 b4 b1 b0 b5 b3 b2"
-
-
-def test_one_forward_one_backward_of_three_microbatches():
-    plan = ordered_plan([1, 1, -1, 1, -1, -1], [1], 1)
-    assert plan.callable_of_slot == (0, 0, 0)
-    assert passes(plan) == "f0 f1 b0 f2 b1 b2"
-
-
-def test_weight_gradients_run_in_reverse_after_the_backward_that_delayed_them():
-    plan = ordered_plan([1, 2, -2, -2.5, -1, -1.5], [2, 1], 3)
-    assert passes(plan) == "f0 f1 f2 b2 w2 b1 b0 w1 w0"
-
-
-def test_weight_gradients_of_microbatches_run_in_the_order_of_their_backwards():
-    plan = ordered_plan([1, 1, -1, -1, -1.5, -1.5], [1], 1)
-    assert passes(plan) == "f0 f1 b0 b1 w0 w1"
-
-
-def test_one_chunk_may_delay_weight_gradients_and_another_not():
-    plan = ordered_plan([1, 2, -2, -1, -1.5], [1, 1], 2)
-    assert run_in(plan, Pass.WEIGHT_GRADIENTS) == [0]
-
-
-def test_a_chunk_without_layers_has_no_slots():
-    plan = ordered_plan([1, 2, 3, -3, -2, -1], [1, 0, 2], 3)
-    assert plan.callable_of_slot == (0, 1, 2)
-    assert passes(plan) == "f0 f1 f2 b2 b1 b0"
-
-
-def test_one_number_of_layers_serves_every_chunk():
-    assert ordered_plan([1, 2, -2, -1], 2, 4) == ordered_plan([1, 2, -2, -1], [2, 2], 4)
 
 
 def test_without_numbers_the_callables_divide_evenly():
@@ -206,19 +161,10 @@ def read_after(plan):
     return {step.slot: slots for step, slots in plan.gradients_read().items()}
 
 
-def test_the_next_layers_backward_reads_a_layers_gradients():
-    assert read_after(ordered_plan([1, -1], [3], 3)) == {1: [2], 0: [1]}
-
-
 def test_gradients_that_leave_a_chunk_are_read_at_the_end_of_the_next_chunks_backward():
     plan = ordered_plan([1, 2, -2, -1], [2, 2], 4)
     assert passes(plan) == "f0 f1 f2 f3 b3 b2 b1 b0"
     assert read_after(plan) == {2: [3], 0: [1, 2]}
-
-
-def test_weight_gradients_between_two_backwards_read_no_gradients_of_inputs():
-    plan = ordered_plan([1, 2, -2, -2.5, -1, -1.5], [1, 1], 2)
-    assert read_after(plan) == {0: [1]}
 
 
 @given(orders())

@@ -5,34 +5,13 @@ from contextlib import suppress
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.preserve import hide_grads_and_hooks, preserve_buffers
+from megatron.core.transformer._cuda_graphs.engine.graph import hide_grads_and_hooks, preserve_buffers
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class Failure(Exception):
     """Raised in place of an engine's."""
-
-
-@pytest.mark.parametrize("error", [None, Failure], ids=["success", "failure"])
-def test_buffers_hold_afterwards_what_they_held_before(error):
-    module = torch.nn.BatchNorm1d(3).cuda()
-    address = module.running_mean.data_ptr()
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    try:
-        with preserve_buffers([torch.nn.Sequential(module)]):
-            module(torch.randn(4, 3, device="cuda"))
-            assert not torch.equal(module.running_mean, before["running_mean"])
-            if error is not None:
-                raise error
-    except Failure:
-        pass
-    assert {name: torch.equal(buffer, before[name]) for name, buffer in module.named_buffers()} == {
-        "running_mean": True,
-        "running_var": True,
-        "num_batches_tracked": True,
-    }
-    assert module.running_mean.data_ptr() == address
 
 
 class _Buffer(torch.nn.Module):
@@ -45,14 +24,6 @@ def test_buffers_that_are_expanded_are_left_alone():
     module = _Buffer(torch.ones(1, device="cuda").expand(4))
     with preserve_buffers([module]):
         pass
-    assert module.buffer.tolist() == [1] * 4
-
-
-def test_buffers_that_were_made_in_inference_mode_are_put_back_too():
-    with torch.inference_mode():
-        module = _Buffer(torch.ones(4, device="cuda"))
-    with preserve_buffers([module]), torch.inference_mode():
-        module.buffer.add_(1)
     assert module.buffer.tolist() == [1] * 4
 
 

@@ -161,25 +161,6 @@ def test_the_next_capture_is_bit_equal_to_eager_after_a_failure_of(failure):
     assert_same_bits(train(CASES["dropout"], make_graphed_callables), expected)
 
 
-def test_eager_training_is_undisturbed_by_a_failed_capture():
-    fails: list[bool] = []
-
-    def body(linear, x):
-        if fails:
-            fail_in("capture")()
-        return dropping(linear, x)
-
-    def fail_to_capture(func, args, sample_kwargs):
-        fails.append(True)
-        with pytest.raises(Failure):
-            make_graphed_callables(func, args)
-        fails.clear()
-        return func
-
-    case = Case(lambda: Forward(body))
-    assert_same_bits(train(case, fail_to_capture), train(case, None))
-
-
 # ----------------------------------------------------------------------------------------------------- success
 
 
@@ -189,16 +170,9 @@ def test_a_capture_leaves_everything_but_the_methods_that_replay_as_it_was():
     make_graphed_callables(module, (device_tensor(4, 6),))
     after = state_of(module)
     assert after.pop("forward") != before.pop("forward")
-    replaying = ["forward", "reset", "backward_dw", "__deepcopy__"]
+    replaying = ["forward", "reset", "backward_dw"]
     assert after.pop("attributes")[0] == sorted([*before.pop("attributes")[0], *replaying])
     assert after == before
-
-
-def test_an_ordered_capture_leaves_everything_as_it_was():
-    module = Forward(dropping)
-    before = state_of(module)
-    make_graphed_callables((module,), ((device_tensor(4, 6),),), _order=[1, -1])
-    assert state_of(module) == before
 
 
 @pytest.mark.parametrize("body", [dropping, forward_failing("capture")], ids=["success", "failure"])
@@ -238,19 +212,6 @@ def test_every_phase_shows_in_a_profile_under_the_callables_name():
         for phase in ("warm-up", "capture", "replay")
         for direction in ("forward", "backward")
     ]
-
-
-def test_warm_up_and_capture_run_on_one_stream_of_their_own():
-    seen = []
-
-    def observed(x):
-        seen.append(torch.cuda.current_stream())
-        return x * 2
-
-    outer = torch.cuda.current_stream()
-    make_graphed_callables(observed, (device_tensor(3),), num_warmup_iters=1)
-    assert seen[0] == seen[1] != outer
-    assert seen[0] != torch.cuda.default_stream()
 
 
 def test_all_captures_run_on_one_stream():
@@ -332,17 +293,6 @@ class _Reassigning(torch.nn.Module):
             self.register_buffer("new", x.detach() * 2)
         self._fail()
         return self.linear(x) * self.calls
-
-
-@pytest.mark.parametrize("phase", ["warm-up", "capture"])
-def test_a_buffer_that_forward_reassigns_is_the_former_tensor_after_a_failed_capture(phase):
-    module = _Reassigning(fail_in(phase))
-    before = module.calls
-    with pytest.raises(Failure):
-        make_graphed_callables(module, (device_tensor(4, 6),))
-    assert module.calls is before
-    assert module.calls.item() == 0
-    assert list(module._buffers) == ["calls"]
 
 
 def test_a_graph_reads_the_buffer_that_forward_reassigns_where_it_was_before_capture():
@@ -434,15 +384,3 @@ def test_transformer_engine_knows_of_warm_up_and_capture(flag):
     make_graphed_callables(observed, (device_tensor(3),), num_warmup_iters=1)
     assert seen == [True, True]
     assert not flag.on
-
-
-def test_transformer_engine_knows_when_capture_has_failed(flag):
-    with pytest.raises(Failure):
-        make_graphed_callables(Forward(forward_failing("capture")), (device_tensor(4, 6),))
-    assert not flag.on
-
-
-def test_a_flag_that_was_on_stays_on(flag):
-    flag.on = True
-    make_graphed_callables(lambda x: x * 2, (device_tensor(3),))
-    assert flag.on

@@ -5,7 +5,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from tests.support import small_transformer_engine
-from tests.support.small_transformer_engine import DotProductAttention, Fused, Linear, Operation, State, autocast
+from tests.support.small_transformer_engine import DotProductAttention, Linear, State, autocast
 
 from .captured_cases import Forward, assert_same_bits, copies, descend, device_tensor
 
@@ -110,14 +110,6 @@ def test_statistics_are_reduced_as_often_as_in_eager_mode():
     assert State.reductions == eager == ["forward", "backward", "backward"] * 10
 
 
-def test_capture_leaves_statistics_as_they_were():
-    layers = [Linear(), Linear()]
-    before = [copies([*layer.fp8_meta.values()]) for layer in layers]
-    capture(layers)
-    for layer, values in zip(layers, before, strict=True):
-        assert_same_bits(list(layer.fp8_meta.values()), values)
-
-
 def test_a_failed_capture_leaves_statistics_as_they_were():
     def body(linear, x):
         if torch.cuda.is_current_stream_capturing():
@@ -153,22 +145,6 @@ def test_a_callable_runs_under_autocast_with_what_was_given(monkeypatch, engine)
     assert given == [expected, expected]  # warm-up and capture
 
 
-def test_without_a_recipe_it_is_the_default_one(monkeypatch, engine):
-    recipes = []
-    monkeypatch.setattr(engine, "save_fp8_tensors", lambda modules, recipe: recipes.append(recipe))
-    capture([Linear()], recipe=None)
-    assert recipes == ["default recipe"]
-
-
-def test_calibration_alone_needs_no_recipe_and_its_replays_do_nothing_for_quantization(monkeypatch, engine):
-    recipes = []
-    monkeypatch.setattr(engine, "save_fp8_tensors", lambda modules, recipe: recipes.append(recipe))
-    (graphed,) = capture([Linear()], enabled=False, calibrating=True)
-    graphed(device_tensor(4, 6)).sum().backward()
-    assert recipes == [None]
-    assert State.reductions == []
-
-
 def test_a_refused_replay_leaves_the_reduction_to_the_next():
     (graphed,) = capture([Linear()])
     with autocast(enabled=True, recipe="recipe"):
@@ -183,11 +159,6 @@ def test_a_refused_replay_leaves_the_reduction_to_the_next():
 def test_a_function_cannot_be_quantized():
     with pytest.raises(TypeError, match=r"enabled\[1\] is True, but only modules can be quantized, and callable 1 is"):
         capture([Linear(), lambda x: x], enabled=(False, True))
-
-
-def test_no_entry_of_enabled_is_too_few():
-    with pytest.raises(ValueError, match="enabled must have one entry for each of 1 callables, got 0"):
-        capture([Linear()], enabled=())
 
 
 # ------------------------------------------------------------------------------------------------------- statistics
@@ -224,33 +195,6 @@ def test_attention_is_left_out_unless_the_recipe_quantizes_it():
         assert [meta is layer.linear.fp8_meta for meta in metas_after_a_replay(layer, recipe)] == registered
 
 
-def test_it_is_the_recipe_of_the_replay_that_says_whether_attention_is_quantized():
-    class Recipe:
-        fp8_mha = True
-
-    layer = Forward(lambda attention, x: attention(x))
-    layer.linear = AttentionOfMegatron()
-    (graphed,) = capture([layer], recipe="recipe")
-    with autocast(enabled=True, recipe=Recipe()):
-        graphed(device_tensor(4, 6))
-    assert [meta is layer.linear.fp8_meta for meta in State.metas] == [True]
-
-
-@pytest.mark.parametrize("kind", [Operation, Fused])
-def test_operations_register_the_directions_that_they_quantize(kind):
-    layer = kind()
-    metas = metas_after_a_replay(layer)
-    operation = layer if kind is Operation else layer.operation
-    assert len(metas) == 1 and metas[0] is operation._fp8_metas["forward"]
-
-
-def test_outside_of_autocast_nothing_is_registered_or_reduced():
-    (graphed,) = capture([Linear()])
-    State.reset()
-    graphed(device_tensor(4, 6)).sum().backward()
-    assert State.metas == [] and State.reductions == []
-
-
 # -------------------------------------------------------------------------------------------------------- arguments
 
 
@@ -259,55 +203,6 @@ def test_cached_weights_need_is_first_microbatch(value):
     (graphed,) = capture([Linear()], cache_quantized_params=True)
     with pytest.raises(ValueError, match=r"is_first_microbatch=True or False .*cache_quantized_params"):
         graphed(device_tensor(4, 6), is_first_microbatch=value)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "value"),
-    [
-        ("fp8_enabled", "enabled", True),
-        ("fp8_calibrating", "calibrating", True),
-        ("fp8_recipe", "recipe", "old recipe"),
-        ("fp8_group", "amax_reduction_group", "old group"),
-        ("fp8_weight_caching", "cache_quantized_params", True),
-    ],
-)
-def test_a_deprecated_spelling_means_the_new_one_and_warns(monkeypatch, engine, old, new, value):
-    given = []
-
-    def noted(**arguments):
-        given.append(arguments)
-        return autocast(**arguments)
-
-    monkeypatch.setattr(engine, "autocast", noted)
-    arguments = {"enabled": True, "recipe": "recipe"} | {new: None, old: value}
-    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated, use {new}"):
-        (graphed,) = capture([Linear()], **arguments)
-    if new == "cache_quantized_params":
-        with pytest.raises(ValueError, match="is_first_microbatch"):
-            graphed(device_tensor(4, 6))
-    else:
-        assert given[0][new] == value
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("fp8_enabled", "enabled"),
-        ("fp8_calibrating", "calibrating"),
-        ("fp8_recipe", "recipe"),
-        ("fp8_group", "amax_reduction_group"),
-        ("fp8_weight_caching", "cache_quantized_params"),
-    ],
-)
-def test_both_spellings_at_once_are_refused(old, new):
-    with pytest.raises(ValueError, match=f"{new} and its deprecated spelling {old} are both given"):
-        capture([Linear()], **{new: True, old: True})
-
-
-@pytest.mark.parametrize("enabled", [(True,), (True, False, True)], ids=len)
-def test_another_number_of_entries_than_callables_is_refused(enabled):
-    with pytest.raises(ValueError, match=f"enabled must have one entry for each of 2 callables, got {len(enabled)}"):
-        capture([Linear(), Linear()], enabled=enabled)
 
 
 @pytest.mark.parametrize("enabled", ["yes", 3, (True, 1)], ids=str)

@@ -1,14 +1,13 @@
 """RecordedQuantization: passes whose graphs update the statistics of FP8, with a TransformerEngine in miniature."""
 
 from collections import deque
-from contextlib import contextmanager
 
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable, capture_passes
+from megatron.core.transformer._cuda_graphs.engine.plan import unordered_plan
 from megatron.core.transformer._cuda_graphs.engine.quantization import Quantization, RecordedQuantization
-from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses, capture_passes
-from megatron.core.transformer._cuda_graphs.snapshot import Snapshot, quantized_aspect
 from tests.support import small_transformer_engine
 from tests.support.small_transformer_engine import QuantizedProduct, State, autocast
 
@@ -21,22 +20,6 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 def engine(monkeypatch):
     """The miniature in TransformerEngine's place."""
     return small_transformer_engine.installed(monkeypatch)
-
-
-class Owner:
-    """Manages nothing."""
-
-    @contextmanager
-    def running(self, phase):
-        yield
-
-    def before_forward(self):
-        pass
-
-    before_backward = after_backward = before_eager_forward = forget = before_forward
-
-    def captured_tensors(self):
-        return ()
 
 
 class Layer(torch.nn.Module, QuantizedProduct):
@@ -79,8 +62,16 @@ class Model:
             caches_params=self.caches,
         )
         self.recorded = RecordedQuantization(quantization, self.layers, self.recipe != "tensorwise")
-        passes = WholePasses("model", {"x": device_tensor(4, 6).detach()}, Owner(), quantized=self.recorded)
-        capture_passes([(passes, self.losses), (passes, None)], {passes: self.layers}, warmup)
+        passes = GraphedCallable(
+            *("model", self.losses, (), {"x": device_tensor(4, 6).detach()}),
+            module=self.layers,
+            quantized=self.recorded,
+            context=self.recorded.reading_flag,
+            holds_hooks=True,
+            copies_results=True,
+        )
+        around = [self.recorded.capturing()]
+        capture_passes(unordered_plan(1), [passes], num_warmup_iters=warmup, contexts=around)
         for layer in self.layers:
             layer.total.zero_()
         return passes
@@ -121,10 +112,10 @@ def train(engine, model, captured_after=None, eager=()):
             if passes is None or microbatch in eager:
                 losses = model.losses(x)
             elif model.around:
-                losses = passes([x])
+                losses = passes.replay([x])
             else:
                 with autocast(recipe=model.recipe):
-                    losses = passes([x])
+                    losses = passes.replay([x])
             losses.sum().backward()
             numbers += copies([losses])
         numbers += model.numbers()
@@ -141,31 +132,14 @@ def test_training_is_bit_equal_to_eager(engine, recipe, around, captured_after):
     assert_same_bits(train(engine, Model(recipe, around), captured_after), expected)
 
 
-@pytest.mark.parametrize("eager", [(0,), (1,), (0, 2)], ids=str)
-def test_micro_batches_may_run_eagerly_between_replays(engine, eager):
-    expected = train(engine, Model())
-    State.reset()
-    assert_same_bits(train(engine, Model(), 1, eager), expected)
-
-
 def test_replays_update_the_statistics_without_the_host(engine):
     model = Model()
     passes = model.capture(engine)
     State.reductions.clear()
     before = copies(model.statistics(model.layers[0]))
-    passes([device_tensor(4, 6, seed=9).detach()]).sum().backward()
+    passes.replay([device_tensor(4, 6, seed=9).detach()]).sum().backward()
     assert State.reductions == []
     assert not torch.equal(model.layers[0].fp8_meta["scale"], before[0])
-
-
-def test_under_the_callers_autocast_graphs_leave_the_forward_update_to_it(engine):
-    model = Model(around=False)
-    passes = model.capture(engine)
-    State.reductions.clear()
-    with autocast(recipe="recipe"):
-        losses = passes([device_tensor(4, 6, seed=9).detach()])
-    losses.sum().backward()
-    assert State.reductions == ["forward"]
 
 
 @pytest.mark.parametrize("warmup", [1, 3])
@@ -178,15 +152,6 @@ def test_a_capture_leaves_statistics_as_they_were_those_of_other_modules_too(eng
     model.capture(engine, warmup)
     for layer, values in zip(layers, before, strict=True):
         assert_same_bits(model.statistics(layer), values)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_after_a_capture_the_same_modules_are_to_quantize_weights_as_before(engine, first):
-    model = Model()
-    for layer in model.layers:
-        layer.is_first_microbatch = first
-    model.capture(engine)
-    assert [layer.is_first_microbatch for layer in model.layers] == [first, first]
 
 
 def test_a_failed_capture_leaves_statistics_and_the_flag_as_they_were(engine):
@@ -212,27 +177,6 @@ def test_a_failed_capture_leaves_statistics_and_the_flag_as_they_were(engine):
     assert stashed == [["of a pass that is still to come"], []]
 
 
-def quantized_weights(model, passes, is_first):
-    """The quantized weights after replays in which ``is_first`` says whether a step begins, of other weights each."""
-    found = []
-    for first in is_first:
-        if first:
-            model.begin_step()
-        passes([device_tensor(4, 6).detach()])
-        assert not any(layer.is_first_microbatch for layer in model.layers)
-        found += copies([model.layers[1].cached])
-        with torch.no_grad():
-            for layer in model.layers:
-                layer.weight.mul_(3)
-    return found
-
-
-def test_weights_are_quantized_again_where_a_step_begins(engine):
-    model = Model("tensorwise")
-    first, second, third = quantized_weights(model, model.capture(engine), [True, False, True])
-    assert torch.equal(first, second) and not torch.equal(second, third)
-
-
 def test_without_cached_weights_each_replay_quantizes_them_whatever_the_flag_says(engine):
     State.set_skip_fp8_weight_update_tensor(True)
     model = Model(caches=False)
@@ -242,50 +186,12 @@ def test_without_cached_weights_each_replay_quantizes_them_whatever_the_flag_say
     assert not any(layer._fp8_workspaces for layer in model.layers)
     model.begin_step()
     x = device_tensor(4, 6).detach()
-    before = copies([passes([x])])
+    before = copies([passes.replay([x])])
     with torch.no_grad():
         for layer in model.layers:
             layer.weight.mul_(3)
-    assert not torch.equal(passes([x]), before[0])
+    assert not torch.equal(passes.replay([x]), before[0])
     assert State.quantization_state.skip_fp8_weight_update_tensor.item() == 1
 
 
 # ------------------------------------------------------------------------------------------------- what is compared
-
-
-def another_recipe(model):
-    model.layers[0].fp8_meta["scale"] = model.layers[0].fp8_meta["scale"].clone()
-    State.quantization_state.global_scale_buffer["both"][0] = model.layers[0].fp8_meta["scale"]
-
-
-def another_module(model):
-    with autocast(recipe="recipe"):
-        Layer()(device_tensor(4, 6))
-
-
-def another_weight(model):
-    model.layers[1]._fp8_workspaces["weight"] = model.layers[1].cached.clone()
-
-
-def no_weight(model):
-    model.layers[1]._fp8_workspaces.clear()
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (another_recipe, "statistics of FP8"),
-        (another_module, "statistics of FP8"),
-        (another_weight, "weights quantized to FP8"),
-        (no_weight, "weights quantized to FP8"),
-    ],
-)
-def test_tensors_that_the_graphs_do_not_use_are_noticed(engine, change, what):
-    model = Model()
-    model.capture(engine)
-    assert model.recorded is not None
-    snapshot = Snapshot("", quantized_aspect(model.recorded.tensors))
-    assert not snapshot.changed()
-    change(model)
-    assert snapshot.changed()
-    assert what in snapshot.reason()

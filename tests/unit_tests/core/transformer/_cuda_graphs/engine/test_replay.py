@@ -31,15 +31,6 @@ def gradients(graphed, params, seed):
     return torch.autograd.grad(graphed(device_tensor(4, 6, seed=seed)).square().sum(), params)
 
 
-def test_parameter_gradients_survive_the_next_replay():
-    module = mlp(dropout=0.0)
-    graphed = make_graphed_callables(module, (device_tensor(4, 6),))
-    first = gradients(graphed, list(module.parameters()), 1)
-    kept = copies(first)
-    gradients(graphed, list(module.parameters()), 2)
-    assert_same_bits(list(first), kept)
-
-
 def test_without_clones_the_next_replay_overwrites_parameter_gradients():
     module = mlp(dropout=0.0)
     graphed = make_graphed_callables(module, (device_tensor(4, 6),), clone_param_grads_on_return=False)
@@ -59,28 +50,12 @@ def test_the_next_replay_overwrites_outputs_and_gradients_of_inputs():
     assert [[tensor[0].item() for tensor in result] for result in results] == [[9.0, 6.0], [9.0, 6.0]]
 
 
-def test_gradients_of_leaf_inputs_accumulate_over_replays():
-    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
-    x = torch.full((3,), 2.0, device="cuda", requires_grad=True)
-    for _ in range(3):
-        graphed(x).sum().backward()
-    assert x.grad.tolist() == [12.0] * 3
-
-
 def test_grad_of_a_leaf_input_survives_a_replay_on_another():
     graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
     first, second = (torch.full((3,), value, device="cuda", requires_grad=True) for value in (2.0, 3.0))
     for x in (first, second):
         graphed(x).sum().backward()
     assert (first.grad.tolist(), second.grad.tolist()) == ([4.0] * 3, [6.0] * 3)
-
-
-def test_a_backward_pass_whose_activations_were_overwritten_is_refused():
-    graphed = make_graphed_callables(mlp(), (device_tensor(4, 6),))
-    first, second = (graphed(device_tensor(4, 6, seed=seed)).sum() for seed in range(2))
-    second.backward()
-    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\): backward of a replay whose activations"):
-        first.backward()
 
 
 def test_a_module_that_is_used_twice_in_a_pass_is_refused_in_backward():
@@ -97,15 +72,6 @@ def test_forward_passes_without_backward_leave_the_next_step_alone():
     with torch.no_grad():
         module(device_tensor(4, 6, seed=5))
     assert_same_bits(list(torch.autograd.grad(module(x).sum(), x)), list(expected))
-
-
-def test_a_backward_pass_that_retains_its_graph_can_run_again():
-    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),), retain_graph_in_backward=True)
-    x = torch.full((3,), 2.0, device="cuda", requires_grad=True)
-    loss = graphed(x).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert x.grad.tolist() == [8.0] * 3
 
 
 def test_a_hook_of_an_unused_parameter_does_not_run_at_replay():
@@ -161,13 +127,6 @@ def test_a_tensor_at_the_static_address_is_copied_if_its_strides_differ():
     assert torch.equal(graphed(static.t())[0], expected)
 
 
-def test_a_conjugate_of_the_static_input_is_copied():
-    x = torch.full((2,), 2 + 4j, device="cuda")
-    graphed = make_graphed_callables(lambda x: (x * 1, x), (x.clone(),))
-    _, static = graphed(x)
-    assert torch.equal(graphed(static.conj())[0], x.conj())
-
-
 class _Doubled(torch.autograd.Function):
     """Twice its input; notes the gradients of its output, in capture the static one."""
 
@@ -182,9 +141,9 @@ class _Doubled(torch.autograd.Function):
         return grad * 2, None
 
 
-@pytest.mark.parametrize("view", [torch.t, torch.conj, torch.clone])
+@pytest.mark.parametrize("view", [torch.t, torch.clone])
 def test_a_gradient_at_the_static_address_is_copied_if_it_is_another_view_of_it(view):
-    x, grad = (torch.randn(4, 4, dtype=torch.complex64, device="cuda") for _ in range(2))
+    x, grad = (torch.randn(4, 4, device="cuda") for _ in range(2))
     x.requires_grad_()
     noted: list[torch.Tensor] = []
     graphed = make_graphed_callables(lambda x: _Doubled.apply(x, noted), (x.detach().requires_grad_(),))
@@ -210,6 +169,16 @@ def test_sample_inputs_that_share_memory_may_be_apart_in_a_replay():
     assert torch.equal(graphed(a, b), 2 * a - b)
 
 
+def run_two(calls, backwards) -> list:
+    """Outputs and gradients of two calls on inputs of their own; ``backwards`` is the order of backward passes."""
+    inputs = [device_tensor(4, 6, seed=seed) for seed in (1, 2)]
+    outputs = [call(x) for call, x in zip(calls, inputs, strict=True)]
+    numbers = copies(outputs)
+    for index in backwards:
+        outputs[index].sum().backward()
+    return numbers + copies([x.grad for x in inputs])
+
+
 def gated(linear, x):
     return linear(x) * x
 
@@ -233,34 +202,12 @@ def test_one_sample_input_for_several_callables_is_no_input_in_common(layers, op
     assert_same_bits(run_two(graphed, backwards), run_two(calls, backwards))
 
 
-def run_two(calls, backwards) -> list:
-    """Outputs and gradients of two calls on inputs of their own; ``backwards`` is the order of backward passes."""
-    inputs = [device_tensor(4, 6, seed=seed) for seed in (1, 2)]
-    outputs = [call(x) for call, x in zip(calls, inputs, strict=True)]
-    numbers = copies(outputs)
-    for index in backwards:
-        outputs[index].sum().backward()
-    return numbers + copies([x.grad for x in inputs])
-
-
-def test_inputs_without_grad_stay_shared_by_callables():
-    modules = tuple(Forward(lambda linear, x, mask: linear(x) * mask) for _ in range(2))
-    mask = device_tensor(4, 6, grad=False)
-    slots = make_graphed_callables(modules, [(device_tensor(4, 6), mask) for _ in modules], _order=[1, -1])
-    assert [slot.inputs[1] is mask for slot in slots] == [True, True]
-
-
 def test_a_module_in_the_other_mode_runs_eagerly():
     module, x = mlp(dropout=0.5), device_tensor(4, 6)
     expected = module.eval()(x).detach().clone()
     graphed = make_graphed_callables(module.train(), (device_tensor(4, 6, seed=1),))
     assert torch.equal(graphed.eval()(x), expected)
     assert not torch.equal(graphed.train()(x), expected)
-
-
-def test_modules_captured_in_evaluation_mode_hold_nothing_for_a_backward_pass():
-    (slot,) = make_graphed_callables((mlp().eval(),), ((device_tensor(4, 6),),), _order=[1, -1])
-    assert [output.grad_fn for output in slot.outputs] == [None]
 
 
 def test_modules_captured_in_evaluation_mode_have_no_backward():
@@ -359,10 +306,3 @@ def test_a_parameter_that_was_unfrozen_since_capture_is_refused():
         module(device_tensor(4, 6))
     with torch.no_grad():
         module(device_tensor(4, 6))
-
-
-def test_a_parameter_that_was_frozen_since_capture_gets_no_gradient():
-    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
-    module[0].weight.requires_grad_(False)
-    module(device_tensor(4, 6)).sum().backward()
-    assert [param.grad is None for param in module.parameters()] == [True, False, False, False]

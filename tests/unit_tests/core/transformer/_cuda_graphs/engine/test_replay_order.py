@@ -90,25 +90,6 @@ def test_a_layer_that_overwrote_another_is_noticed_though_its_own_backward_pass_
         gradients(aside.sum(), x, layers)
 
 
-def test_a_backward_pass_in_parts_is_an_error_where_the_first_part_overwrites_what_the_second_reads():
-    layers, (slots,) = captured()
-    x, first, *_, output = forward(slots, range(COUNT))
-    gradients(first.sum(), x, layers, retain_graph=True)
-    with pytest.raises(RuntimeError, match=OVERWRITTEN.format(3, 0)):
-        gradients(output.sum(), x, layers)
-
-
-@pytest.mark.parametrize("stops_after", range(1, COUNT))
-def test_a_pass_that_ended_early_changes_nothing(stops_after):
-    layers, (slots,) = captured()
-    numbers = []
-    for calls in (layers, slots):
-        forward(calls, range(stops_after), seed=1)
-        x, *_, output = forward(calls, range(COUNT))
-        numbers.append(gradients(output.sum(), x, layers))
-    assert_same_bits(*numbers)
-
-
 def test_micro_batches_in_another_order_are_an_error():
     layers, slots = captured(microbatches=2)
     second = forward(slots[1], range(COUNT))

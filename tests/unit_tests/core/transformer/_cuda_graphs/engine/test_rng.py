@@ -13,8 +13,6 @@ import torch
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
-from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer._cuda_graphs import state as capture_state
 from megatron.core.transformer._cuda_graphs.engine.rng import (
     GraphStates,
     generator_states,
@@ -35,11 +33,6 @@ def test_tensors_are_cloned_wherever_they_are():
     tensor.zero_()
     assert cloned == {"a": [1.0, (1.0, 3)], "b": (1.0, None)}
     assert type(cloned["b"]) is Pair
-
-
-def test_what_holds_no_tensor_is_shared():
-    item = object()
-    assert _clone_nested_tensors([item])[0] is item
 
 
 @pytest.mark.parametrize("kind", [set, frozenset])
@@ -65,29 +58,6 @@ def test_the_state_of_a_generator_is_no_inference_tensor_any_more():
         assert generator.state.value.is_inference()
         _ensure_generator_state_is_cudagraph_safe(generator)
     assert not generator.state.value.is_inference()
-
-
-@pytest.mark.usefixtures("cpu_backend")
-def test_generators_that_share_a_state_share_it_afterwards():
-    generator = torch.Generator(device="cuda")
-    shared = generator.graphsafe_get_state()
-    _ensure_generator_state_is_cudagraph_safe(generator)
-    generator.manual_seed(8)
-    assert torch.equal(shared.get_state(), generator.get_state())
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "asked", "name"),
-    [
-        ("_set_capture_start", "_set_capture_end", "is_graph_capturing", "_IS_GRAPH_CAPTURING"),
-        ("_set_warmup_start", "_set_warmup_end", "is_graph_warmup", "_IS_GRAPH_WARMUP"),
-    ],
-)
-def test_there_is_one_state_of_capture_and_one_of_warm_up(start, end, asked, name):
-    for call, value in ((start, True), (end, False)):
-        getattr(cuda_graphs, call)()
-        assert getattr(cuda_graphs, asked)() is getattr(capture_state, asked)() is value
-        assert getattr(cuda_graphs, name) is value
 
 
 # ---------------------------------------------------------------------------------------------- states of generators
@@ -166,16 +136,6 @@ def test_random_numbers_of_the_host_are_refused_and_drawn_again_afterwards(cpu_b
     assert DRAWS[name]() == drawn[0]
 
 
-def test_random_numbers_of_the_device_are_not_refused(cpu_backend):
-    with refuse_host_draws():
-        torch.rand(2, device="cuda")
-
-
-def test_an_error_is_raised_as_it_is_where_random_numbers_were_drawn_on_the_host(cpu_backend):
-    with pytest.raises(KeyError), refuse_host_draws():
-        raise KeyError(random.random())
-
-
 # ------------------------------------------------------------------------------------------------ Megatron's tracker
 
 
@@ -212,30 +172,6 @@ def test_graphs_draw_from_a_state_that_the_tracker_has_got(drawing, inside):
     states.adopt()
     after = tracker.get_states()["model-parallel-rng"]
     assert torch.equal(after.get_state(), of_graphs.get_state())
-
-
-def test_states_of_the_same_value_are_not_taken_for_one(drawing):
-    tracker, states, of_graphs = drawing
-    before = of_graphs.get_state()
-    tracker.set_states({"model-parallel-rng": of_graphs.clone_state()})
-    states.adopt()
-    assert torch.equal(of_graphs.get_state(), before)
-    with tracker.fork():
-        torch.rand(2, device="cuda")
-    assert not torch.equal(of_graphs.get_state(), before)
-
-
-def test_states_are_compared_without_writing_to_them(drawing, monkeypatch):
-    tracker, states, of_graphs = drawing
-    with tracker.fork():
-        torch.rand(2, device="cuda")
-    assert tracker.get_states()["model-parallel-rng"] is not of_graphs
-    written: list = []
-    for name in ("set_state", "manual_seed", "seed"):
-        monkeypatch.setattr(type(of_graphs), name, lambda generator, *value: written.append(value))
-    states.adopt()
-    assert tracker.get_states()["model-parallel-rng"] is of_graphs
-    assert written == []
 
 
 class TracksNoName:

@@ -63,27 +63,6 @@ def test_a_replay_overwrites_the_gradients_that_the_backward_before_it_returned_
     assert [bool(grad.isnan().any()) for grad in grads] == [True, False, False]
 
 
-def test_without_sharing_gradients_stay():
-    slots = captured_for_sharing([1, -1], shares=False, layers=3)
-    inputs = [device_tensor(4, 6, seed=slot) * 1 for slot in range(3)]
-    outputs = [slot(x) for slot, x in zip(slots, inputs, strict=True)]
-    grads = []
-    for x, output in zip(reversed(inputs), reversed(outputs), strict=True):
-        grads += torch.autograd.grad(output.sum(), x)
-    assert not any(grad.isnan().any() for grad in grads)
-
-
-def test_static_gradients_lie_in_memory_as_their_outputs_do():
-    layers = (
-        Forward(lambda linear, x: linear(x).square()),
-        Forward(lambda linear, x: linear(x).square().t().contiguous().t()),
-    )
-    samples = [(device_tensor(6, 6, seed=slot),) for slot in range(2)]
-    slots = make_graphed_callables(layers, samples, _order=[1, -1, 2, -2], _reuse_graph_input_output_buffers=True)
-    strides = [slot.grad_outputs[0].stride() for slot in slots]
-    assert strides == [slot.outputs[0].stride() for slot in slots] == [(6, 1), (1, 6)]
-
-
 # ------------------------------------------------------------------------------------- gradients that are handed on
 
 
@@ -203,36 +182,3 @@ def test_what_a_layer_returns_stays_though_it_was_made_after_warm_up():
     gc.collect()
     assert not table.expired()
     assert slot(device_tensor(4, 6))[1].eq(5).all()
-
-
-def test_memory_of_the_host_that_a_layer_returns_stays():
-    made: list[StorageWeakRef] = []
-
-    def with_counts(linear, x):
-        counts = torch.full((4,), 3)  # on the host, as the token counts of an MoE layer that pads to capacity
-        made.append(StorageWeakRef(counts.untyped_storage()))
-        return linear(x), counts
-
-    (slot,) = make_graphed_callables(
-        (Forward(with_counts),), ((device_tensor(4, 6),),), _order=[1, -1], _reuse_graph_input_output_buffers=True
-    )
-    gc.collect()
-    assert [reference.expired() for reference in made] == [True] * 3 + [False]
-    assert slot(device_tensor(4, 6))[1].tolist() == [3] * 4
-
-
-def test_an_output_that_is_a_conjugate_stays_one():
-    def conjugate(linear, x):
-        return torch.view_as_complex(linear(x).view(4, 3, 2)).conj()
-
-    (slot,) = make_graphed_callables(
-        (layer := Forward(conjugate),),
-        ((device_tensor(4, 6),),),
-        _order=[1, -1],
-        _reuse_graph_input_output_buffers=True,
-    )
-    x = device_tensor(4, 6, seed=3)
-    expected = layer(x)
-    output = slot(x)
-    assert output.is_conj()
-    assert torch.equal(output.detach(), expected.detach())

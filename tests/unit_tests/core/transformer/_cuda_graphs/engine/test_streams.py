@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.engine.graph import capture_stream, make_workspaces
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
-from megatron.core.transformer._cuda_graphs.engine.streams import capture_stream, make_workspaces
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
@@ -49,12 +49,6 @@ def test_a_gradient_on_the_legacy_stream_is_refused_before_capture(weight, x):
     ):
         make_graphed_callables(Layer(), (leaf(3, 3, requires_grad=x),))
     assert captures == []
-
-
-def test_the_hooks_that_look_for_the_legacy_stream_are_gone_after_warm_up():
-    layer = torch.nn.Linear(3, 3).cuda()
-    make_graphed_callables(layer, (torch.ones(2, 3, device="cuda", requires_grad=True),))
-    assert not any(param._backward_hooks for param in layer.parameters())
 
 
 def test_workspaces_are_made_in_a_forward_and_a_backward_pass_also_without_grad(monkeypatch):

@@ -7,16 +7,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine import sanitizer
-from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
-from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses, capture_passes
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable, GraphOwner, capture_passes
+from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, Step, ordered_plan, unordered_plan
 
 from .captured_cases import assert_same_bits, copies, device_tensor, mlp
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
-class Owner:
+class Owner(GraphOwner):
     """Notes when it is called, and whether a capture is under way."""
 
     def __init__(self):
@@ -41,11 +40,26 @@ class Owner:
     def before_eager_forward(self):
         self.events.append("before eager forward")
 
-    def captured_tensors(self):
-        return ()
-
     def forget(self):
         self.events.append("forgotten")
+
+
+def whole(name, func, module, inputs, owner):
+    return GraphedCallable(
+        name,
+        func,
+        (),
+        inputs,
+        module=module,
+        owner=owner,
+        holds_hooks=True,
+        copies_results=True,
+        allow_unused_input=True,
+    )
+
+
+def capture(plan, slots, warmup=1, training=True):
+    capture_passes(plan, slots, num_warmup_iters=warmup, shares_memory=True, training=training)
 
 
 class Sums:
@@ -77,8 +91,8 @@ def inputs(seed):
 
 def captured(model, owner=None, warmup=2):
     x, weights = inputs(0)
-    passes = WholePasses("model", {"x": x, "weights": weights}, owner or Owner())
-    capture_passes([(passes, model.losses), (passes, None)], {passes: model.module}, warmup)
+    passes = whole("model", model.losses, model.module, {"x": x, "weights": weights}, owner or Owner())
+    capture(unordered_plan(1), [passes], warmup)
     model.zero()
     return passes
 
@@ -90,7 +104,7 @@ def trained(graphs):
     numbers = []
     for step in range(3):
         given = inputs(step)
-        losses = passes(given) if passes is not None else model.losses(*given)
+        losses = passes.replay(given) if passes is not None else model.losses(*given)
         losses.mean().backward()
         numbers += copies([losses, *model.sums.values()])
     return numbers
@@ -115,7 +129,7 @@ def test_the_owner_surrounds_warm_up_capture_and_replays():
         "backward ends",
     ]
     owner.events.clear()
-    passes(inputs(1)).sum().backward()
+    passes.replay(inputs(1)).sum().backward()
     assert owner.events == ["before forward", "before backward", "after backward"]
     passes.reset()
     assert owner.events[-1] == "forgotten"
@@ -125,31 +139,15 @@ def test_replays_run_no_python_of_the_function():
     model = Sums()
     passes = captured(model)
     model.module.register_forward_hook(lambda *_: pytest.fail("the module ran"))
-    passes(inputs(1)).sum().backward()
+    passes.replay(inputs(1)).sum().backward()
 
 
 def test_outputs_outlive_the_next_replay():
     passes = captured(Sums())
-    losses = passes(inputs(1))
+    losses = passes.replay(inputs(1))
     before = losses.detach().clone()
-    assert not torch.equal(passes(inputs(2)), before)
+    assert not torch.equal(passes.replay(inputs(2)), before)
     assert torch.equal(losses, before)
-
-
-def test_a_backward_pass_after_another_forward_replay_is_refused():
-    passes = captured(Sums())
-    losses = passes(inputs(1))
-    passes(inputs(2))
-    with pytest.raises(RuntimeError, match="whose activations a later replay has overwritten"):
-        losses.sum().backward()
-
-
-def test_after_reset_a_call_says_so():
-    passes = captured(Sums())
-    passes.reset()
-    assert (passes.forward_graph, passes.backward_graph) == (None, None)
-    with pytest.raises(RuntimeError, match="the graphs of model were reset"):
-        passes(inputs(1))
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -167,10 +165,10 @@ def test_a_failed_capture_leaves_no_graphs_and_the_process_as_it_was(phase):
 
     x, weights = inputs(0)
     owner = Owner()
-    passes = WholePasses("model", {"x": x, "weights": weights}, owner)
+    passes = whole("model", losses, model.module, {"x": x, "weights": weights}, owner)
     rng, stream = torch.cuda.get_rng_state(), torch.cuda.current_stream()
     with pytest.raises(RuntimeError, match="when stream is capturing"):
-        capture_passes([(passes, losses), (passes, None)], {passes: model.module}, 1)
+        capture(unordered_plan(1), [passes])
     assert (passes.forward_graph, passes.backward_graph) == (None, None)
     assert owner.events[-1] == "forgotten"
     assert torch.equal(torch.cuda.get_rng_state(), rng)
@@ -179,78 +177,17 @@ def test_a_failed_capture_leaves_no_graphs_and_the_process_as_it_was(phase):
     assert not torch.cuda.is_current_stream_capturing()
 
 
-def test_buffers_are_as_before_the_capture():
-    class Counts(Sums):
-        def __init__(self):
-            super().__init__()
-            self.module.register_buffer("calls", torch.zeros((), device="cuda"))
-
-        def losses(self, x, weights):
-            self.module.calls.add_(1)
-            return super().losses(x, weights)
-
-    model = Counts()
-    passes = captured(model)
-    assert model.module.calls.item() == 0
-    passes(inputs(1))
-    assert model.module.calls.item() == 1
-
-
-class Owning(Owner):
-    """Owns a tensor that the graphs use."""
-
-    def __init__(self):
-        super().__init__()
-        self.shard = device_tensor(4).detach()
-
-    def captured_tensors(self):
-        return [("the shard", self.shard)]
-
-
-def move_parameter(model, owner, passes):
-    model.module[0].weight.data = model.module[0].weight.data.clone()
-
-
-def move_what_the_owner_has(model, owner, passes):
-    owner.shard = owner.shard.clone()
-
-
-def move_input(model, owner, passes):
-    passes.inputs["weights"].data = passes.inputs["weights"].clone()
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (move_parameter, "0.weight at 0x.* was freed"),
-        (move_what_the_owner_has, "the shard at 0x.* was freed"),
-        (move_input, "input weights at 0x.* was freed"),
-    ],
-)
-def test_the_sanitizer_names_memory_that_went(monkeypatch, phase, change, named):
-    monkeypatch.setenv(sanitizer.VARIABLE, "1")
-    model, owner = Sums(), Owning()
-    passes = captured(model, owner)
-    losses = passes(inputs(1))
-    losses.mean().backward()
-    losses = passes(inputs(2)) if phase == "backward" else None
-    change(model, owner, passes)
-    with pytest.raises(MovedBufferError, match=f"before the {phase} replay of model, the memory of {named}"):
-        passes(inputs(3)) if losses is None else losses.mean().backward()
-
-
 def test_passes_without_grad_are_one_graph_and_their_outputs_new_tensors():
     model, owner = Sums(), Owner()
     model.module.eval()
     x, weights = inputs(0)
-    passes = WholePasses("model", {"x": x, "weights": weights}, owner, has_backward=False)
+    passes = whole("model", model.losses, model.module, {"x": x, "weights": weights}, owner)
     with torch.no_grad():
-        capture_passes([(passes, model.losses)], {passes: model.module}, 1)
+        capture(unordered_plan(1), [passes], training=False)
         assert owner.events == ["forward", "forward ends", "forward captured", "forward ends"]
         assert passes.forward_graph is not None and passes.backward_graph is None
         expected = [model.losses(*inputs(step)) for step in range(2)]
-        replayed = [passes(inputs(step)) for step in range(2)]
+        replayed = [passes.replay(inputs(step)) for step in range(2)]
     assert_same_bits(replayed, expected)
     assert passes.replays == 2
     assert not any(total.any() for total in model.sums.values())
@@ -267,18 +204,14 @@ def chunk_passes(order, graphs, skipped=()):
     """
     models = {chunk: Sums() for chunk in (1, 2)}
     functions = {chunk: lambda x, model=model: model.module(x) for chunk, model in models.items()}
-    slots: dict[tuple[int, int], WholePasses] = {}
+    slots: dict[tuple[int, int], GraphedCallable] = {}
     if graphs:
-        turns, counts = [], Counter[int]()
-        for step in order:
-            chunk, number = abs(step), counts[step]
-            counts[step] += 1
-            if step > 0:
+        for chunk in models:
+            for number in range(order.count(chunk)):
                 x = device_tensor(4, 6, seed=0).detach().requires_grad_()
-                slots[chunk, number] = WholePasses(f"chunk {chunk}, {number}", {"x": x}, Owner())
-            turns.append((slots[chunk, number], functions[chunk] if step > 0 else None))
-        modules = {passes: models[chunk].module for (chunk, _), passes in slots.items()}
-        capture_passes(turns, modules, 1)
+                name = f"chunk {chunk}, {number}"
+                slots[chunk, number] = whole(name, functions[chunk], models[chunk].module, {"x": x}, Owner())
+        capture(ordered_plan(order, 1, 2), list(slots.values()))
         for model in models.values():
             model.zero()
     numbers = []
@@ -290,7 +223,7 @@ def chunk_passes(order, graphs, skipped=()):
             if step > 0:
                 x = device_tensor(4, 6, seed=10 * round_ + number).detach().requires_grad_()
                 replays = graphs and number not in skipped
-                running[chunk, number] = x, slots[chunk, number]([x]) if replays else functions[chunk](x)
+                running[chunk, number] = x, slots[chunk, number].replay([x]) if replays else functions[chunk](x)
             else:
                 x, output = running[chunk, number]
                 output.backward(device_tensor(*output.shape, seed=number + 50).detach())
@@ -305,49 +238,40 @@ def test_passes_of_several_micro_batches_in_flight_are_bit_equal_to_eager_ones(s
     assert_same_bits(chunk_passes(ORDER, True, skipped), chunk_passes(ORDER, False))
 
 
+# Both forward passes, then both backward passes in the same order.
+FIRST_OUT = Plan((0, 1), tuple((Step(slot, kind),) for kind in (Pass.FORWARD, Pass.BACKWARD) for slot in (0, 1)))
+
+
 def pair_of_slots():
     model = Sums()
     slots = []
     for number in range(2):
         x, weights = inputs(number)
-        slots.append(WholePasses(f"micro-batch {number}", {"x": x, "weights": weights}, Owner()))
-    first, second = slots
-    turns = [(first, model.losses), (second, model.losses), (first, None), (second, None)]
-    capture_passes(turns, dict.fromkeys(slots, model.module), 1)
+        slots.append(whole(f"micro-batch {number}", model.losses, model.module, {"x": x, "weights": weights}, Owner()))
+    capture(FIRST_OUT, slots)
     return slots
 
 
 def test_a_replay_out_of_the_order_of_capture_is_refused():
     first, second = pair_of_slots()
-    losses = second(inputs(1))
-    first(inputs(2))
+    losses = second.replay(inputs(1))
+    first.replay(inputs(2))
     with pytest.raises(RuntimeError, match="micro-batch 1: backward of a replay whose activations a later"):
         losses.sum().backward()
 
 
-def test_slots_share_one_pool_and_a_static_gradient():
-    first, second = pair_of_slots()
-    graphs = [graph for slot in (first, second) for graph in (slot.forward_graph, slot.backward_graph)]
-    assert len({tuple(graph.pool()) for graph in graphs}) == 1
-    assert first._replay._grad_outputs[0][0] is second._replay._grad_outputs[0][0]
-
-
 def test_a_slot_that_fails_leaves_no_graphs_of_others():
     model = Sums()
-    slots = []
-    for number in range(2):
-        x, weights = inputs(number)
-        slots.append(WholePasses(f"micro-batch {number}", {"x": x, "weights": weights}, Owner()))
 
     def failing(x, weights):
         losses = model.losses(x, weights)
         return losses * losses.sum().item() if torch.cuda.is_current_stream_capturing() else losses
 
+    slots = []
+    for number, func in enumerate((model.losses, failing)):
+        x, weights = inputs(number)
+        slots.append(whole(f"micro-batch {number}", func, model.module, {"x": x, "weights": weights}, Owner()))
     with pytest.raises(RuntimeError, match="when stream is capturing"):
-        capture_passes(
-            [(slots[0], model.losses), (slots[1], failing), (slots[0], None), (slots[1], None)],
-            dict.fromkeys(slots, model.module),
-            1,
-        )
+        capture(FIRST_OUT, slots)
     assert [(slot.forward_graph, slot.backward_graph) for slot in slots] == [(None, None)] * 2
     assert not torch.cuda.is_current_stream_capturing()

@@ -61,7 +61,7 @@ class TestRefusals:
     def test_delayed_weight_gradients_are_refused(self):
         model = stack(count=1)
         patch = mock.patch(
-            "megatron.core.transformer._cuda_graphs.engine.slot.SlotCapture.delays_weight_gradients",
+            "megatron.core.transformer._cuda_graphs.engine.captured.GraphedCallable.delays_weight_gradients",
             property(lambda _: True),
         )
         with patch, pytest.raises(ValueError, match="--delay-wgrad-compute"):

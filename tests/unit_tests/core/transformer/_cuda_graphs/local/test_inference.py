@@ -46,7 +46,7 @@ class TestInference:
             for step in range(3):
                 out, _ = layer(batch(step), cache_key="one")
                 assert torch.equal(out, layer.forward(batch(step), eager=True)[0])
-        assert layer.eager_calls == 2 + 1 + 3  # to warm up, to capture, and to compare
+        assert layer.calls.count == 2 + 1 + 3  # to warm up, to capture, and to compare
 
     def test_each_key_has_a_graph(self):
         layer = self.inline(num_warmup_steps=1)
@@ -74,7 +74,7 @@ class TestInference:
             hidden, _ = first(batch(0), cache_key=0)
             second(hidden, cache_key=0)
         (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in (first, second))
-        assert two.slot.inputs[0].data_ptr() == one.slot.outputs[0].data_ptr()
+        assert two.graphs.inputs[0].data_ptr() == one.graphs.outputs[0].data_ptr()
 
     def test_layers_read_a_tensor_that_all_of_them_take_in_one_place(self):
         layers, references = [self.inline() for _ in range(2)], stack(count=2, graphs=False).layers.eval()
@@ -87,7 +87,7 @@ class TestInference:
             ):
                 assert torch.equal(layer(batch(step), scale=given, cache_key=0)[0], reference(batch(step), given)[0])
         (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in layers)
-        one, two = (runner.slot.inputs for runner in (one, two))
+        one, two = (runner.graphs.inputs for runner in (one, two))
         assert one[1].data_ptr() == two[1].data_ptr()
         assert one[0].data_ptr() != two[0].data_ptr()
 
@@ -188,7 +188,7 @@ class TestInference:
         layer = self.inline(num_warmup_steps=0)
         layer(batch(0), cache_key=0)
         assert layer.manager.cudagraph_runners[0].num_warmup_steps == 0
-        assert layer.eager_calls == 1
+        assert layer.calls.count == 1
 
     def test_a_function_of_an_object_that_is_no_module_is_graphed(self):
         class Plain:

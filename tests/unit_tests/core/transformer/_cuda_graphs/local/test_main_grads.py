@@ -5,59 +5,31 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.local.runner import accumulate_into_main_grads
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs, delete_cuda_graphs
 
 from .local_graph_cases import HIDDEN, Layer, Stack, add_to_main_grad, batch, groups, use_graphable_rng
 
 
-def param(main_grad=None, added: bool | None = None) -> Any:
-    made: Any = torch.nn.Parameter(torch.zeros(2))
-    if main_grad is not None:
-        made.main_grad = torch.full((2,), main_grad)
-    if added is not None:
-        made.grad_added_to_main_grad = added
-    return made
-
-
+@pytest.mark.usefixtures("cpu_backend", "no_graphs")
 def test_gradients_are_added_in_the_precision_of_the_main_gradient():
-    target = param(1.0)
-    target.main_grad = torch.ones(2, dtype=torch.float64)
-    assert accumulate_into_main_grads([target], [torch.full((2,), 0.5)], ()) == [None]
-    assert target.main_grad.tolist() == [1.5, 1.5]
-    assert target.main_grad.dtype is torch.float64
+    use_graphable_rng()
+    layer = Layer().cuda()
+    (runner,) = (layer(batch(0)), layer.cudagraph_manager.cudagraph_runners)[1]
 
+    def param(**attributes):
+        made: Any = torch.nn.Parameter(torch.zeros(2))
+        vars(made).update(attributes)
+        return made
 
-def test_what_the_layer_has_added_itself_is_not_added_again():
-    target = param(1.0, added=True)
-    assert accumulate_into_main_grads([target], [torch.ones(2)], ()) == [None]
-    assert target.main_grad.tolist() == [1, 1]
-
-
-def test_the_gradient_of_a_sharded_weight_is_not_added():
-    target = param(1.0)
-    target.is_gtp_weight_remat = True  # megatron-core's mark of a weight that adds its own
-    assert accumulate_into_main_grads([target], [torch.ones(2)], ()) == [None]
-    assert target.main_grad.tolist() == [1, 1]
-
-
-def test_a_gradient_without_a_main_gradient_is_left():
-    grad = torch.ones(2)
-    assert accumulate_into_main_grads([param()], [grad], ())[0] is grad
-
-
-def test_no_gradient_is_nothing_to_add():
-    target = param(1.0)
-    assert accumulate_into_main_grads([target, param()], [None, None], ()) == [None, None]
-    assert target.main_grad.tolist() == [1, 1]
-
-
-def test_gradients_of_shared_parameters_are_left_unless_the_layer_has_added_them():
-    shared, added, own = param(1.0), param(1.0, added=True), param(1.0)
-    grad = torch.ones(2)
-    left = accumulate_into_main_grads([shared, added, own], [grad] * 3, shared=[shared, added])
-    assert left == [grad, None, None]
-    assert [each.main_grad.tolist() for each in (shared, added, own)] == [[1, 1], [1, 1], [2, 2]]
+    wide = param(main_grad=torch.ones(2, dtype=torch.float64))
+    added = param(main_grad=torch.ones(2), grad_added_to_main_grad=True)
+    sharded = param(main_grad=torch.ones(2), is_gtp_weight_remat=True)
+    shared, without = param(main_grad=torch.ones(2)), param()
+    runner.shared_params = (shared,)
+    params = [wide, added, sharded, shared, without, wide]
+    grad = torch.full((2,), 0.5)
+    assert runner.take(params, [*[grad] * 5, None]) == [None, None, None, grad, grad, None]
+    assert [param.main_grad.tolist() for param in params[:4]] == [[1.5, 1.5], [1, 1], [1, 1], [1, 1]]
 
 
 class FusedProduct(torch.autograd.Function):

@@ -160,7 +160,7 @@ class TestCopies:
             copied.linear.bias.zero_()
         assert torch.equal(copied(batch(0))[0], batch(0))
         assert torch.equal(copied.forward(batch(0), eager=True)[0], batch(0))
-        assert layer.eager_calls == 0
+        assert layer.calls.count == 0
         assert not layer.manager.cudagraph_runners
 
 
@@ -243,6 +243,6 @@ class TestManager:
         x = batch(0).requires_grad_()
         layer(x)[0].sum().backward()
         create_cudagraphs()
-        before = layer.eager_calls
+        before = layer.calls.count
         assert torch.equal(layer(x)[0], layer.forward(x, eager=True)[0])
-        assert layer.eager_calls == before + 1
+        assert layer.calls.count == before + 1

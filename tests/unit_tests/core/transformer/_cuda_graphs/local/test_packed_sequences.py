@@ -33,7 +33,7 @@ class Attention(Layer):
     """Attention among the tokens of each sequence, those of the padding left out."""
 
     def forward(self, hidden_states, *args, packed_seq_params=None, **kwargs):
-        self.eager_calls += 1
+        self.calls.count += 1
         tokens = torch.arange(TOKENS, device=torch.device("cuda"))
         starts = packed_seq_params.cu_seqlens_q_padded
         lengths = packed_seq_params.cu_seqlens_q.diff()
@@ -100,7 +100,7 @@ def test_other_lengths_train_bit_for_bit_as_eager(pipeline, microbatches, option
 def test_all_layers_read_lengths_in_one_place():
     _, model = run(True, [[packed((3, 4, 1), (4, 4, 4))]] * 2)
     places = {
-        tensor.data_ptr() for runner in runners(model) for tensor in runner.slot.inputs if tensor.dtype == torch.int32
+        tensor.data_ptr() for runner in runners(model) for tensor in runner.graphs.inputs if tensor.dtype == torch.int32
     }
     assert len(places) == 2
 

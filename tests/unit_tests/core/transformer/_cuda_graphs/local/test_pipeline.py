@@ -43,7 +43,7 @@ class TestPipeline:
             self.run(True, "FFBB", later="FFF")
 
     def test_refuses_a_forward_pass_that_would_overwrite_memory_in_use(self):
-        with pytest.raises(RuntimeError, match=r"layer 3 .* cannot run its backward pass: layer 3 .* has overwritten"):
+        with pytest.raises(RuntimeError, match=r"layer 3 .* a later replay has overwritten, that of layer 3"):
             self.run(True, "FFBFBB", later="FFFBBB")
 
     def test_static_memory_of_a_microbatch_serves_a_later_one(self):
@@ -52,4 +52,4 @@ class TestPipeline:
         assert len(first) == 5
         # the inputs of two micro-batches in flight and, while one of them goes back, the gradient of its output
         assert len(_CudagraphGlobalRecord.recording.buffers.pool.tensor_strong_refs) == 3
-        assert len({runner.slot.inputs[0].data_ptr() for runner in first}) == 3
+        assert len({runner.graphs.inputs[0].data_ptr() for runner in first}) == 3

@@ -173,7 +173,7 @@ class TestDeletion:
         model = stack()
         record(model)
         (runner, *_) = runners(model)
-        graph, place = weakref.ref(runner.fwd_graph), weakref.ref(runner.replayed.static_inputs[0][0].tensor)
+        graph, place = weakref.ref(runner.fwd_graph), weakref.ref(runner.graphs.static_inputs[0][0].tensor)
         del runner
         delete_cuda_graphs()
         gc.collect()

@@ -346,9 +346,8 @@ class TestSecondDerivatives:
         model, x = stack(count=1), batch(0).requires_grad_()
         model(x).sum().backward()
         create_cudagraphs()
-        (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match=r"layer 1 \(Layer\): CUDA graphs compute first derivatives only"):
-            first.sum().backward()
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
 class TestStatus:
@@ -373,7 +372,7 @@ class TestStatus:
         record(model)
         loss = model(batch(1)).sum()
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="one backward pass for each forward pass"):
+        with pytest.raises(RuntimeError, match="later replay has overwritten"):
             loss.backward()
 
     def test_at_the_end_of_a_step_no_runner_is_busy(self):

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer._cuda_graphs import replay_conditions
+from megatron.core.transformer._cuda_graphs import snapshot
 from megatron.core.transformer.cuda_graphs import (
     ArgMetadata,
     CudaGraphManager,
@@ -45,22 +45,22 @@ class TestBuffers:
         model = stack()
         record(model)
         first, second, _ = runners(model)
-        assert second.slot.inputs[0].data_ptr() == first.slot.outputs[0].data_ptr()
+        assert second.graphs.inputs[0].data_ptr() == first.graphs.outputs[0].data_ptr()
 
     def test_a_layer_reads_the_gradient_where_the_one_after_puts_it(self):
         model = stack()
         record(model)
         first, second, _ = runners(model)
-        assert first.slot.grad_outputs[0].data_ptr() == second.slot.grad_inputs[0].data_ptr()
+        assert first.graphs.grad_outputs[0].data_ptr() == second.graphs.grad_inputs[0].data_ptr()
 
     def test_a_tensor_that_all_layers_take_has_one_static_place_and_is_copied_once(self):
         model = stack()
         scale = torch.ones(1, HIDDEN).cuda()
         record(model, scale=scale)
-        places = {runner.replayed.static_inputs[1][0] for runner in runners(model)}
+        places = {runner.graphs.static_inputs[1][0] for runner in runners(model)}
         assert len(places) == 1
         (place,) = places
-        unnoticed = mock.patch.dict(replay_conditions._CONTEXTS, {"TorchFunctionMode": lambda: 0})
+        unnoticed = mock.patch.dict(snapshot.CONTEXTS, {"TorchFunctionMode": lambda: 0})
         with unnoticed, CopiesInto(place.tensor) as copies:
             model(batch(1), scale=scale.clone())
         assert copies.count == 1
@@ -87,7 +87,7 @@ class TestBuffers:
         # A weak reference has a storage of its own, which the pool of the graphs does not know.
         owned = pool_of(CudaGraphManager.global_mempool)._owned
         for runner in runners(model):
-            slot = runner.slot
+            slot = runner.graphs
             tensors = [*slot.inputs, *slot.outputs, *slot.grad_inputs, *slot.grad_params]
             kept = [tensor for tensor in tensors if tensor is not None and tensor.untyped_storage()._cdata in owned]
             assert len(kept) == (runner.base_module is model.layers[0])  # the gradient that goes to eager code
@@ -96,11 +96,11 @@ class TestBuffers:
         model = stack()
         record(model)
         addresses = [
-            [grad.data_ptr() for grad in runner.slot.grad_inputs if grad is not None] for runner in runners(model)
+            [grad.data_ptr() for grad in runner.graphs.grad_inputs if grad is not None] for runner in runners(model)
         ]
         owned = pool_of(CudaGraphManager.global_mempool)._owned
         for runner, (address,) in zip(runners(model)[:-1], addresses[1:], strict=True):
-            (grad,) = runner.slot.grad_outputs
+            (grad,) = runner.graphs.grad_outputs
             assert grad.data_ptr() == address
             assert grad.untyped_storage()._cdata not in owned
 

@@ -7,11 +7,9 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatron.core.transformer import cuda_graphs as te_helper
-from megatron.core.transformer._cuda_graphs.engine.memory import REUSE_OPTION, allocator_settings
-from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
@@ -104,21 +102,6 @@ class TestCaptureMode:
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
-    def test_an_interrupt_on_another_rank_is_no_reason_to_go_on(self, monkeypatch):
-        class OtherRankInterrupted(Alone):
-            def _vote(self, ballots, objections=None):
-                raise CaptureInterruptedError("on rank 1")
-
-            def _failed(self, error):
-                return error
-
-        monkeypatch.setattr(te_helper, "CaptureAgreement", lambda groups, **which: OtherRankInterrupted())
-        capturing = helper_of()
-        capturing.config.cuda_graph_fallback = "eager"
-        with pytest.raises(CaptureInterruptedError, match="on rank 1"):
-            capturing.create_cudagraphs()
-        assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
-
     def test_ctrl_c_before_the_capture_is_told_to_other_ranks_and_leaves_capture_mode(self, monkeypatch):
         told = []
 
@@ -137,20 +120,6 @@ class TestCaptureMode:
         assert told == [KeyboardInterrupt]
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
-    def test_graphs_of_a_rank_that_succeeded_are_freed_if_another_has_failed(self, monkeypatch):
-        class OtherRankFailed(Alone):
-            def _vote(self, ballots, objections=None):
-                graphs.extend(capturing.flattened_callables[0].cuda_graphs)
-                raise CaptureFailedError("on rank 1")
-
-        graphs: list = []
-        monkeypatch.setattr(te_helper, "CaptureAgreement", lambda groups, **which: OtherRankFailed())
-        capturing = helper_of()
-        with pytest.raises(CaptureFailedError):
-            capturing.create_cudagraphs()
-        assert [graph.graphed.reset.call_count for graph in graphs] == [1]
-        assert capturing.flattened_callables[0].cuda_graphs == []
-
     @pytest.mark.parametrize("frozen", [True, False])
     @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
     def test_garbage_is_frozen_for_the_time_of_the_capture_where_that_is_asked_for(self, monkeypatch, frozen, fails):
@@ -167,32 +136,6 @@ class TestCaptureMode:
         with pytest.raises(CaptureFailedError) if fails else nullcontext():
             helper_of(capture).create_cudagraphs()
         assert calls == (["freeze", "capture", "unfreeze"] if frozen else ["capture"])
-
-    def test_cached_memory_is_released_before_and_after(self, monkeypatch):
-        calls = []
-        monkeypatch.setattr(te_helper, "release_cached_memory", lambda: calls.append("release"))
-        helper_of(lambda: calls.append("capture")).create_cudagraphs()
-        assert calls == ["release", "capture", "release"]
-
-    def test_memory_that_several_streams_used_is_used_again_in_it_alone(self):
-        reused = []
-        helper_of(lambda: reused.append(allocator_settings()[REUSE_OPTION])).create_cudagraphs()
-        assert [*reused, allocator_settings()[REUSE_OPTION]] == [True, False]
-
-    def test_the_device_is_waited_for_before_gradients_are_zeroed(self, monkeypatch):
-        calls = []
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
-        capturing = helper_of(lambda: calls.append("capture"))
-        monkeypatch.setattr(capturing, "_reset_after_capture", lambda: calls.append("zero"))
-        capturing.create_cudagraphs()
-        start = calls.index("capture")
-        assert calls[start : start + 3] == ["capture", "wait", "zero"]
-
-    def test_is_reported(self, caplog):
-        with caplog.at_level("INFO"):
-            helper_of().create_cudagraphs()
-        assert "Start CUDA graph capture" in caplog.messages
-        assert "Captured 1 layer graphs in" in caplog.text
 
     def test_nothing_to_capture_is_finished_without_graphs(self, caplog):
         capturing = helper_of(layers=0)
@@ -243,13 +186,3 @@ def clears(monkeypatch):
 )
 def test_gradients_are_zeroed_after_capture(monkeypatch, cleared):
     assert (cleared,) in clears(monkeypatch)[0]
-
-
-@pytest.mark.parametrize("cleared", ["MoE metrics", "metrics of MTP"])
-def test_metrics_of_losses_are_cleared_after_capture(monkeypatch, cleared):
-    assert (cleared,) in clears(monkeypatch)[0]
-
-
-def test_temporary_tensors_of_the_model_are_reset_after_capture(monkeypatch):
-    calls, chunks = clears(monkeypatch)
-    assert ("temporary tensors", "config", chunks) in calls

@@ -119,8 +119,8 @@ def captured(one_rank, tmp_path):
             self.config.cuda_graph_report = str(tmp_path)
             return super().make_helper()
 
-    def capture(layers_per_graph, **changes):
-        Reporting(graphed(layers_per_graph, **changes)).delete()
+    def capture(holds, **changes):
+        Reporting(graphed(holds, **changes)).delete()
         return json.loads((tmp_path / "capture.json").read_text())
 
     return capture
@@ -132,23 +132,23 @@ OUTSIDE = ["embedding (LanguageModelEmbedding)", "decoder.final_layernorm (Layer
 
 @pytest.mark.usefixtures("side_stream")
 @pytest.mark.parametrize(
-    ("layers_per_graph", "names", "eager"),
+    ("holds", "names", "eager"),
     [
-        (0, [NAMES], OUTSIDE),
-        (1, [[name] for name in NAMES], OUTSIDE),
-        (-1, [["the whole model"]], ["calls without labels or with tensors of other shapes"]),
+        ("decoder", [NAMES], OUTSIDE),
+        ("layer", [[name] for name in NAMES], OUTSIDE),
+        ("model", [["the whole model"]], ["calls without labels or with tensors of other shapes"]),
     ],
 )
-def test_report_of_a_capture(captured, monkeypatch, layers_per_graph, names, eager):
+def test_report_of_a_capture(captured, monkeypatch, holds, names, eager):
     ends = []
     capture_end = torch.cuda.CUDAGraph.capture_end
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", lambda graph: ends.append(capture_end(graph)))
-    report = captured(layers_per_graph)
+    report = captured(holds)
     assert [part["names"] for part in report["captured"]] == names
     for part in report["captured"]:
         assert part["graphs"] == {"forward": 1, "backward": 1, "weight_gradients": 0}
         assert part["warm_up_seconds"] > 0 and part["capture_seconds"] > 0
-    assert report["whole_model"] == (layers_per_graph == -1)
+    assert report["whole_model"] == (holds == "model")
     assert len(ends) == 2 * len(names) + report["collectives"]
     assert [pool["graphs"] for pool in report["pools"]] == [2 * len(names)] and report["pools"][0]["bytes"] > 0
     assert [sample["phase"] for sample in report["memory"]] == ["start", "warm-up", "capture", "captured", "end"]
@@ -158,7 +158,7 @@ def test_report_of_a_capture(captured, monkeypatch, layers_per_graph, names, eag
 
 
 def test_report_of_parts_of_layers(captured):
-    (part, *_) = captured(1, modules=("attn",))["eager"]
+    (part, *_) = captured("layer", modules=("attn",))["eager"]
     assert part == {"what": "everything else in layers", "why": "--cuda-graph-modules names only attn"}
 
 

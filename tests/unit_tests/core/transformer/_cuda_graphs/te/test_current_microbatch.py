@@ -20,51 +20,15 @@ def stack(count):
     return SimpleNamespace(layers=[Layer() for _ in range(count)])
 
 
-def language_model(mtp_layers=0):
-    mtp = SimpleNamespace(layers=[SimpleNamespace(mtp_model_layer=Layer()) for _ in range(mtp_layers)])
-    return SimpleNamespace(decoder=stack(2), mtp=mtp)
-
-
 def told(layers):
     return [layer.current_microbatch for layer in layers]
 
 
-def test_decoder_layers_are_told():
-    model = language_model()
-    set_current_microbatch(SimpleNamespace(module=model), 3)
-    assert told(model.decoder.layers) == [3, 3]
-
-
-def test_layers_of_multi_token_prediction_are_told():
-    model = language_model(mtp_layers=2)
-    set_current_microbatch(model, 3)
-    assert told(layer.mtp_model_layer for layer in model.mtp.layers) == [3, 3]
-
-
 def test_layers_of_a_hybrid_models_multi_token_prediction_are_told():
-    model = language_model()
-    model.mtp.layers = [SimpleNamespace(mtp_model_layer=stack(2)) for _ in range(2)]
+    mtp = SimpleNamespace(layers=[SimpleNamespace(mtp_model_layer=stack(2)) for _ in range(2)])
+    model = SimpleNamespace(decoder=stack(2), mtp=mtp)
     set_current_microbatch(model, 3)
     assert [told(layer.mtp_model_layer.layers) for layer in model.mtp.layers] == [[3, 3], [3, 3]]
-
-
-def test_vision_layers_are_told_where_the_chunk_has_no_language_model():
-    vision = SimpleNamespace(decoder=stack(2))
-    set_current_microbatch(SimpleNamespace(module=SimpleNamespace(vision_model=vision)), 3)
-    assert told(vision.decoder.layers) == [3, 3]
-
-
-def test_vision_layers_are_told_beside_those_of_the_language_model():
-    model = language_model()
-    model.vision_model = SimpleNamespace(decoder=stack(2))
-    set_current_microbatch(model, 3)
-    assert told(model.decoder.layers + model.vision_model.decoder.layers) == [3, 3, 3, 3]
-
-
-def test_a_chunk_without_layers_is_left_alone():
-    chunk = SimpleNamespace(module=SimpleNamespace(vision_model=None, decoder=None))
-    set_current_microbatch(chunk, 3)
-    assert vars(chunk.module) == {"vision_model": None, "decoder": None}
 
 
 ABSENT = "absent"

@@ -19,13 +19,13 @@ from tests.unit_tests.core.distributed.captured_training import CapturedTraining
 
 pytestmark = pytest.mark.usefixtures("side_stream")
 
-MODEL = -1  # what a graph holds
+MODEL = "model"  # what a graph holds
 PACKED: dict[str, Any] = {"packed": 3, "micro_batch": 1, "positions": "none"}
 
 
 def compared(case, between, steps=2):
     """The traces of an eager training and of one with graphs, with ``between`` called before each step."""
-    eager = trained(replace(case, modules=(), layers_per_graph=0), False, between=between, steps=steps)
+    eager = trained(replace(case, modules=(), holds="decoder"), False, between=between, steps=steps)
     graphs = trained(case, True, between=between, steps=steps)
     assert eager.differences(graphs) == []
     return graphs
@@ -41,7 +41,7 @@ def evaluate_as(training, **changes):
 
 
 @pytest.mark.parametrize(
-    ("layers_per_graph", "changes"),
+    ("holds", "changes"),
     [
         (MODEL, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
         (None, {"recompute": ("core_attn",), "latent_attention": True}),
@@ -49,12 +49,12 @@ def evaluate_as(training, **changes):
     ],
     ids=["dropout", "recompute", "packed"],
 )
-def test_evaluation_replays_the_model_graph(one_rank, layers_per_graph, changes):
-    graphs = compared(graphed(layers_per_graph, **changes), evaluate)
+def test_evaluation_replays_the_model_graph(one_rank, holds, changes):
+    graphs = compared(graphed(holds, **changes), evaluate)
     assert graphs.evaluation_replays == [changes.get("microbatches", 1)] * 2
 
 
-@pytest.mark.parametrize("changes", [{"layers_per_graph": 0}, {"layers_per_graph": 1, "dropout": 0.1}, {"mtp": 1}])
+@pytest.mark.parametrize("changes", [{"holds": "decoder"}, {"holds": "layer", "dropout": 0.1}, {"mtp": 1}])
 def test_evaluation_runs_eagerly_beside_layer_graphs(one_rank, changes):
     graphs = compared(graphed(**changes), evaluate)
     assert graphs.evaluation_replays == [0, 0]
@@ -125,10 +125,10 @@ def evaluate_before_backward(training):
 
 
 @pytest.mark.parametrize("between", [evaluate_before_the_optimizers_step, evaluate_before_backward])
-@pytest.mark.parametrize("layers_per_graph", [1, MODEL])
-def test_evaluation_within_a_step_changes_nothing(one_rank, between, layers_per_graph):
-    plain = trained(graphed(layers_per_graph, dropout=0.1), False, steps=1)
-    graphs = compared(graphed(layers_per_graph, dropout=0.1), between, steps=1)
+@pytest.mark.parametrize("holds", ["layer", MODEL])
+def test_evaluation_within_a_step_changes_nothing(one_rank, between, holds):
+    plain = trained(graphed(holds, dropout=0.1), False, steps=1)
+    graphs = compared(graphed(holds, dropout=0.1), between, steps=1)
     assert len(graphs.evaluations) == 1
     assert (plain.losses, plain.grad_norms) == (graphs.losses, graphs.grad_norms)
     assert all(map(torch.equal, plain.shards, graphs.shards))

@@ -20,7 +20,7 @@ from tests.unit_tests.core.distributed.fsdp_variants import small
 
 pytestmark = pytest.mark.usefixtures("side_stream")
 
-FORWARD_REPLAYS = {0: 1, 1: 3, -1: 1}  # of a micro-batch, by the layers of a graph; -1 is the whole model
+FORWARD_REPLAYS = {"decoder": 1, "layer": 3, "model": 1}  # of a micro-batch, by what a graph holds
 MICROBATCHES = 2
 
 
@@ -46,20 +46,20 @@ def pools():
     return sizes
 
 
-@pytest.mark.parametrize("layers_per_graph", FORWARD_REPLAYS)
-def test_replays_are_those_of_forward_graphs(training, layers_per_graph):
-    trained = training(graphed(layers_per_graph, microbatches=MICROBATCHES))
+@pytest.mark.parametrize("holds", FORWARD_REPLAYS)
+def test_replays_are_those_of_forward_graphs(training, holds):
+    trained = training(graphed(holds, microbatches=MICROBATCHES))
     helper = trained.helper
     assert (helper.graph_use().replays, helper.eager_reason()) == (0, "")
     for steps in (1, 2):
         trained.step()
-        assert helper.graph_use().replays == steps * MICROBATCHES * FORWARD_REPLAYS[layers_per_graph]
+        assert helper.graph_use().replays == steps * MICROBATCHES * FORWARD_REPLAYS[holds]
         assert helper.eager_reason() == ""
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, -1])
-def test_counts_go_on_over_another_capture(training, layers_per_graph):
-    trained = training(graphed(layers_per_graph))
+@pytest.mark.parametrize("holds", ["decoder", "model"])
+def test_counts_go_on_over_another_capture(training, holds):
+    trained = training(graphed(holds))
     helper = trained.helper
     trained.step()
     helper.delete_cuda_graphs()
@@ -72,9 +72,9 @@ def test_counts_go_on_over_another_capture(training, layers_per_graph):
     assert use.pool_bytes > 0
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, -1])
-def test_a_step_of_another_shape_runs_eagerly_for_its_inputs(training, layers_per_graph):
-    trained = training(small(layers=3, warmup=0, sequences_later=(8, 16), layers_per_graph=layers_per_graph))
+@pytest.mark.parametrize("holds", ["decoder", "model"])
+def test_a_step_of_another_shape_runs_eagerly_for_its_inputs(training, holds):
+    trained = training(small(layers=3, warmup=0, sequences_later=(8, 16), holds=holds))
     seen = []
     for _ in range(3):
         trained.step()

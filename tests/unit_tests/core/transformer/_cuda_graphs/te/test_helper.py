@@ -1,29 +1,18 @@
 """helper and its collaborators without a model: captures of plain layers; integration tests train with the whole."""
 
 import itertools
-from collections import defaultdict
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, ChangedSinceCaptureError
-from megatron.core.transformer._cuda_graphs.flags.options import Options
-from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
-from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_state
-from megatron.core.transformer._cuda_graphs.te.attached_graphs import attach_graphs
+from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
-from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureState, Holds, blocker
+from megatron.core.transformer._cuda_graphs.te.capture_state import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
-from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of, language_model_of, single_run_layers
-from megatron.core.transformer._cuda_graphs.te.order import get_overlap_moe_expert_parallel_comm_order
-from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from tests.support.replaced import replaced
@@ -66,32 +55,6 @@ def test_warm_up_makes_up_for_training_steps_that_were_not_run(monkeypatch, step
 
 
 # --------------------------------------------------------------------------------------------------------- layers
-
-
-def language_model(mtp_num_layers=0, repeated=False):
-    mtp = SimpleNamespace(layers=[SimpleNamespace(mtp_model_layer=f"MTP {i}") for i in range(mtp_num_layers)])
-    return SimpleNamespace(
-        decoder=SimpleNamespace(layers=["layer 0", "layer 1"]),
-        config=SimpleNamespace(mtp_use_repeated_layer=repeated, mtp_num_layers=mtp_num_layers),
-        **({"mtp": mtp} if mtp_num_layers else {}),
-    )
-
-
-def test_layers_are_those_of_the_decoder_then_those_of_mtp():
-    model = language_model(mtp_num_layers=2)
-    assert language_model_of(cast(Any, SimpleNamespace(module=model))) is model
-    assert single_run_layers(model) == ["layer 0", "layer 1", "MTP 0", "MTP 1"]
-
-
-@pytest.mark.parametrize(("repetitions", "captured"), [(1, True), (2, False)])
-def test_a_layer_that_runs_several_times_for_a_micro_batch_stays_eager(repetitions, captured):
-    layers = single_run_layers(language_model(repetitions, repeated=True))
-    assert ("MTP 0" in layers) is captured
-
-
-def test_a_chunk_without_a_decoder_has_no_layers():
-    model = language_model_of(cast(Any, SimpleNamespace(module=SimpleNamespace())))
-    assert (model, single_run_layers(model)) == (None, [])
 
 
 DISCOVERED = (
@@ -137,19 +100,6 @@ def test_layers_that_are_captured_are_those_discovered(one_stage, monkeypatch, a
     assert [len(getattr(layer, "cuda_graphs", ())) for layer in layers] == [0, 1]
 
 
-def test_layers_left_out_rule_out_the_whole_model():
-    layers = [MaskedLayer(), MaskedLayer()]
-    model = torch.nn.Module()
-    model.decoder = torch.nn.Module()
-    model.decoder.layers = torch.nn.ModuleList(layers)
-    fsdp = Fsdp()
-    fsdp.module = model
-    stage = stage_of(layers, layers[:1], modules=[fsdp, fsdp], cpu_offloading=True)
-    with mock.patch.object(capture_state, "known_class", return_value=True):
-        reasons = [blocker(replace(stage, chunks=[replace(chunk, model=model)]), Holds.MODEL) for chunk in stage.chunks]
-    assert reasons == ["activations are offloaded", "not all of its layers can be captured"]
-
-
 # --------------------------------------------------------------------------------------------------- quantization
 
 
@@ -163,11 +113,6 @@ def test_the_amax_reduction_group_is_that_of_megatron_core(with_context, tp_only
         for helper in (replaced("megatron.core.transformer.cuda_graphs").TECudaGraphHelper, TECudaGraphHelper)
     )
     assert ours == theirs
-
-
-def test_a_missing_amax_reduction_group_is_named():
-    with pytest.raises(ValueError, match="the process group tp_dp_cp, which pg_collection does not have"):
-        capture_arguments.amax_reduction_group(SimpleNamespace(tp="tp"), True, False)
 
 
 @pytest.mark.parametrize("under_fsdp", [False, True])
@@ -219,50 +164,8 @@ class TestMasks:
             outputs = [layer.cuda_graphs[0](x, attention_mask=None)[0, 0, 0].item() for layer in layers]
             assert outputs == [1, 0]
 
-    def test_a_mask_that_one_chunk_is_given_is_not_that_of_another_which_shares_its_memory(self):
-        layers = [MaskedLayer(AttnMaskType.causal) for _ in range(2)]
-        capture(stage_of(*([layer] for layer in layers)), [1, -1, 2, -2])
-        x = torch.zeros(2, 1, 4, device="cuda", requires_grad=True)
-        masks = torch.full((1,), 5.0, device="cuda"), None
-        for _ in range(2):
-            outputs = [
-                layer.cuda_graphs[0](x, attention_mask=mask)[0, 0, 0].item()
-                for layer, mask in zip(layers, masks, strict=True)
-            ]
-            assert outputs == [5, 1]
-
 
 # --------------------------------------------------------------------------------------------------- order of passes
-
-
-@pytest.mark.usefixtures("cpu_backend")
-class TestSampleArguments:
-    def samples(self, order, chunk_id_list, layers=None):
-        """Inputs of three layers in two chunks, or of ``layers`` in a chunk each."""
-        layers = layers or [MaskedLayer() for _ in range(3)]
-        chunks = [layers[:1], layers[1:]]
-        return CaptureArguments(stage_of(*chunks), chunks, 2, 1).samples(order, chunk_id_list)
-
-    def test_chunk_ids_say_that_the_order_is_one_of_layers(self):
-        order, chunk_id_list = get_overlap_moe_expert_parallel_comm_order([1, 2, -2, -1], [1, 2], False)
-        samples = self.samples(order, chunk_id_list)
-        assert order == [1, 2, 3, -3, -2, -1]
-        assert len(samples) == 3
-
-    def test_without_them_it_is_one_of_chunks(self):
-        assert len(self.samples([1, 2, -2, -1], None)) == 3
-
-    def test_layers_are_those_that_chunk_ids_name(self):
-        made: list[MaskedLayer] = []
-
-        class NotingLayer(MaskedLayer):
-            def get_layer_static_inputs(self, seq_length, micro_batch_size):
-                made.append(self)
-                return super().get_layer_static_inputs(seq_length, micro_batch_size)
-
-        layers = [NotingLayer() for _ in range(2)]
-        self.samples([1, 2, -2, -1], [[1, 0], [0, 0], None, None], layers)
-        assert [layers.index(layer) for layer in made] == [1, 0]
 
 
 def test_a_plug_in_that_overrides_a_step_of_capture_is_called(one_stage):
@@ -298,13 +201,6 @@ def test_a_plug_in_gives_its_own_sample_arguments(two_stages):
 
     helper_of(kind=PlugIn).create_cudagraphs()
     assert seen == [([1, 1, -1, 1, -1, -1], [1], 1, 3)]
-
-
-def test_to_ask_for_the_inputs_of_a_capture_changes_nothing(two_stages):
-    asked = helper_of()
-    before = dict(vars(asked))
-    asked._get_cuda_graph_input_data()
-    assert vars(asked) == before
 
 
 # ------------------------------------------------------------------------------------------------- moved parameters
@@ -347,23 +243,6 @@ class TestMovedParameters:
         with pytest.raises(ChangedSinceCaptureError, match=r"main gradient of weight of layer 1 .*inner"):
             self.replay(layer, is_first_microbatch=True)
 
-    def test_a_main_gradient_that_no_graph_writes_may_move(self):
-        layer = self.captured(fusion=False)
-        layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
-        self.replay(layer, is_first_microbatch=True)
-
-    @pytest.mark.parametrize("under_fsdp", [False, True])
-    def test_megatron_fsdp_guards_parameters_itself(self, under_fsdp):
-        layer, static = WeightedLayer(), torch.zeros(2, device="cuda")
-        chunk = Fsdp() if under_fsdp else torch.nn.Module()
-        stage = stage_of([layer], modules=[chunk], gradient_accumulation_fusion=True)
-        plan = ordered_plan([1, -1], [1], 1)
-        attach_graphs(stage, [[layer]], plan, [mock.Mock()], [((static,), {})], [Snapshot("")], None)
-        layer.inner.weight.data = layer.inner.weight.data.clone()
-        layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
-        with nullcontext() if under_fsdp else pytest.raises(ChangedSinceCaptureError, match="weight of layer 1"):
-            layer.cuda_graphs[0](static, is_first_microbatch=True)
-
     def test_a_buffer_that_moved_is_noticed(self, caplog):
         layer = WeightedLayer()
         layer.inner.register_buffer("count", torch.zeros(2, device="cuda"))
@@ -373,56 +252,6 @@ class TestMovedParameters:
         layer.inner.count = layer.inner.count.clone()
         assert not layer.cuda_graphs[0].fits(x)
         assert "the address of count of layer 1" in caplog.text
-
-
-class CountingLayer(MaskedLayer):
-    """A layer that counts its calls in a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1, device="cuda"))
-
-
-@pytest.mark.usefixtures("cpu_backend")
-@pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
-class TestWhatWarmUpChanges:
-    def capture(self, fails):
-        layer = CountingLayer()
-
-        def disturb():
-            torch.rand(3)
-            torch.rand(3, device="cuda")
-            layer.calls += 1
-            if fails:
-                raise Failure
-
-        with pytest.raises(Failure) if fails else nullcontext():
-            capture(stage_of([layer]), [1, -1], engine(disturb))
-        return layer
-
-    def test_generators_are_where_they_were(self, fails):
-        states = torch.get_rng_state(), torch.cuda.get_rng_state()
-        self.capture(fails)
-        assert torch.equal(torch.get_rng_state(), states[0])
-        assert torch.equal(torch.cuda.get_rng_state(), states[1])
-
-    def test_buffers_are_what_they_were(self, fails):
-        assert self.capture(fails).calls.item() == 0
-
-
-@pytest.mark.usefixtures("cpu_backend")
-def test_hooks_of_layers_run_at_capture_time():
-    layer, given = MaskedLayer(), {}
-    layer.register_forward_pre_hook(runs_outside_graphs(lambda module, args: None))
-
-    def run(layers, sample_args, **arguments):
-        given.update(arguments)
-        return [mock.Mock(spec=["__call__", "reset", "name_inputs"]) for _ in sample_args]
-
-    capture(stage_of([layer]), [1, -1], run)
-    (hooks,) = given["capture_time_hooks"]
-    assert next(iter(hooks["forward_pre_hooks"])) == "agreement"  # waits for other ranks
-    assert len(hooks["forward_pre_hooks"]) == 2
 
 
 @pytest.mark.usefixtures("cpu_backend")
@@ -444,54 +273,12 @@ class Fsdp(torch.nn.Module):
         return self
 
     fsdp_hooks = graphs
-    layers = defaultdict(lambda: None)
 
     def capture_graphs(self, layers, keep_buckets):
         raise NotImplementedError
 
     def forget_graphs(self, layers):
         self.forgotten = layers
-
-
-def test_megatron_fsdp_forgets_graphs_that_are_deleted():
-    fsdp, layer = Fsdp(), MaskedLayer()
-    CaptureState(stage_of([layer], modules=[fsdp]), TrainingCalls((), ())).delete()
-    assert fsdp.forgotten == [layer]
-
-
-@pytest.mark.usefixtures("cpu_backend")
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk(in_parts):
-    class Capturing(Fsdp):
-        capturing = None
-
-        @contextmanager
-        def capture_graphs(self, layers, keep_buckets):
-            assert keep_buckets is in_parts
-            self.capturing = layers
-            yield
-            self.capturing = None
-
-        def zero_grad_buffer(self):
-            assert self.capturing is None
-
-        def gradient_sinks(self, layers, whole):
-            return [None] * len(layers)
-
-        def around_part(self, layer, runner):
-            return None
-
-    chunks = [Capturing(), torch.nn.Linear(1, 1), Capturing()]
-    layers = [[MaskedLayer()] for _ in chunks]
-    during = []
-
-    def note():
-        during.extend([chunks[0].capturing, chunks[2].capturing])
-
-    stage = stage_of(*layers, modules=chunks, overlap_moe_expert_parallel_comm=in_parts)
-    capture(stage, [1, -1, 2, -2, 3, -3], engine(note))
-    assert during == [layers[0], layers[2]]
-    assert (chunks[0].capturing, chunks[2].capturing) == (None, None)
 
 
 def test_layers_hold_no_graphs_once_these_are_deleted(one_stage, caplog):
@@ -508,52 +295,12 @@ def test_layers_hold_no_graphs_once_these_are_deleted(one_stage, caplog):
     assert "deleted all CUDA graphs" in caplog.text
 
 
-def test_layers_gather_by_themselves_only_without_megatron_fsdp():
-    data_parallel, under_fsdp, under_ddp = mock.Mock(spec=["_make_forward_pre_hook"]), mock.Mock(), mock.Mock()
-    stage = stage_of([under_fsdp], [under_ddp], modules=[Fsdp(), data_parallel])
-    TECudaGraphHelper.cuda_graph_set_manual_hooks(SimpleNamespace(stage=stage))  # type: ignore[arg-type]
-    assert not under_fsdp.setup_manual_hooks.called
-    under_ddp.setup_manual_hooks.assert_called_once_with(data_parallel._make_forward_pre_hook)
-
-
-def wrapped(module, levels):
-    for _ in range(levels):
-        wrapper = torch.nn.Module()
-        wrapper.module = module
-        module = wrapper
-    return module
-
-
-@pytest.mark.parametrize("levels", [0, 1, 3])
-def test_megatron_fsdp_is_found_below_other_wrappers(levels):
-    fsdp = Fsdp()
-    assert fsdp_of(wrapped(fsdp, levels)) is fsdp
-
-
-def test_a_model_without_megatron_fsdp_has_none():
-    assert fsdp_of(wrapped(torch.nn.Linear(1, 1), 2)) is None
-
-
 def test_a_language_model_within_a_larger_one_is_not_captured_whole():
     fsdp = Fsdp()
     fsdp.module = torch.nn.ModuleDict({"language_model": torch.nn.Linear(1, 1), "head": torch.nn.Linear(1, 1)})
     stage = stage_of([], modules=[fsdp])
     chunks = [replace(stage.chunks[0], model=fsdp.module["language_model"])]
     assert blocker(replace(stage, chunks=chunks), Holds.MODEL) == "there are parameters outside of Linear"
-
-
-@pytest.mark.parametrize(
-    ("quantized", "allowed"),
-    [
-        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, True),
-        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, True),
-        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, False),
-        ({"fp4": "e2m1", "fp8_recipe": "delayed"}, False),
-    ],
-    ids=str,
-)
-def test_only_recipes_that_were_tried_are_captured_together(quantized, allowed):
-    assert Options(stage_of([], **quantized).config).quantizes_otherwise is not allowed
 
 
 @pytest.mark.parametrize(
@@ -588,14 +335,6 @@ def test_a_stage_captures_for_each_number_of_micro_batches_with_the_others_even_
     has = layers > 0
     assert seen == [(1, has), (2, has), (2, has), (2, False), (2, False)]
     assert capturing.eager_reason() == "captures-used-up"
-
-
-@pytest.mark.parametrize(("layers", "reason"), [(0, "no-layers"), (1, "")])
-def test_a_stage_without_layers_runs_eagerly_for_that_reason(one_stage, layers, reason):
-    capturing = helper_of(layers=layers)
-    assert capturing.eager_reason() == "before-capture"
-    capturing.create_cudagraphs()
-    assert capturing.eager_reason() == reason
 
 
 def fail():
@@ -652,15 +391,6 @@ def test_after_a_failed_recapture_the_former_shape_is_captured(longer, caplog, f
     assert (capturing.seq_length, capturing.micro_batch_size) == (32, 1)
 
 
-def test_a_failed_recapture_for_a_shape_is_the_last(longer):
-    capturing = helper_of(failing_at(2), cuda_graph_fallback="eager")
-    capturing.create_cudagraphs()
-    assert capturing._recaptures.are_left()
-    capturing.before_step()
-    assert not capturing._recaptures.are_left()
-    assert capturing._recaptures.why_none() == ", as a capture for another shape has failed"
-
-
 def test_an_earlier_number_of_micro_batches_is_captured_again(two_stages):
     capturing = helper_of(failing_at(2), cuda_graph_fallback="eager")
     set_microbatches(2)
@@ -681,11 +411,6 @@ def test_a_failed_recapture_for_micro_batches_is_an_error(two_stages):
     with pytest.raises(CaptureFailedError, match="Failure"):
         capturing.before_step()
     assert (capturing.graphs_created(), capturing.num_microbatches) == (False, 2)
-
-
-def test_before_there_are_graphs_there_is_nothing_to_capture_again(one_stage):
-    capturing = helper_of()
-    assert not (capturing.before_step() or capturing.capture_finished() or capturing.graphs_created())
 
 
 def test_capture_finished_prepares_a_step(one_stage, monkeypatch):

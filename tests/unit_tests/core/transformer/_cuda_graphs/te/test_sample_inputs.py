@@ -6,15 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron.core.transformer._cuda_graphs.engine.plan import Pass, ordered_plan, unordered_plan
+from megatron.core.transformer._cuda_graphs.engine.plan import Pass, ordered_plan
 from megatron.core.transformer._cuda_graphs.te.sample_inputs import (
     LayerInputs,
-    attention_mask_type,
     captures_attention,
     packed_use,
     sample_arguments,
 )
-from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -37,26 +36,6 @@ def shared(samples):
     return [next(i for i, other in enumerate(samples) if other is sample) for sample in samples]
 
 
-def test_slots_that_are_live_together_have_inputs_of_their_own():
-    samples, _ = inputs_of(ordered_plan([1, 1, -1, -1], [1], 1))
-    assert shared(samples) == [0, 1]
-
-
-def test_inputs_serve_the_next_forward_after_their_backward():
-    samples, _ = inputs_of(ordered_plan([1, -1, 1, -1], [1], 1))
-    assert shared(samples) == [0, 0]
-
-
-def test_the_inputs_that_were_freed_first_are_reused_first():
-    samples, _ = inputs_of(ordered_plan([1, 1, -1, -1, 1, 1, -1, -1], [1], 1))
-    assert shared(samples) == [0, 1, 0, 1]
-
-
-def test_equal_layers_share_across_chunks():
-    samples, _ = inputs_of(ordered_plan([1, -1, 2, -2], [1, 1], 2))
-    assert shared(samples) == [0, 0]
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -73,27 +52,6 @@ def test_inputs_that_differ_are_not_shared(other):
     makes = [lambda: ((torch.zeros(2),), {}), lambda: other]
     samples = sample_arguments(ordered_plan([1, -1, 2, -2], [1, 1], 2), lambda index: makes[index]())
     assert shared(samples) == [0, 1]
-
-
-def test_the_order_of_keywords_does_not_matter():
-    makes = [
-        lambda: ((), {"a": torch.zeros(1), "b": torch.zeros(2)}),
-        lambda: ((), {"b": torch.zeros(2), "a": torch.zeros(1)}),
-    ]
-    samples = sample_arguments(ordered_plan([1, -1, 2, -2], [1, 1], 2), lambda index: makes[index]())
-    assert shared(samples) == [0, 0]
-
-
-def test_inputs_of_other_values_are_not_shared():
-    plan = ordered_plan([1, -1, 2, -2, 3, -3], [1, 1, 1], 3)
-    samples = sample_arguments(plan, lambda index: ((torch.zeros(2),), {}), lambda index: index % 2)
-    assert shared(samples) == [0, 1, 0]
-
-
-def test_without_an_order_every_callable_has_inputs_of_its_own():
-    samples, made = inputs_of(unordered_plan(3))
-    assert shared(samples) == [0, 1, 2]
-    assert made == [0, 1, 2]
 
 
 @given(orders())
@@ -129,14 +87,6 @@ def test_there_are_as_many_inputs_of_a_kind_as_are_live_at_once(case):
                 peak = max(peak, live)
         buffers = {id(samples[i]) for i, index in enumerate(plan.callable_of_slot) if index % 2 == kind}
         assert len(buffers) == peak
-
-
-@given(orders())
-def test_the_inputs_of_a_slot_fit_its_callable(case):
-    order, layers, _ = case
-    plan = ordered_plan(order, layers, sum(layers))
-    samples, _ = inputs_of(plan, lambda index: index % 2)
-    assert [args[0].numel() for args, _ in samples] == [index % 2 for index in plan.callable_of_slot]
 
 
 # --------------------------------------------------------------------------------------------------------- layers
@@ -199,11 +149,6 @@ def test_what_graphs_do_with_packed_sequences(modules, attention, expected):
     assert packed_use(layer) == expected
 
 
-def test_graphs_of_mamba_layers_have_no_use_for_packed_sequences():
-    config = SimpleNamespace(cuda_graph_modules=[], cuda_graph_packed_sequences=4)
-    assert packed_use(SimpleNamespace(config=config)) is None
-
-
 @pytest.mark.parametrize(
     ("layer", "captured"),
     [
@@ -220,37 +165,11 @@ def test_attention_is_captured(layer, captured):
     assert captures_attention(layer) is captured
 
 
-@pytest.mark.parametrize(
-    ("layer", "expected"),
-    [
-        (Layer(), AttnMaskType.causal),
-        (Layer(attention=SimpleNamespace(attn_mask_type=AttnMaskType.no_mask)), AttnMaskType.no_mask),
-        (Layer([CudaGraphModule.moe_router]), None),
-    ],
-    ids=["not said", "no mask", "no attention"],
-)
-def test_the_mask_of_attention_is(layer, expected):
-    assert attention_mask_type(layer) is expected
-
-
-def test_hidden_states_come_first_and_the_rest_by_name():
-    args, kwargs = layer_inputs().make(Layer(), model())
-    assert [tuple(tensor.shape) for tensor in args] == [(8, 2, 4)]
-    assert list(kwargs) == ["attention_mask", "rotary_pos_emb"]
-
-
 def test_a_model_has_one_rotary_table_for_all_layers():
     inputs, chunk = layer_inputs(), model()
     tables = {id(inputs.make(Layer(), chunk)[1]["rotary_pos_emb"]) for _ in range(3)}
     assert tables == {id(chunk.rotary_pos_emb.tables[0])}
     assert len(chunk.rotary_pos_emb.tables) == 1
-
-
-def test_yarns_scale_is_no_input():
-    chunk = model("yarn")
-    table = torch.zeros(8, 1, 1, 2)
-    chunk.rotary_pos_emb = type("Yarn", (Rotary,), {"__call__": lambda self, length: (table, 0.5)})()
-    assert layer_inputs().make(Layer(), chunk)[1]["rotary_pos_emb"] is table
 
 
 def test_tables_of_positions_are_the_slots_own():
@@ -315,18 +234,3 @@ def test_a_transformer_layer_has_megatron_cores_inputs_without_a_mask_made_on_th
     for name, tensor in expected.items():
         assert torch.equal(made[name], tensor)
         assert (made[name].dtype, made[name].device) == (tensor.dtype, tensor.device)
-
-
-@pytest.mark.parametrize("of_class", [True, False])
-def test_inputs_that_a_layer_says_itself_are_taken(cpu_backend, of_class):
-    def own(*given):
-        *_, seq_length, micro_batch_size = given
-        return {"hidden_states": torch.zeros(seq_length), "attention_mask": torch.ones(micro_batch_size)}
-
-    kind = type("Own", (TransformerLayer,), {"get_layer_static_inputs": own}) if of_class else TransformerLayer
-    layer = transformer_layer(kind)
-    if not of_class:
-        vars(layer)["get_layer_static_inputs"] = own
-    (hidden_states,), inputs = layer_inputs().make(layer, None)
-    assert hidden_states.shape == (8,)
-    assert inputs["attention_mask"].tolist() == [1, 1]

@@ -39,14 +39,6 @@ def test_without_a_call_nothing_is_known(calls):
     assert calls.blocker == "it has not been called for training so far"
 
 
-def test_evaluation_is_no_training(model, calls):
-    with torch.no_grad():
-        model(*FITTING)
-    model.eval()
-    model(*FITTING)
-    assert calls.blocker == "it has not been called for training so far"
-
-
 @pytest.mark.parametrize("unfit_is_first", [True, False])
 @pytest.mark.parametrize(
     ("args", "kwargs", "reason"),
@@ -121,30 +113,12 @@ def test_what_a_call_must_have_depends_on_the_model(model, calls, positions, opt
     assert calls.blocker == reason
 
 
-def test_what_another_hook_makes_of_the_arguments_counts(model, calls):
-    model.register_forward_pre_hook(lambda _, args: FITTING)
-    model(*FITTING[:3])
-    assert calls.blocker == ""
-
-
-@pytest.mark.parametrize("labels", [TOKENS[0], "labels"])
-def test_labels_may_be_anything(model, calls, labels):
-    model(TOKENS, TOKENS, None, labels)
-    assert calls.blocker == "it was called without labels"
-
-
 def test_the_watch_ends(model, calls):
     model(*FITTING)
     calls.stop()
     assert not model._forward_hooks
     model(*FITTING[:3])
     assert calls.blocker == ""
-
-
-def test_who_is_forgotten_watches_no_longer(model):
-    watcher = TrainingCalls([model], [])
-    del watcher
-    model(*FITTING[:3])
 
 
 @pytest.fixture
@@ -166,30 +140,11 @@ def test_passes_of_a_shape_count_in_training_only(model, calls, other_stream):
     assert calls.have_run(1, 4, passes=1) and not calls.have_run(1, 4, passes=2)
 
 
-def test_each_chunk_must_have_run(model, other_stream):
-    other = Model()
-    calls = TrainingCalls([model, other], [])
-    model(*FITTING)
-    assert not calls.have_run(2, 4, passes=1)
-    other(*FITTING)
-    assert calls.have_run(2, 4, passes=1)
-
-
 def test_what_was_trained_before_somebody_stopped_watching_does_not_count(model, calls, other_stream):
     model(*FITTING)
     assert calls.have_run(2, 4, passes=1)
     calls.stop()
     assert not calls.have_run(2, 4, passes=1)
-
-
-def test_training_on_the_legacy_default_stream_does_not_count(model, calls, other_stream, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the default")
-    model(*FITTING)
-    assert not calls.have_run(2, 4, passes=1)
-
-
-def test_where_there_is_no_model_nothing_is_missing():
-    assert TrainingCalls([], []).have_run(2, 4, passes=1)
 
 
 class Decoder(torch.nn.Module):
@@ -209,23 +164,6 @@ def test_training_that_asks_for_hidden_states_between_layers_is_noticed(indices,
         decoders[1].train(training)(TOKENS, extract_layer_indices=indices)
     decoders[1].train()(TOKENS)
     assert reads.reads_hidden_states == read
-
-
-def test_arguments_that_another_hook_adds_are_noticed():
-    decoder = Decoder()
-    reads = TrainingCalls([], [decoder])
-    decoder.register_forward_pre_hook(lambda _, args, __: (args, {"extract_layer_indices": {0}}), with_kwargs=True)
-    decoder(TOKENS)
-    assert reads.reads_hidden_states
-
-
-def test_decoders_are_no_longer_watched_either():
-    decoder = Decoder()
-    reads = TrainingCalls([], [decoder])
-    reads.stop()
-    assert not decoder._forward_hooks
-    decoder(TOKENS, extract_layer_indices={0})
-    assert not reads.reads_hidden_states
 
 
 # ----------------------------------------------------------------------------------------------- interleaved passes
@@ -273,14 +211,6 @@ def test_two_forward_passes_before_their_backward_passes(scaled, together):
     assert passes.interleaved
 
 
-def test_a_pass_without_a_backward_pass_is_in_nobodys_way():
-    model = Scaled()
-    passes = TrainingCalls([model], [])
-    model(2)
-    loss(model(3)).backward()
-    assert not passes.interleaved
-
-
 def test_evaluation_between_forward_and_backward_is_no_training():
     model = Scaled()
     passes = TrainingCalls([model], [])
@@ -290,32 +220,6 @@ def test_evaluation_between_forward_and_backward_is_no_training():
     model.eval()(3)
     first.backward()
     assert not passes.interleaved
-
-
-def test_gradients_are_as_they_are_unwatched():
-    model = Scaled()
-    loss(model(2) + model(3)).backward()
-    unwatched, model.weight.grad = model.weight.grad, None
-    passes = TrainingCalls([model], [])
-    loss(model(2) + model(3)).backward()
-    assert torch.equal(model.weight.grad, unwatched)
-    assert passes.interleaved
-
-
-def test_a_model_that_is_watched_no_longer_has_no_hooks_on_its_outputs():
-    model = Scaled()
-    passes = TrainingCalls([model], [])
-    passes.stop()
-    loss(model(2) + model(3)).backward()
-    assert not passes.interleaved
-
-
-def test_a_watch_that_is_forgotten_leaves_outputs_alone():
-    model = Scaled()
-    passes = TrainingCalls([model], [])
-    del passes
-    output = model(2)
-    assert output._backward_hooks is None
 
 
 class Chunk(Model):
@@ -354,15 +258,6 @@ def test_a_chunk_is_called_with_what_it_reads(place, args, reason):
     calls = TrainingCalls([chunk], [])
     chunk(*args)
     assert calls.blocker == reason
-
-
-def test_one_chunk_whose_calls_do_not_fit_is_enough():
-    first, last = Chunk(*FIRST), Chunk(False, True, HIDDEN)
-    calls = TrainingCalls([first, last], [])
-    first(TOKENS, TOKENS, None)
-    assert calls.blocker == "it has not been called for training so far"
-    last(None, None, None)
-    assert calls.blocker == "it was called without labels"
 
 
 @pytest.mark.parametrize(

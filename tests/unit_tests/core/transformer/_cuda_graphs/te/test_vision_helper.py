@@ -1,6 +1,5 @@
 """vision_helper: graphs of a vision encoder, in one process as the first stage of a pipeline of one or two."""
 
-import copy
 import inspect
 import logging
 from types import SimpleNamespace
@@ -12,11 +11,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from megatron.core.transformer.cuda_graphs import (
     TECudaGraphHelper,
     VisionTECudaGraphHelper,
-    _wrap_graph_for_vision,
     get_vision_cuda_graph_seq_length,
     set_current_microbatch,
 )
@@ -25,9 +22,8 @@ from tests.support import models, vision_training
 from tests.support.case import Case
 from tests.support.replaced import replaced
 from tests.support.vision_training import CLASSES, PATCH
-from tests.unit_tests.core.transformer._cuda_graphs.layer_graphs import layer_graph
 
-from ..engine.captured_cases import Forward, assert_same_bits, copies, descend, device_tensor, none_outputs
+from ..engine.captured_cases import assert_same_bits, copies, descend, device_tensor
 from .conftest import MICROBATCHES
 from .stages import set_microbatches
 
@@ -149,14 +145,6 @@ def test_where_the_helper_is_not_asked_before_steps_the_error_says_to(two_stages
         train(ORDERS[2], graphs=True, later=OTHER_ORDERS[2])
 
 
-def test_a_graph_of_another_microbatch_is_noticed(two_stages):
-    with (
-        mock.patch(f"{__name__}.set_current_microbatch"),  # so all micro-batches in flight share a graph
-        pytest.raises(RuntimeError, match="activations a later replay has overwritten"),
-    ):
-        train(ORDERS[2], graphs=True)
-
-
 # --------------------------------------------------------------------------------------------------------- capture
 
 
@@ -166,15 +154,6 @@ def test_nothing_is_zeroed_by_capture(one_stage):
     gradients = copies([param.grad for param in model.parameters()])
     helper_for(model, config).create_cudagraphs()
     assert_same_bits([param.grad for param in model.parameters()], gradients)
-
-
-def test_metrics_of_moe_layers_survive_capture(one_stage):
-    from megatron.core.transformer.moe import moe_logging
-
-    model, config = new_model()
-    with mock.patch.object(moe_logging, "get_moe_metrics_tracker") as tracker:
-        helper_for(model, config).create_cudagraphs()
-    tracker.assert_not_called()
 
 
 @pytest.mark.parametrize("with_vision", [True, False])
@@ -188,43 +167,7 @@ def test_no_other_rank_is_waited_for(two_stages, monkeypatch, with_vision):
     assert helper.graphs_created() is with_vision
 
 
-def test_deleted_graphs_leave_layers_that_run_eagerly_and_can_be_captured_again(one_stage):
-    model, config = new_model()
-    helper = helper_for(model, config)
-    helper.create_cudagraphs()
-    graphs = [graph for layer in layers_of(model) for graph in layer.cuda_graphs]
-    helper.delete_cuda_graphs()
-    assert not any(layer.cuda_graphs for layer in layers_of(model))
-    assert all(graph.graphed.forward_graph is None for graph in graphs)
-    helper.create_cudagraphs()
-    assert all(layer.cuda_graphs for layer in layers_of(model))
-
-
-def test_manual_hooks_are_not_set(one_stage):
-    model, config = new_model()
-    helper_for(model, config).cuda_graph_set_manual_hooks()  # the wrappers have no hooks to make
-    assert not any(layer.cuda_graph_manual_hooks for layer in layers_of(model))
-
-
-def test_a_users_backward_hook_that_reads_gradients_runs_at_replays_only(one_stage):
-    model, config = new_model()
-    seen = []
-    layers_of(model)[0].register_full_backward_hook(lambda module, grads, grad_outputs: seen.append(grad_outputs[0]))
-    helper_for(model, config).create_cudagraphs()
-    assert seen == []
-    model(device_tensor(1, 3, SIDE, SIDE), torch.zeros(1, dtype=torch.long, device="cuda")).mean().backward()
-    assert [bool(grad.any()) for grad in seen] == [True]
-
-
 # -------------------------------------------------------------------------------------------------------- discovery
-
-
-def test_the_layers_of_the_vision_model_are_found(one_stage):
-    model, config = new_model()
-    helper = helper_for(model, config)
-    assert helper.flattened_callables == helper.callables == layers_of(model)
-    assert (helper.num_layers, helper.num_layers_per_chunk, helper.num_model_chunks) == (2, [2], 1)
-    assert helper.vision_model is model.vision_model
 
 
 def test_discovered_layers_are_those_of_megatron_core(one_stage):
@@ -235,29 +178,6 @@ def test_discovered_layers_are_those_of_megatron_core(one_stage):
         kind._discover_layers(helper)
         found.append({name: getattr(helper, name) for name in names})
     assert found[0] == found[1]
-
-
-def test_layers_that_are_captured_are_those_discovered(one_stage):
-    class PlugIn(VisionTECudaGraphHelper):
-        def _discover_layers(self):
-            UPSTREAM.VisionTECudaGraphHelper._discover_layers(self)
-            for layers in (self.callables_per_chunk[0], self.flattened_callables, self.callables_per_chunk_is_mtp[0]):
-                del layers[0]
-
-    model, config = new_model()
-    PlugIn([model], config, TOKENS, 4).create_cudagraphs()
-    assert [len(layer.cuda_graphs or ()) for layer in layers_of(model)] == [0, 1]
-
-
-def test_steps_are_logged_by_the_language_models_helper_only(one_stage):
-    model, config = new_model()
-    config.cuda_graph_step_log = lambda: pytest.fail("a second log of the same steps")
-    assert not helper_for(model, config).before_step()
-
-
-def test_layers_that_are_not_graphable_are_left_out(one_stage):
-    model, config = new_model(modules=("mamba",))
-    assert helper_for(model, config).flattened_callables == []
 
 
 def test_without_a_vision_model_there_are_no_graphs_and_a_warning(one_stage, caplog):
@@ -271,14 +191,6 @@ def test_without_a_vision_model_there_are_no_graphs_and_a_warning(one_stage, cap
     assert (helper.num_layers, helper.num_layers_per_chunk, helper.num_model_chunks) == (0, [0], 1)
 
 
-def test_the_vision_model_may_be_in_any_chunk(one_stage):
-    model, config = new_model()
-    chunks = [SimpleNamespace(vision_model=None), torch.nn.Linear(1, 1), model]
-    helper = VisionTECudaGraphHelper(chunks, config, TOKENS, 1)
-    assert helper.flattened_callables == layers_of(model)
-    assert helper.num_model_chunks == 1
-
-
 def order_of(helper):
     _, arguments = helper._get_cuda_graph_input_data()
     return arguments["_order"]
@@ -290,24 +202,7 @@ def test_between_virtual_stages_every_micro_batch_is_kept(two_stages):
     assert order_of(helper) == [1, 1, 1, -1, -1, -1]
 
 
-def test_in_a_plain_pipeline_the_order_is_that_of_the_schedule(two_stages):
-    assert order_of(helper_for(*new_model())) == ORDERS[2]
-
-
 # ----------------------------------------------------------------------------------------------------------- inputs
-
-
-def test_every_layer_and_microbatch_has_inputs_of_its_own_with_a_batch_of_one(one_stage):
-    helper = helper_for(*new_model(), num_microbatches=3)
-    args, kwargs = helper._get_sample_arguments(order=None)
-    assert [tuple(tensor.shape) for tensor, *_ in args] == [(TOKENS, 1, 32)] * 6
-    assert len({tensor.data_ptr() for tensor, *_ in args}) == 6
-    assert [list(named) for named in kwargs] == [["attention_mask"]] * 6
-
-
-def test_attention_sees_every_token(one_stage):
-    _, kwargs = helper_for(*new_model())._get_sample_arguments(order=None)
-    assert not any(named["attention_mask"].any() for named in kwargs)
 
 
 def test_parameters_and_defaults_are_those_of_megatron_core():
@@ -318,58 +213,7 @@ def test_parameters_and_defaults_are_those_of_megatron_core():
     assert issubclass(VisionTECudaGraphHelper, TECudaGraphHelper)
 
 
-def test_another_kind_of_graphs_is_refused_with_the_flag():
-    with pytest.raises(ValueError, match="needs --cuda-graph-impl transformer_engine, got 'local'"):
-        VisionTECudaGraphHelper([], SimpleNamespace(cuda_graph_impl="local"), TOKENS, 1)
-
-
 # ---------------------------------------------------------------------------------------------------- None outputs
-
-
-def returns(output):
-    return _wrap_graph_for_vision(lambda *args, **kwargs: output)
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        (("hidden states", None), ("hidden states",)),
-        ((None, "hidden states", None, "context"), ("hidden states", "context")),
-        (("hidden states",), ("hidden states",)),
-        ((None, None), (None, None)),
-        ("hidden states", "hidden states"),
-        (["hidden states", None], ["hidden states", None]),
-        (None, None),
-        ((0, None, False), (0, False)),
-    ],
-)
-def test_none_is_left_out_of_tuples_that_hold_more(output, expected):
-    assert returns(output)() == expected
-    assert UPSTREAM._wrap_graph_for_vision(lambda: output)() == expected
-
-
-def test_arguments_reach_the_callable():
-    assert _wrap_graph_for_vision(lambda *args, **kwargs: (args, kwargs, None))(1, a=2) == ((1,), {"a": 2})
-
-
-def test_reset_and_delayed_weight_gradients_are_the_callables():
-    graph = mock.Mock()
-    wrapped = _wrap_graph_for_vision(graph)
-    assert wrapped.reset is graph.reset
-    assert wrapped.backward_dw is graph.backward_dw
-    assert not hasattr(_wrap_graph_for_vision(lambda: None), "backward_dw")
-
-
-def test_a_wrapped_graph_can_be_copied():
-    assert copy.copy(_wrap_graph_for_vision(lambda: (1, None)))() == (1,)
-
-
-def test_a_graph_of_a_layer_replays_it(cpu_backend):
-    args = (device_tensor(4, 6),)
-    graphed = make_graphed_callables(Forward(none_outputs), args)
-    graph = layer_graph(_wrap_graph_for_vision(graphed))
-    (output,) = graph(device_tensor(4, 6, seed=7))
-    assert_same_bits([output], [graphed(device_tensor(4, 6, seed=7))[1]])
 
 
 def test_a_layer_that_is_captured_with_its_context_trains_as_eager(one_stage, monkeypatch):
@@ -380,21 +224,6 @@ def test_a_layer_that_is_captured_with_its_context_trains_as_eager(one_stage, mo
 
 
 # -------------------------------------------------------------------------------------------------- sequence length
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, 4096),
-        ({"num_position_embeddings": 1024}, 1024),
-        ({"num_position_embeddings": 1030, "spatial_merge_size": 2}, 257),
-        ({"num_position_embeddings": 1024, "max_vision_cuda_graph_seq_length": 300}, 300),
-        ({"num_position_embeddings": 1024, "max_vision_cuda_graph_seq_length": None}, 1024),
-        ({"spatial_merge_size": 2}, 4096),
-    ],
-)
-def test_the_sequence_length_is_the_maximum_or_the_merged_patches_or_the_default(config, expected):
-    assert get_vision_cuda_graph_seq_length(SimpleNamespace(**config)) == expected
 
 
 @given(

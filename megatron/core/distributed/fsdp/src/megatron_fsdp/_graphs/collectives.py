@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
-from megatron.core.transformer._cuda_graphs.engine.capture import Capture
+from megatron.core.transformer._cuda_graphs.engine.graph import Capture
 from megatron.core.transformer._cuda_graphs.launches import launches_of
 
 from ..param_and_grad_buffer import BucketStatus

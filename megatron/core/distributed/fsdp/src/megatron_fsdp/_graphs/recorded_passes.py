@@ -8,6 +8,7 @@ import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
 from ..optimizer_gradients import GradientStorages
 from ..planned_copies import Placement
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from .fsdp_graphs import FsdpGraphs
 
 
-class RecordedPasses:
-    """The ``PassOwner`` of consecutive FSDP units, or of a whole model.
+class RecordedPasses(GraphOwner):
+    """Owns the graphs of consecutive FSDP units, or of a whole model.
 
     While the graphs are recorded, the hooks of all modules and parameters run as in training: they gather, prefetch,
     reduce and release, on the streams for that, and the graphs hold it all. A replay finds every unit released and
@@ -163,20 +164,6 @@ class RecordedPasses:
         for bucket in self._buckets:
             self._weights.note(self._fsdp.all_gather_pipeline.get_fsdp_buffer(bucket))
 
-    def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""
-        gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
-        dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        groups = reductions.buffer.parameter_groups
-        for bucket in self._all_buckets:
-            of = f"of bucket {bucket} ({self._fsdp.param_to_name[groups[bucket].params[0]]}, ...)"
-            yield f"the weights' shard {of}", gathers.get_fsdp_buffer(bucket).data
-            if bucket in reductions.bucket_status:
-                main_grads = reductions.get_fsdp_buffer(bucket)
-                yield f"the main gradients' shard {of}", main_grads.data
-                yield f"the gradients {of}", main_grads.fetch_bucket(dtype=dtype).data
-                main_grads.free_bucket_storage()
-
     # ------------------------------------------------------------------------------------------------------- gathers
 
     @contextmanager
@@ -289,7 +276,7 @@ class RecordedPasses:
 
 
 class EvaluatedModel(RecordedPasses):
-    """The ``PassOwner`` of the forward pass of a model in evaluation.
+    """Owns the graph of the forward pass of a model in evaluation.
 
     Gradients and gathered parameters outside of units stay as they are: a backward pass that is still to come may read
     them.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
 from ..mixed_precision import fp8_discard_transpose_cache
 from ..param_and_grad_buffer import PrefetchOrder
@@ -136,10 +136,10 @@ class Eager:
         self._backward.collected[self].append(param)
 
 
-class Replayed(Eager):
+class Replayed(Eager, GraphOwner):
     """The runner of a module's replays, and of its capture by an engine that calls hooks around each pass.
 
-    It is also the ``GradientSink`` of graphs that hold the whole module. Gradients computed at capture are meaningless.
+    It owns graphs that hold the whole module. Gradients computed at capture are meaningless.
 
     Args:
         reads_experts: Whether the graphs may read experts, and buckets come and go. Otherwise the buckets of all other
@@ -149,14 +149,12 @@ class Replayed(Eager):
         params: The parameters that are gathered for the graphs, even if these do not read all of them.
         kept: The buckets that keep their memory.
         takes_gradients: Whether the backward graph writes gradients to their buckets.
-        captured: These gradients, if ``sanitizer.requested()``.
     """
 
     def __init__(self, graphs: "FsdpGraphs", module: torch.nn.Module, reads_experts: bool):
         super().__init__(graphs, module)
         self.params, self.kept = list(module.parameters()), frozenset[int]()
         self.takes_gradients = False
-        self.captured: list[sanitizer.CapturedTensor] = []
         buffer = self._fsdp.param_and_grad_buffer
         self._bucket_of = buffer.param_to_param_group
         if not reads_experts and self._unit is not None and graphs.shards_params:
@@ -274,10 +272,6 @@ class Replayed(Eager):
             self._graphs.gradients.accumulate(taken)
         for param in taken:
             self._written.setdefault(self._bucket_of[param], {})[param] = None
-        if sanitizer.requested():
-            name_of = self._fsdp.param_to_name
-            named = ((f"the gradient bucket of {name_of[param]}", param.main_grad) for param in taken)
-            self.captured = sanitizer.captured(named)
         return left
 
     def gradients_written(self) -> None:
@@ -307,18 +301,16 @@ class Replayed(Eager):
             free_gradients(self._fsdp, {self._bucket_of[param] for param in self.module.parameters()})
 
 
-class PartOfModule:
-    """The ``GradientSink`` of graphs that hold a part of a module, whose backward pass autograd frames."""
+class PartOfModule(GraphOwner):
+    """Owns graphs that hold a part of a module, whose backward pass autograd frames."""
 
     def __init__(self, runner: Replayed):
-        self._runner, self.take = runner, runner.take
+        self._runner = runner
 
-    @property
-    def captured(self) -> list[sanitizer.CapturedTensor]:
-        return self._runner.captured
-
-    def before_backward(self) -> None:
-        """Nothing: ``runner.before_backward`` was called."""
+    def take(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        return self._runner.take(params, grads)
 
     def after_backward(self) -> None:
         self._runner.gradients_written()

@@ -1,4 +1,7 @@
-"""Packed sequences in graphs: attention reads their offsets from static inputs, and all else of them is fixed."""
+"""Inputs of graphs: those that a call leaves out, and packed sequences.
+
+Of packed sequences attention reads the offsets from static inputs, and all else of them is fixed.
+"""
 
 from typing import Any, Literal
 
@@ -14,6 +17,30 @@ ADVICE = (
     f"With {PACKED_FLAG} every micro-batch of a training step needs "
     "megatron.core.packed_seq_params.pad_packed_seq_params(params, sequences, seq_length)"
 )
+
+
+class DefaultInputs:
+    """Restores static inputs to their values at capture, for calls that leave them out.
+
+    Share one object among graphs whose static inputs of a name were equal at capture. Values are kept on the host.
+    """
+
+    def __init__(self) -> None:
+        self._captured: dict[str, torch.Tensor] = {}
+        self._overwritten: set[int] = set()  # the ids of static inputs
+
+    def will_overwrite(self, name: str, static: torch.Tensor) -> None:
+        """Keep the value at capture of ``static``, which the next replay overwrites."""
+        if id(static) not in self._overwritten:
+            self._overwritten.add(id(static))
+            if name not in self._captured:
+                self._captured[name] = static.detach().to("cpu", copy=True)
+
+    def restore(self, name: str, static: torch.Tensor) -> None:
+        """Restore ``static`` if a replay has overwritten it."""
+        if id(static) in self._overwritten:
+            self._overwritten.remove(id(static))
+            static.detach().copy_(self._captured[name])
 
 
 def static_offsets(sequences: int, seq_length: int) -> dict[str, torch.Tensor]:

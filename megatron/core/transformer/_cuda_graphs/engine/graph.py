@@ -1,0 +1,400 @@
+"""Capture of one CUDA graph: streams, memory pool, random states, state that it must leave as it was, replay order."""
+
+import ctypes
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from ..replacements import between, replaced_attribute
+from .rng import current_rng_state, generator_states, preserve_rng, refuse_host_draws
+
+
+@contextmanager
+def capturing(*contexts: AbstractContextManager) -> Iterator[None]:
+    """The context of warm-ups and captures: their stream, no garbage collection, random states restored.
+
+    Args:
+        contexts: Further ones, entered while the caller's stream is current.
+    """
+    with ExitStack() as stack:
+        for context in (pause_gc(), preserve_rng(), *contexts, capture_stream()):
+            stack.enter_context(context)
+        yield
+
+
+def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None = None) -> torch.cuda.CUDAGraph:
+    """Return a graph that ``make`` makes, after an empty capture on a stream of its own.
+
+    Args:
+        make: Called on that stream.
+        pool: What the capture allocates from; None for a new pool.
+    """
+    with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the graph is empty
+        graph = make()
+        _begin(graph, pool)
+        graph.capture_end()
+    return graph
+
+
+def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:
+    # "thread_local": threads that pin memory or watch NCCL may go on.
+    with _never_freed_after_an_error(graph):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+
+@contextmanager
+def _never_freed_after_an_error(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Never free ``graph`` if the context, in which it is registered with generators, ends with an exception.
+
+    A registration allocates memory. If that fails, the graph knows the generator, and the generator does not know the
+    graph, for which torch ends the process when the graph is freed.
+    """
+    try:
+        yield
+    except BaseException:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+        raise
+
+
+def reclaim_memory_of_other_streams() -> None:
+    """Let the next capture reuse memory of earlier captures that other streams no longer use.
+
+    Autograd marks gradients as used on the stream of their AccumulateGrad node. If that is not the capture's stream,
+    torch reuses their memory only after an event on the other stream has completed, and it checks events only at
+    allocations outside of captures. Here the first allocation records the event, and the one after the
+    synchronization finds it complete. ``torch.cuda.empty_cache`` would do the same, and takes longer
+    (``benchmarks/capture_time.py``).
+    """
+    torch.empty(1, device="cuda")
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")
+
+
+class ReplayOrder:
+    """Refuses backward replays whose activations a later replay has overwritten.
+
+    Graphs that are captured into one pool share memory: a graph may use what earlier ones have freed. So replays leave
+    each other's activations alone only if they come in the order of capture, where any may be left out. A replay that
+    does not come after the last one begins a new *round*, and the activations of earlier rounds are lost.
+
+    Attributes:
+        last: The number of the last replay.
+        round: The number of the current round.
+    """
+
+    __slots__ = ("_began", "_names", "last", "round")
+
+    def __init__(self) -> None:
+        self.last = self._began = -1
+        self.round = 0
+        self._names: list[str] = []
+
+    def number(self, name: str) -> int:
+        """Return the next number, for a pass of the callable ``name``."""
+        self._names.append(name)
+        return len(self._names) - 1
+
+    def rename(self, number: int, name: str) -> None:
+        """Set what errors call the callable of a pass."""
+        self._names[number] = name
+
+    def forward(self, number: int) -> int:
+        """Note a forward replay; return its round, which its backward replay needs."""
+        if number <= self.last:
+            self.round += 1
+            self._began = number
+        self.last = number
+        return self.round
+
+    def backward(self, number: int | None, round_of_forward: int) -> None:
+        """Note a backward replay.
+
+        Args:
+            number: None for a pass that overwrites nothing.
+            round_of_forward: What ``forward`` returned.
+
+        Raises:
+            RuntimeError: the activations are lost; names the callable that was replayed instead.
+        """
+        if number is None:
+            number = self.last
+        elif number <= self.last:
+            self._refuse(number)
+        if round_of_forward != self.round:
+            self._refuse(number)
+        self.last = number
+
+    def _refuse(self, number: int) -> NoReturn:
+        other = self._names[self.last if number <= self.last else self._began]
+        raise RuntimeError(
+            f"{self._names[number]}: backward of a replay whose activations a later replay has overwritten, that of "
+            f"{other}. A graph serves one forward pass at a time, and one backward pass of it; graphs that are "
+            "captured together share memory, and are replayed in the order of capture, where any may be left out. "
+            "Call layers in that order; run backward before the next forward, and once (or capture with "
+            "retain_graph_in_backward=True); or capture the callable once for each call, with _order and an entry of "
+            "sample_args for each."
+        )
+
+
+class Capture:
+    """Records one graph after another on the current stream, over one memory pool.
+
+    Args:
+        pool: A handle of ``torch.cuda.graph_pool_handle``; None for a new pool.
+        draws: Whether what is recorded may draw random numbers.
+        order: The order of replays; captures into one pool share it.
+    """
+
+    def __init__(self, pool: tuple | None, draws: bool = True, order: ReplayOrder | None = None):
+        self.order = ReplayOrder() if order is None else order
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._generators = [current_rng_state(), *generator_states()] if draws else []
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        """Return an empty graph with every generator registered."""
+        graph = torch.cuda.CUDAGraph()
+        # Registration allocates tensors that outlive this graph and may be written outside inference mode later.
+        with torch.inference_mode(False), _never_freed_after_an_error(graph):
+            for generator in self._generators:
+                graph.register_generator_state(generator)
+        return graph
+
+    @contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Record the work that the current stream is given in the context into ``graph``.
+
+        Raises:
+            RuntimeError: something in the context cannot be captured.
+            UnsupportedError: random numbers of the host are drawn.
+        """
+        reclaim_memory_of_other_streams()
+        try:
+            _begin(graph, self.pool)
+            with refuse_host_draws():
+                yield
+            graph.capture_end()
+        except BaseException as error:
+            _explain(error)
+            try:
+                self._abandon(graph)
+            except Exception as another:
+                error.add_note(f"What the failed capture left could not be cleaned up: {another}")
+            raise
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a failed capture so that the allocator and the generators serve eager work again."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns if nothing was recorded yet
+                graph.capture_end()
+        except RuntimeError:  # CUDA refused before torch took allocator and generators out of capture mode
+            self._recover()
+
+    def _recover(self) -> None:
+        """Take the allocator and the generators out of capture mode, in which torch leaves both after a failure."""
+        with suppress(RuntimeError):  # the capture had not begun, or was ended
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, self.pool)
+            torch._C._cuda_releasePool(device, self.pool)
+        # Only the end of a successful capture takes generators out of capture mode; an empty one will do.
+        record_nothing(self.new_graph)
+
+
+def _explain(error: BaseException) -> None:
+    text = str(error)
+    if "StreamCaptureImplicit" in text or "legacy stream" in text or "previous error during capture" in text:
+        error.add_note(LEGACY_STREAM_ADVICE)
+
+
+_away_from_default: dict[int, torch.cuda.Stream] = {}  # by device
+
+
+def leave_default_stream() -> None:
+    """Switch to another stream if the legacy default stream is current, on which autograd cannot be captured."""
+    device, default = torch.cuda.current_device(), torch.cuda.default_stream()
+    if torch.cuda.current_stream() == default:
+        if device not in _away_from_default:
+            _away_from_default[device] = torch.cuda.Stream()
+        stream = _away_from_default[device]
+        stream.wait_stream(default)
+        torch.cuda.set_stream(stream)
+
+
+def return_to_default_stream() -> None:
+    """Undo ``leave_default_stream``, if its stream is still the current one."""
+    stream = _away_from_default.get(torch.cuda.current_device())
+    if stream is not None and torch.cuda.current_stream() == stream:
+        default = torch.cuda.default_stream()
+        default.wait_stream(stream)
+        torch.cuda.set_stream(default)
+
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+@contextmanager
+def capture_stream() -> Iterator[torch.cuda.Stream]:
+    """Run on the device's capture stream, ordered after earlier and before later work of the current stream.
+
+    All captures of the process use the same one: cuBLAS keeps a workspace for every stream that it was used on.
+    """
+    device = torch.cuda.current_device()
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream()
+    outer, stream = torch.cuda.current_stream(), _streams[device]
+    with between(partial(stream.wait_stream, outer), partial(outer.wait_stream, stream)), torch.cuda.stream(stream):
+        yield stream
+
+
+def make_workspaces() -> None:
+    """Let cuBLAS allocate its workspaces for the current stream, of this thread and of autograd's.
+
+    Allocated in a capture, as they stay, they would divide the largest blocks of the graph's pool. torch allocates one
+    where it is asked for the handle, without a product, whose kernels might have to be loaded.
+    """
+    with torch.enable_grad():
+        _AsksForHandle.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
+
+
+class _AsksForHandle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_blas_handle()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_blas_handle()
+        return grad
+
+
+LEGACY_STREAM_ADVICE = (
+    "A gradient of the captured layer is accumulated on the legacy default stream: its AccumulateGrad node was made "
+    "there. Build and wrap the model, and run the steps before capture, under torch.cuda.stream(...) with a stream of "
+    "your own, as megatron.training does."
+)
+
+
+@contextmanager
+def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Refuse a backward pass that accumulates gradients of ``leaves`` on the legacy default stream.
+
+    Such a pass cannot be captured. This error comes in warm-up, before a capture would fail half-way.
+
+    Args:
+        leaves: Parameters and inputs; a hook on each notes the stream on which autograd runs its AccumulateGrad node.
+
+    Raises:
+        RuntimeError: a gradient was accumulated there; raised when the context ends.
+    """
+    legacy = torch.cuda.default_stream()
+    streams: set[torch.cuda.Stream] = set()
+    with ExitStack() as stack:
+        for leaf in leaves:
+            stack.callback(leaf.register_hook(lambda grad: streams.add(torch.cuda.current_stream())).remove)
+        yield
+    if legacy in streams:
+        raise RuntimeError(f"{name} cannot be captured. {LEGACY_STREAM_ADVICE}")
+
+
+@contextmanager
+def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restore the buffers of ``modules`` (token counts of an MoE router, say) and their values.
+
+    A buffer that was reassigned becomes the former tensor again; after an exception new buffers are removed.
+    """
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    with rebind_buffers(modules), preserve_tensors(buffers):
+        yield
+
+
+@contextmanager
+def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restore which tensor each buffer of ``modules`` is; after an exception new buffers are removed."""
+    owners = dict.fromkeys(child for module in modules for child in module.modules())
+    bound = [(owner._buffers, dict(owner._buffers)) for owner in owners]
+    try:
+        yield
+    except BaseException:
+        for current, buffers in bound:
+            for name in current.keys() - buffers.keys():
+                del current[name]
+        raise
+    finally:
+        for current, buffers in bound:
+            current.update(buffers)
+
+
+@contextmanager
+def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restore the values of ``tensors``."""
+    saved = {tensor: tensor.clone() for tensor in tensors}
+    try:
+        yield
+    finally:
+        with torch.inference_mode():  # inference tensors can be written here too
+            for tensor, value in saved.items():
+                # Unchanged ones may be expanded (not writable), or saved for a backward pass, which checks versions.
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+
+def moe_metrics() -> list[torch.Tensor]:
+    """Return the metrics that MoE layers accumulate for the log (auxiliary losses)."""
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
+    return [entry.values for entry in metrics.values()]
+
+
+@contextmanager
+def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Remove the ``grad`` and the hooks (``register_hook``) of ``params``, and restore them at the end.
+
+    Gradients accumulated in the context can then be told from earlier ones. Hooks run at each replay, on the gradients
+    that it returns; recorded in the graph they would run twice.
+    """
+    without = replaced_attribute(params, "_backward_hooks", lambda hooks: None)
+    with replaced_attribute(params, "grad", lambda grad: None), without:
+        yield
+
+
+def pause_gc() -> AbstractContextManager[None]:
+    """Disable garbage collection: freeing a graph while another is captured invalidates the capture."""
+    return between(gc.disable, gc.enable) if gc.isenabled() else nullcontext()
+
+
+def allow_nested_backward() -> AbstractContextManager[None]:
+    """Let activation checkpointing run its backward pass inside ``torch.autograd.grad``.
+
+    torch refuses that, because the gradients it accumulates are not among those that ``grad`` returns. The caller must
+    collect them.
+    """
+    return replaced_attribute([torch.autograd], "_is_checkpoint_valid", lambda is_valid: lambda: True)
+
+
+def connected_leaves(outputs: Iterable[torch.Tensor], stops: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
+    """Return the leaves that require grad and from which ``outputs`` were computed, each once, in arbitrary order.
+
+    Args:
+        stops: Tensors at which it stops: the backward pass ends there.
+    """
+    outputs = list(outputs)
+    leaves = {id(tensor): tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
+    seen = {tensor.grad_fn for tensor in stops if tensor.grad_fn is not None}
+    nodes = list({tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None} - seen)
+    seen.update(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, torch._C._functions.AccumulateGrad):
+            leaves[id(node.variable)] = node.variable
+        following = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= following
+        nodes += following
+    return list(leaves.values())

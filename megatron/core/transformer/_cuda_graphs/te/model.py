@@ -1,0 +1,582 @@
+"""Graphs of whole passes: of a language model, of a chunk of it in a pipeline, or of all layers of its decoder.
+
+One graph holds a forward pass and another its backward pass, with their collectives. In a pipeline each micro-batch of
+a step has graphs of its own.
+"""
+
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import log_single_rank
+
+from ..agreement import CaptureAgreement, warn_of_failure
+from ..eager_passes import EagerPasses
+from ..engine.captured import GraphedCallable, GraphOwner, capture_passes
+from ..engine.plan import Plan, unordered_plan
+from ..engine.quantization import RecordedQuantization
+from ..errors import CaptureFailedError
+from ..evaluation_mode import may_replay_evaluation
+from ..hooks import has_other_hooks
+from ..inputs import ADVICE, OFFSETS, DefaultInputs, from_static_offsets, unpack
+from ..layer_graph import ATTENTION_INPUTS
+from ..replacements import TakenForward
+from ..snapshot import InputSignature, PassState, Snapshot, memory_aspects, module_aspects, named, quantized_aspect
+from .capture_arguments import WARMUP_ITERATIONS, recorded_quantization
+from .layers import decoder_layers, language_layers
+from .sample_inputs import LayerInputs, captures_attention, sample_arguments
+from .stage import Chunk, Stage
+from .training_calls import (
+    HIDDEN_STATES,
+    arguments_by_name,
+    call_blocker,
+    expected_inputs,
+    is_first,
+    is_last,
+    is_training,
+    shape_of,
+    unused_by,
+)
+
+_MASK = "attention_mask"
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+
+class PassGraphs:
+    """Replaces ``module.forward`` while graphs of its passes, or of a part of them, exist.
+
+    A call replays if it has tensors as at capture and nothing else, and nothing that the graphs rely on has changed. In
+    calls without an attention mask the graphs read the mask of the capture. Other calls run eagerly.
+
+    Args:
+        slots: The captured graphs: one pair, or one for each micro-batch of a step. Their static inputs have the names
+            of arguments of ``forward``.
+        eager_passes: Counts calls for training that the graphs do not fit.
+        snapshot: What the graphs rely on.
+        unused: Arguments that what is captured does not depend on.
+        kept: Tensors that the graphs read and others may let go of.
+        stands: Whether the module's calls come here.
+
+    Attributes:
+        evaluation: The graph of the forward pass in evaluation; None without one.
+    """
+
+    evaluation: "PassGraphs | None" = None
+
+    def __init__(
+        self,
+        module: Any,
+        slots: Sequence[GraphedCallable],
+        eager_passes: EagerPasses,
+        snapshot: Snapshot,
+        *,
+        unused: Collection[str] = (),
+        kept: Sequence[Any] = (),
+        stands: bool = True,
+    ):
+        self.module, self.slots = module, slots
+        self._eager_passes, self._snapshot, self._kept = eager_passes, snapshot, kept
+        self._order = list(inspect.signature(type(module).forward).parameters)[1:]
+        inputs = slots[0].kwargs
+        self._names = list(inputs)
+        self._known = frozenset((*inputs, *unused))
+        self._defaults = DefaultInputs()
+        self._expected = InputSignature(type(module).__name__, list(inputs.values()), self._names.__getitem__)
+        self._shape = self.shape_of(inputs)
+        self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
+        self._taken = TakenForward(module, self) if stands else None
+
+    # What depends on the kind of module.
+
+    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the tokens of a sequence on this rank and the sequences of a micro-batch, given arguments by name."""
+        raise NotImplementedError
+
+    def _passes_of(self, given: dict[str, Any]) -> GraphedCallable | None:
+        """Return the graphs for a call with the arguments ``given``, which may be completed; None without any."""
+        return self.slots[0]
+
+    def _replay(self, passes: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a call by a replay."""
+        return passes.replay(inputs)
+
+    # What does not.
+
+    @property
+    def passes(self) -> GraphedCallable:
+        """The graphs of the first slot."""
+        return self.slots[0]
+
+    def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        return arguments_by_name(self._order, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, by a replay if possible."""
+        graphs: PassGraphs | None = None
+        if is_training(self.module):
+            graphs = self
+        elif self.evaluation is not None and not self.module.training and _may_replay_evaluation():
+            graphs = self.evaluation
+        if graphs is not None:
+            given = self.by_name(args, kwargs)
+            passes = graphs._passes_of(given)
+            inputs = None if passes is None else graphs.inputs_of(given, passes)
+            if passes is not None and inputs is not None:
+                return graphs._replay(passes, inputs, args, kwargs)
+        if graphs is not None or torch.is_grad_enabled():
+            (graphs or self).before_eager_forward()
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def before_eager_forward(self) -> None:
+        """Prepare a forward pass with grad that runs eagerly."""
+        if self.passes.owner is not None:
+            self.passes.owner.before_eager_forward()
+
+    def inputs_of(self, given: dict[str, Any], passes: GraphedCallable) -> list[torch.Tensor] | None:
+        """Return the inputs of a replay, in the order of the static ones; None if the graphs do not fit this call.
+
+        Why they do not is logged, once for each reason.
+
+        Args:
+            given: The arguments of the call by name; gets offsets in the place of packed sequences.
+        """
+        packed_otherwise = ""
+        if self._packed_tokens:
+            packed_otherwise = unpack(given, self._packed_tokens * self.shape_of(given)[0] // self._shape[0])
+        mask = passes.kwargs.get(_MASK)
+        unmasked = given.get(_MASK) is None
+        inputs: list[Any] = [mask if unmasked and name == _MASK else given.get(name) for name in self._names]
+        others = [name for name, value in given.items() if value is not None and name not in self._known]
+        changed = self._snapshot.changed()
+        if not (others or changed) and self._expected.accepts(inputs):
+            if mask is not None:
+                (self._defaults.restore if unmasked else self._defaults.will_overwrite)(_MASK, mask)
+            return inputs
+        shape = self.shape_of(given)
+        if changed:
+            reason = self._snapshot.reason()
+        elif packed_otherwise:
+            reason = f"it {packed_otherwise}. {ADVICE}"
+        elif others:
+            reason = f"it was captured without {', '.join(others)}"
+        elif missing := [name for name, value in zip(self._names, inputs, strict=True) if value is None]:
+            reason = f"it was captured with {', '.join(missing)}"
+        else:
+            reason = "other tensors than at capture" + (self._eager_passes.outlook if shape != self._shape else "")
+        self._note_eager_pass(reason, shape if not others and shape != self._shape else None)
+        return None
+
+    def _note_eager_pass(self, reason: str, shape: tuple[int, int] | None = None) -> None:
+        """Count a call for training that runs eagerly, and log ``reason`` if it is new; see ``EagerPasses.note``."""
+        name = type(self.module).__name__
+        reason = f"{name} runs eagerly where its CUDA graphs do not fit the call: {reason}"
+        if self._eager_passes.note(reason, shape):
+            logger.warning(reason)
+
+    def reset(self) -> None:
+        """Free the graphs, those for evaluation too, and give the module its ``forward`` back."""
+        if self.evaluation is not None:
+            self.evaluation.reset()
+            self.evaluation = None
+        if self._taken is not None:
+            self._taken.end()
+            self._taken = None  # which refers to these graphs
+        for passes in self.slots:
+            passes.reset()
+        self._kept = ()
+        self._snapshot.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copied module runs eagerly."""
+        copied = memo[id(self.module)]
+        return MethodType(type(copied).forward, copied)
+
+
+def _may_replay_evaluation() -> bool:
+    """Whether the current modes allow it. A backward pass that calls the model may be using what a replay releases."""
+    return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
+
+
+class ModelGraphs(PassGraphs):
+    """Graphs of a language model, or of a chunk of it: from tokens or hidden states to losses or hidden states.
+
+    They fit calls that give labels (where there are losses), in steps that have as many micro-batches as at capture.
+    """
+
+    def __init__(self, model: Any, slots: Sequence[GraphedCallable], *more: Any, **options: Any):
+        without_attention = {_MASK, *OFFSETS}.isdisjoint(slots[0].kwargs)
+        unused = unused_by(model) | ({_MASK} if without_attention else set())
+        super().__init__(model, slots, *more, unused=unused, **options)
+
+    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
+        shape = shape_of(self.module, given)
+        assert shape is not None
+        return shape[::-1]
+
+    def _passes_of(self, given: dict[str, Any]) -> GraphedCallable | None:
+        """Return the graphs of the micro-batch; None in a step of another number of them, whose order is another.
+
+        Those of evaluation serve each: no backward pass reads what one has left.
+        """
+        model = self.module
+        if HIDDEN_STATES in self.passes.kwargs:
+            given[HIDDEN_STATES] = model.decoder.input_tensor
+        if shape_of(model, given) is None:
+            return None
+        if not model.training or (is_first(model) and is_last(model)):
+            return self.slots[0]
+        number = getattr(decoder_layers(model)[0], "current_microbatch", None)
+        if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
+            micro_batches = f"{len(self.slots)} micro-batches that a pipeline schedule runs"
+            self._note_eager_pass(f"it was captured for steps of {micro_batches}")
+            return None
+        return self.slots[number]
+
+
+class DecoderGraphs(PassGraphs):
+    """Graphs of all layers of a decoder, in the loop over them that its ``forward`` runs."""
+
+    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
+        tokens, sequences, _ = given["hidden_states"].shape
+        return tokens, sequences
+
+    def _passes_of(self, given: dict[str, Any]) -> GraphedCallable:
+        if not given.get("extract_layer_indices"):
+            given.pop("extract_layer_indices", None)
+        return self.slots[0]
+
+    def _replay(self, passes: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        own, config = self.module.__dict__, self.module.config
+        own["layers"] = (_Replayed(passes, inputs[1:]),)  # found before the module of this name
+        if config.recompute_granularity == "full":  # which the graphs do
+            own["config"] = copy(config)
+            own["config"].recompute_granularity = None
+        try:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        finally:
+            own["config"] = config
+            del own["layers"]
+
+
+class _Replayed:
+    """Replaces all layers of a decoder in the loop over them.
+
+    Attributes:
+        layer_number: Read by decoders; that of the first layer.
+    """
+
+    layer_number = 1
+
+    def __init__(self, passes: GraphedCallable, inputs: Sequence[torch.Tensor]):
+        self._passes, self._inputs = passes, inputs
+
+    def __call__(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
+        return self._passes.replay([hidden_states, *self._inputs]), None
+
+
+# ------------------------------------------------------------------------------------------------------------- capture
+
+
+def whole_passes(
+    name: str,
+    func: Callable[..., torch.Tensor],
+    inputs: dict[str, torch.Tensor],
+    module: torch.nn.Module,
+    owner: GraphOwner,
+    quantized: RecordedQuantization | None,
+    copies_results: bool = True,
+) -> GraphedCallable:
+    """Return ``func``, which uses ``module``, as a callable whose graphs will hold all that its passes do.
+
+    Args:
+        inputs: Static inputs, by keyword. Those that require grad must be leaves.
+        quantized: How the module is quantized; None if it is not.
+    """
+    return GraphedCallable(
+        name,
+        func,
+        (),
+        inputs,
+        module=module,
+        owner=owner,
+        quantized=quantized,
+        context=nullcontext if quantized is None else quantized.reading_flag,
+        holds_hooks=True,
+        copies_results=copies_results,
+        allow_unused_input=True,
+    )
+
+
+@contextmanager
+def _captured(
+    slots: Mapping[torch.nn.Module, Sequence[GraphedCallable]],
+    owners: Sequence[Any],
+    plan: Plan,
+    num_warmup_iters: int,
+    around: AbstractContextManager[None],
+    training: bool = True,
+) -> Iterator[dict[torch.nn.Module, Snapshot]]:
+    """Capture passes, and yield a snapshot for each module; reset them after an exception.
+
+    Args:
+        slots: The passes of each module whose ``forward`` they will replace, in the order of the plan's slots.
+        owners: Megatron-FSDP's ``RecordedPasses`` of what is captured.
+        plan: The order of passes.
+        num_warmup_iters: How often all of them run before.
+        around: The context in which they run.
+        training: Whether backward passes are captured.
+    """
+    every = [passes for own in slots.values() for passes in own]
+    quantized = dict.fromkeys(each.quantized for each in every if isinstance(each.quantized, RecordedQuantization))
+    state = PassState(slots)
+    try:
+        with ExitStack() as capturing:
+            for owner in owners:
+                capturing.enter_context(owner.capture())
+            with state, around:
+                capture_passes(
+                    plan,
+                    every,
+                    num_warmup_iters=num_warmup_iters,
+                    training=training,
+                    shares_memory=True,
+                    contexts=[each.capturing() for each in quantized],
+                )
+            snapshots = {}
+            for module, (passes, *_) in slots.items():
+                recorded = passes.quantized if isinstance(passes.quantized, RecordedQuantization) else None
+                modules = named(module, parts=None if passes.module in (None, module) else [passes.module])
+                snapshots[module] = Snapshot(
+                    "replays go on once it is changed back",
+                    *module_aspects(modules, around=module, replaced=module, volatile=state.volatile),
+                    *memory_aspects(modules, volatile=state.volatile),
+                    *(() if recorded is None else [quantized_aspect(recorded.tensors)]),
+                )
+        yield snapshots
+    except BaseException:
+        for passes in every:
+            passes.reset()
+        raise
+
+
+def capture_models(
+    models: Sequence[Any],
+    owners: Sequence[Any],
+    plan: Plan,
+    shape: tuple[int, int],
+    num_warmup_iters: int,
+    eager_passes: EagerPasses,
+    quantized: Sequence[RecordedQuantization | None],
+    *,
+    training: bool = True,
+) -> list[ModelGraphs]:
+    """Capture the passes of ``models``; in ``training`` their calls replay them from then on. See ``_captured``.
+
+    Args:
+        models: The language model, or the chunks of it in a pipeline stage.
+        plan: The order of their passes, each of them being a callable.
+        shape: Tokens of a sequence, before any parallel division, and sequences in a micro-batch.
+        eager_passes: Counts calls for training with tensors of another shape.
+        quantized: How each model is quantized; None if it is not.
+        training: Whether there are backward passes. Otherwise models are in evaluation mode.
+    """
+    slots: defaultdict[Any, list[GraphedCallable]] = defaultdict(list)
+    for index, inputs in zip(plan.callable_of_slot, inputs_of_slots(models, plan, *shape), strict=True):
+        model, own = models[index], slots[models[index]]
+        name = type(model).__name__ + ("" if training else " in evaluation")
+        if len(plan.slots_of_callables[index]) > 1:
+            name += f" (chunk {index}, micro-batch {len(own)})"
+        forward = partial(_forward, model, shape[0])
+        own.append(whole_passes(name, forward, inputs, model, owners[index], quantized[index]))
+    kept: list[Any] = []
+    with _captured(slots, owners, plan, num_warmup_iters, _around_passes(models, kept), training) as snapshots:
+        return [
+            ModelGraphs(model, own, eager_passes, snapshots[model], kept=kept, stands=training)
+            for model, own in slots.items()
+        ]
+
+
+def inputs_of_slots(
+    models: Sequence[Any], plan: Plan, seq_length: int, micro_batch_size: int
+) -> list[dict[str, torch.Tensor]]:
+    """Return the static inputs of each slot of ``plan``, whose callables are ``models``.
+
+    Slots of a model share them once nothing reads them any more.
+    """
+    samples = sample_arguments(
+        plan,
+        lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size)),
+        lambda index: index,  # of two models one may be given a mask and the other none
+    )
+    return [inputs for _, inputs in samples]
+
+
+def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
+    """Make static inputs of ``model``, by the keywords of its ``forward``, and ``hidden_states`` of another stage.
+
+    Shapes and dtypes are those of ``expected_inputs``, and of the first layer's hidden states. The attention mask is
+    the one that layers apply where none is given; there is none without attention.
+
+    Args:
+        model: The language model, or a chunk of it.
+    """
+    of_layers = LayerInputs(model.config, seq_length, micro_batch_size)
+    attention = next(filter(captures_attention, language_layers(model)), None)
+    _, of_attention = ((), {}) if attention is None else of_layers.make(attention, None)
+    expected = expected_inputs(model, micro_batch_size, seq_length // model.config.context_parallel_size)
+    expected.pop(_MASK, None)
+    inputs = {name: torch.zeros(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in expected.items()}
+    if "loss_mask" in inputs:
+        inputs["loss_mask"].fill_(1)
+    if not is_first(model):
+        (hidden_states,), _ = of_layers.make(decoder_layers(model)[0], None)
+        inputs[HIDDEN_STATES] = hidden_states
+    return inputs | of_attention
+
+
+@contextmanager
+def _around_passes(models: Iterable[Any], kept: list[Any]) -> Iterator[None]:
+    """The context in which ``models`` are captured; rotary embeddings, which may leave their cache, go to ``kept``.
+
+    At its end the inputs of chunks are those of the call in which evaluation captures.
+    """
+    # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    with ExitStack() as stack:
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, RotaryEmbedding):
+                    stack.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
+            if not is_first(model):
+                stack.callback(model.set_input_tensor, model.decoder.input_tensor)
+        yield
+
+
+def _forward(
+    model: Any, seq_length: int, hidden_states: torch.Tensor | None = None, **given: torch.Tensor
+) -> torch.Tensor:
+    if hidden_states is not None:
+        model.set_input_tensor(hidden_states)
+    absent = dict.fromkeys(("input_ids", "position_ids", _MASK))
+    return type(model).forward(model, **(absent | from_static_offsets(given, seq_length)))
+
+
+def capture_decoder(
+    decoder: Any,
+    owner: Any,
+    inputs: dict[str, torch.Tensor],
+    read: Sequence[Sequence[str]],
+    num_warmup_iters: int,
+    eager_passes: EagerPasses,
+    quantized: RecordedQuantization | None,
+) -> DecoderGraphs:
+    """Capture the passes of all layers of ``decoder``, whose calls replay them from then on; see ``_captured``.
+
+    Args:
+        decoder: The block of a model that runs its layers one after the other.
+        inputs: Static inputs by keyword, ``hidden_states`` first.
+        read: For each layer which of the other inputs it reads.
+        eager_passes: Counts calls for training with tensors of another shape.
+        quantized: How the layers are quantized; None if they are not.
+    """
+    from megatron.core.fp8_utils import get_fp8_context  # imports cuda_graphs, which imports this module
+
+    def run(hidden_states: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        # As the decoder does. Around replays it also enters the context of delayed scaling, and updates statistics.
+        config = decoder.config
+        at_once = quantized is not None and quantized.delayed
+        forked = get_cuda_rng_tracker().fork() if config.sequence_parallel else nullcontext()
+        with forked, quantized.autocast() if quantized is not None and at_once else nullcontext():
+            if config.recompute_granularity == "full":
+                return _recomputed(decoder, hidden_states, given, not at_once)
+            for layer, names in zip(decoder.layers, read, strict=True):
+                with nullcontext() if at_once else get_fp8_context(config, layer.layer_number - 1):
+                    output = layer(hidden_states, **{name: given[name] for name in names})
+                hidden_states = output[0] if isinstance(output, tuple) else output
+        return hidden_states
+
+    passes = whole_passes(type(decoder).__name__, run, inputs, decoder.layers, owner, quantized, copies_results=False)
+    unused = () if any(map(captures_attention, decoder.layers)) else ATTENTION_INPUTS
+    with _captured({decoder: [passes]}, [owner], unordered_plan(1), num_warmup_iters, nullcontext()) as snapshots:
+        return DecoderGraphs(decoder, [passes], eager_passes, snapshots[decoder], unused=unused)
+
+
+def _recomputed(
+    decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, torch.Tensor], quantizes: bool
+) -> torch.Tensor:
+    """Run all layers of ``decoder``, which are computed again in their backward pass, as it does.
+
+    With ``quantizes`` each layer enters the context of FP8, if it is in FP8.
+    """
+    from megatron.core.recompute import checkpointed_forward  # imports cuda_graphs, which imports this module
+
+    given = from_static_offsets(dict(given), decoder.layers[0]._tokens(hidden_states))
+    unused = dict.fromkeys(("context", "context_mask", "attention_bias"))
+    read = {name: given.get(name) for name in (_MASK, "rotary_pos_emb", "packed_seq_params")}
+    return checkpointed_forward(
+        decoder, hidden_states=hidden_states, use_inner_quantization_context=quantizes, **read, **unused
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> None:
+    """Capture the forward pass of ``chunk``, which is in evaluation mode; if that is impossible, log why.
+
+    All ranks of the pipeline stage must call it together. The graph has static inputs and a memory pool of its own, and
+    its output is copied, so evaluation changes nothing that graphs or backward passes of training read.
+
+    Args:
+        training: The graphs of the chunk's training passes. After their deletion nothing is captured.
+        args, kwargs: Arguments of the model in the evaluation that begins. The graph is for their shapes.
+
+    Raises:
+        CaptureInterruptedError: another rank was interrupted.
+    """
+    if vars(training.module).get("forward") is not training:
+        return
+    try:
+        refused = _capture(stage, chunk, training, args, kwargs)
+    except CaptureFailedError as failed:
+        warn_of_failure(failed, "Evaluation runs eagerly")
+        return
+    message = f"Evaluation runs eagerly, because {refused}" if refused else "Captured the whole model for evaluation"
+    log_single_rank(logger, logging.WARNING if refused else logging.INFO, message)
+
+
+def _capture(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> str:
+    """Capture on all ranks, or return why on none; raise the same error on every rank."""
+    model, given = training.module, training.by_name(args, kwargs)
+    agreement = CaptureAgreement(stage.groups, with_other_stages=False)  # later stages wait for this one's output
+
+    def undo() -> None:
+        if training.evaluation is not None:
+            training.evaluation.reset()
+            training.evaluation = None
+
+    with agreement.together(undo):
+        hooked = any(has_other_hooks(module) for layer in chunk.layers for module in layer.modules())
+        reason = "layers, or modules in them, have hooks of others" if hooked else call_blocker(model, given)
+        if refused := agreement.objections({"evaluation": reason})["evaluation"]:
+            return refused
+        sequences, tokens = shape_of(model, given) or (0, 0)
+        shape = tokens * stage.config.context_parallel_size, sequences
+        owner = chunk.fsdp.graphs.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
+        quantized = [recorded_quantization(stage, model)]
+        (training.evaluation,) = capture_models(
+            [model], [owner], unordered_plan(1), shape, WARMUP_ITERATIONS, EagerPasses(), quantized, training=False
+        )
+    return ""

@@ -1,0 +1,97 @@
+"""Writes this project as one patch for ``git am`` in a Megatron-LM checkout.
+
+    python -m tools.patch CHECKOUT | git -C CHECKOUT am
+
+The patch adds the files that megatron-core lacks and replaces those that this project replaces. A file that extends
+megatron-core's is appended to it, and ``_upstream`` is what the module held before that line. So the checkout runs what
+the overlay runs, in the same order, and a reader sees additions only. CHECKOUT is read, not changed; it needs neither
+this project nor its start-up afterwards.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_fsdp_cuda_graphs import __version__
+from megatron_fsdp_cuda_graphs.overlay import ROOT, TESTED_VERSIONS, is_extension, version_in
+
+TITLE = "CUDA graphs under Megatron-FSDP"
+BODY = f"Made from megatron-fsdp-cuda-graphs {__version__} by tools/patch.py."
+SEAM = """
+
+# CUDA graphs under Megatron-FSDP: what follows replaces names above, which stay available in `_upstream`.
+# ruff: noqa: E402
+from types import SimpleNamespace
+
+_upstream = SimpleNamespace(**globals())
+"""
+_IMPORT = re.compile(r"^from megatron_fsdp_cuda_graphs\.overlay import extend\n", re.MULTILINE)
+_EXTEND = re.compile(r"^_upstream(: Any)? = extend\(__name__\)\n+", re.MULTILINE)
+
+
+def patched_files(checkout: Path) -> dict[str, str]:
+    """Return the text of each file that the patch changes or adds, by its path below ``checkout``.
+
+    Raises:
+        FileNotFoundError: ``checkout`` has no megatron-core.
+        ValueError: it has a version that the patch was not tested with.
+    """
+    info = checkout / "megatron" / "core" / "package_info.py"
+    if not info.is_file():
+        raise FileNotFoundError(f"{checkout} has no megatron/core: name a Megatron-LM checkout")
+    version = version_in(info.read_text())
+    if version not in TESTED_VERSIONS:
+        raise ValueError(f"{checkout} has megatron-core {version}: use one of {', '.join(TESTED_VERSIONS)}")
+    texts = {}
+    for file in sorted(ROOT.rglob("*")):
+        if file.is_file() and file.suffix != ".pyc":
+            path, text = f"megatron/{file.relative_to(ROOT)}", file.read_text()
+            if file.suffix == ".py" and is_extension(file):
+                text = (checkout / path).read_text() + SEAM + _EXTEND.sub("", _IMPORT.sub("", text))
+            if "megatron_fsdp_cuda_graphs.overlay" in text:
+                raise ValueError(f"{path} still needs the overlay: end its import block with `extend` as others do")
+            texts[path] = text
+    return texts
+
+
+def make_patch(checkout: Path) -> bytes:
+    """Return the patch; raises as ``patched_files``, and CalledProcessError if git fails."""
+    texts = patched_files(checkout)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+
+        def git(*arguments: str) -> bytes:
+            identity = ("-c", f"user.name={TITLE}", "-c", "user.email=patch@localhost", "-c", "core.autocrlf=false")
+            return subprocess.run(["git", *identity, *arguments], cwd=scratch, check=True, capture_output=True).stdout
+
+        def commit(files: dict[str, str], *message: str) -> None:
+            for path, text in files.items():
+                (scratch / path).parent.mkdir(parents=True, exist_ok=True)
+                (scratch / path).write_text(text)
+            git("add", "--all", "--force")
+            git("commit", "--quiet", "--allow-empty", *(f"--message={paragraph}" for paragraph in message))
+
+        git("init", "--quiet")
+        commit({path: (checkout / path).read_text() for path in texts if (checkout / path).is_file()}, "megatron-core")
+        commit(texts, TITLE, BODY)
+        return git("format-patch", "--stdout", "-1")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the patch; return 2 if there is nothing to make one for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
+    try:
+        patch = make_patch(parser.parse_args(arguments).checkout)
+    except (FileNotFoundError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    sys.stdout.buffer.write(patch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
