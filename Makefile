@@ -22,31 +22,16 @@ endif
 # Versions of megatron-core that the patch admits besides that of constraints.txt. 0.19.1 was withdrawn from the registry
 # ("wrong version") and can still be installed; its code is that of 0.19.0, so that no test of it need run twice.
 OTHER_CORES := 0.19.0 0.19.1
-# The quick ones of the tests whose subject is, or depends on, megatron-core's own code.
-CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training core/datasets \
-	$(addprefix core/distributed/test_,fsdp_hook_registration.py grad_reduce_pipeline.py) \
-	core/transformer/test_module.py \
-	$(addprefix core/transformer/_cuda_graphs/,test_layer_graph.py test_packed_sequences.py \
-	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
-	$(addprefix te/test_,capture_mode.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
-# Those that look at its definitions and hooks.
-CORE_SAMPLE := $(addprefix tests/unit_tests/,test_overlay_extensions.py \
-	core/distributed/test_fsdp_hook_registration.py core/transformer/_cuda_graphs/te/test_layers.py)
+CORE_TESTS := $(addprefix tests/unit_tests/,package/test_overlay_extensions.py core training)
 
-# Each minor version of torch that is tested besides that of constraints.txt, on CPUs; the newest last. pip brings none.
+# Each minor version of torch that is tested besides that of constraints.txt, on CPUs. pip brings none.
 OTHER_TORCHES := 2.12.1 2.13.0 2.14.1 2.15.0
-NEWEST_TORCH := $(lastword $(OTHER_TORCHES))
-# The quick ones of the tests whose subject depends on inner names of torch.
-TORCH_TESTS := $(addprefix tests/unit_tests/,test_doctor.py::test_the_torch_that_was_asked_for_is_tested \
-	$(addprefix cpu_backend/test_,capture.py graphed_callables.py) \
-	core/distributed/_graphs/test_pipelines.py core/transformer/_cuda_graphs/test_agreement.py) \
-	tests/integration_tests/test_cpu_ranks.py::test_collectives_written_for_nccl_work
 # One integration test of each kind, and the scripts.
 TORCH_TRAININGS := $(addprefix tests/integration_tests/,benchmarks \
 	$(addprefix test_,fsdp_graphs.py local_graphs.py checkpoints.py torch_fsdp.py install.py))
 
 .PHONY: help .venv demo test test-all test-unit test-integration test-versions test-patch test-patch-quick $(OTHER_CORES:%=test-core-%) \
-	test-processors test-avx2 test-sse4 test-threads test-torches test-newest-torch test-installed \
+	test-processors test-avx2 test-sse4 test-threads test-torches test-installed \
 	$(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench measure docs lint format clean
 
 help:
@@ -54,10 +39,9 @@ help:
 	@echo "make test      unit tests and integration tests on the CPU backend"
 	@echo "make test-all  all tests that need no GPU, those that take long too: before a release"
 	@echo "make test-processors  make test with other instruction sets and numbers of threads"
-	@echo "make test-versions  some unit tests on the other versions of megatron-core that the patch admits"
+	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
 	@echo "make test-torches   unit tests, demo and some trainings on other versions of torch"
 	@echo "make test-installed  unit tests of a copy that pip installed"
-	@echo "make test-newest-torch  few tests on the newest of them"
 	@echo "make test-patch     apply the patch to a megatron-core checkout: import, train, test; test-patch-quick: few tests"
 	@echo "make test-gpu  tests on the GPUs of this machine"
 	@echo "make test-functional  recipes with golden values, those that this machine can run"
@@ -121,11 +105,11 @@ test-versions: $(OTHER_CORES:%=test-core-%)
 
 $(filter-out test-core-0.19.1,$(OTHER_CORES:%=test-core-%)): test-core-%: build/cores/%/megatron
 	$(PY) -m tools.upstream_check build/cores/$*
-	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(if $(LONG),$(CORE_TESTS),$(CORE_SAMPLE))
+	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(CORE_TESTS)
 
 test-core-0.19.1: test-core-%: build/cores/%/megatron | build/cores/0.19.0/megatron
 	diff -r --exclude package_info.py --exclude __pycache__ build/cores/0.19.0/megatron $<
-	$(call with_core,$*) $(PY) -m pytest tests/unit_tests/test_overlay_extensions.py
+	$(call with_core,$*) $(PY) -m pytest tests/unit_tests/package/test_overlay_extensions.py
 
 # That version lies ahead of the installed one on the path.
 with_core = CORE_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/cores/$(1)$(addprefix :,$(PYTHONPATH))
@@ -146,10 +130,6 @@ $(OTHER_TORCHES:%=test-torch-%): test-torch-%: build/torches/%/.installed
 	$(call with_torch,$*) $(PY) examples/demo.py --device cpu --steps 8 --output build/torches/demo
 	$(call with_torch,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
 	$(call with_torch,$*) $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(QUICK) $(TORCH_TRAININGS)
-
-# In one process: this torch is not compiled ahead, and two would both do that.
-test-newest-torch: build/torches/$(NEWEST_TORCH)/.installed
-	$(call with_torch,$(NEWEST_TORCH)) $(PY) -m pytest $(QUICK) $(TORCH_TESTS)
 
 # As with_core. No GPU is shown: what else CUDA needs is that of the environment, which fits its own torch.
 with_torch = CUDA_VISIBLE_DEVICES= TORCH_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/torches/$(1)$(addprefix :,$(PYTHONPATH))

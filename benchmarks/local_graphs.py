@@ -96,8 +96,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         cpu_backend.install()
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
-    from tests.support.case import Case
-    from tests.support.training import Training
+    from tests.support.trainings.case import Case
+    from tests.support.trainings.training import Training
 
     impl = VARIANTS[args.variant][0]
     case = Case(

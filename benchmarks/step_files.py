@@ -22,8 +22,8 @@ from megatron_fsdp_cuda_graphs.overlay import ROOT as PATCH
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.support.case import Case
-from tests.support.training import Training
+from tests.support.trainings.case import Case
+from tests.support.trainings.training import Training
 
 MODES = {"eager": None, "a graph for each layer": "layer", "all layers": "decoder", "the whole model": "model"}
 

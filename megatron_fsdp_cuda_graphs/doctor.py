@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.metadata
-import inspect
 import os
 import platform
 import sys
@@ -61,27 +60,17 @@ class Report:
         return "\n".join([*lines, "", verdict])
 
 
-@dataclass(frozen=True)
-class TransformerEngineFound:
-    """TransformerEngine as found: ``error`` says why it cannot be imported; None for a version that is not there."""
-
-    version: str | None
-    takes_hooks: bool
-    error: str | None
-
-
-def find_transformer_engine() -> TransformerEngineFound:
-    """Look for TransformerEngine and for ``capture_time_hooks`` among its ``make_graphed_callables``'s parameters."""
+def find_transformer_engine() -> tuple[str | None, str | None]:
+    """Return TransformerEngine's version (None: not installed), and why it cannot be imported (None: it can)."""
     try:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         version = None
     try:
-        module = importlib.import_module("transformer_engine.pytorch")
-        parameters = inspect.signature(module.make_graphed_callables).parameters
+        importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a build for another CUDA or torch raises whatever its loader raises
-        return TransformerEngineFound(version, False, f"{type(error).__name__}: {error}")
-    return TransformerEngineFound(version, "capture_time_hooks" in parameters, None)
+        return version, f"{type(error).__name__}: {error}"
+    return version, None
 
 
 def why_off() -> str:
@@ -158,24 +147,13 @@ def _examine_module(name: str, report: Report) -> str:
 
 
 def _examine_transformer_engine(report: Report) -> None:
-    engine = find_transformer_engine()
-    local = "Without it, models built with --transformer-impl local can be graphed, by this project's own engine."
-    if engine.error is not None:
-        report.facts.append(("TransformerEngine", f"{engine.version or 'none'}: {engine.error}"))
-        what = "cannot be imported" if engine.version else "is not installed (extra: te)"
-        report.limits.append(f"TransformerEngine {what}, so its layers cannot be built. {local}")
-        return
-    hooks = "takes" if engine.takes_hooks else "does not take"
-    report.facts.append(
-        (
-            "TransformerEngine",
-            f"{engine.version or 'unknown version'}, make_graphed_callables {hooks} capture_time_hooks",
-        )
-    )
-    if not engine.takes_hooks:
+    version, error = find_transformer_engine()
+    report.facts.append(("TransformerEngine", f"{version or 'none'}{f': {error}' if error else ''}"))
+    if error:
+        what = "cannot be imported" if version else "is not installed (extra: te)"
         report.limits.append(
-            "This TransformerEngine's make_graphed_callables takes no capture_time_hooks (2.19 and newer do): graphs "
-            "are captured by this project's own engine."
+            f"TransformerEngine {what}, so its layers cannot be built. Models built with --transformer-impl local can "
+            "be graphed without it."
         )
 
 

@@ -19,7 +19,8 @@ A case is a folder with a ``model_config.yaml``:
 Losses and gradient norms of all steps and losses of evaluations must be the golden ones of this model of GPU, bit for
 bit, if torch, megatron-core and TransformerEngine are those that the golden values were measured with. Processors round
 in different ways: on the CPU backend the golden values hold within what rounding explains
-(``tests/support/rounding.py``), and the eager cases are always trained beside the others, to be equal bit for bit.
+(``tests/support/trainings/rounding.py``), and the eager cases are always trained beside the others, to be equal bit for
+bit.
 ``--record`` also trains the eager cases, and writes nothing for a case that is not equal to its own. Cases of one
 layout of ranks are trained one after the other in the same processes. The exit code is 1 if a case did not pass, or
 none was run.

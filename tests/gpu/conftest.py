@@ -1,5 +1,5 @@
 """Fixtures of the GPU tests."""
 
-from tests.support.launch import compare_runs
+from tests.support.trainings.launch import compare_runs
 
 __all__ = ["compare_runs"]

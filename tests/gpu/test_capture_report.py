@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from tests.support.forked_ranks import OWN
-from tests.support.gpus import GPUS
-from tests.support.launch import TIMEOUT
-from tests.support.pretrain import BATCH, FLAGS, GRAPHS, SCRIPT
+from tests.support.pretraining.pretrain import BATCH, FLAGS, GRAPHS, SCRIPT
+from tests.support.ranks.forked_ranks import OWN
+from tests.support.trainings.gpus import GPUS
+from tests.support.trainings.launch import TIMEOUT
 
 LAYERS = 3  # of FLAGS
 FLAGS_ON_GPUS = f"""

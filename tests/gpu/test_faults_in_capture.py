@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.support.gpus import DETERMINISTIC, GPUS
-from tests.support.kill_a_rank import LAUNCHED, killed
-from tests.support.launch import inject_faults
+from tests.support.trainings.gpus import DETERMINISTIC, GPUS
+from tests.support.trainings.kill_a_rank import LAUNCHED, killed
+from tests.support.trainings.launch import inject_faults
 
 if GPUS < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.gpus import GPUS
+from tests.support.trainings.gpus import GPUS
 
 if not GPUS:
     pytest.skip("needs a GPU and TransformerEngine", allow_module_level=True)

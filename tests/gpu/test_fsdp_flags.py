@@ -7,9 +7,9 @@ there are several data-parallel ranks in each of them. Some cases are under torc
 
 import pytest
 
-from tests.support.evaluations import replays_of_evaluations
-from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.launch import name_of
+from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.launch import name_of
 
 OVERLAPPED = {"experts": 4, "shared_experts": 256, "shared_overlap": True}
 HYBRID = {"pattern": "M*EM", "experts": 4}

@@ -9,9 +9,9 @@ from itertools import product
 
 import pytest
 
-from tests.support.evaluations import replays_of_evaluations
-from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.launch import name_of
+from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.launch import name_of
 
 LAYOUTS = {
     "data parallel": ([], {}, 1),

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.launch import name_of
+from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.launch import name_of
 
 HYBRID: dict[str, Any] = {"dtype": "bf16", "instances": 2}
 OPTIM = HYBRID | {"outer": "optim"}

@@ -5,7 +5,12 @@ import torch
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs, delete_cuda_graphs
-from tests.unit_tests.core.transformer._cuda_graphs.local.local_graph_cases import Layer, Stack, use_graphable_rng
+from tests.unit_tests.core.transformer._cuda_graphs.local.local_graph_cases import (
+    HIDDEN,
+    Layer,
+    Stack,
+    use_graphable_rng,
+)
 
 WIDTH = 2048
 
@@ -48,3 +53,33 @@ def test_gradients_of_one_layer_after_the_other_take_the_memory_of_one(trackers)
     few, many = memory_of_graphs(2), memory_of_graphs(10)
     assert few > 0
     assert many - few < 4 * gradient
+
+
+def test_model_built_on_the_default_stream_trains_with_graphs(trackers):
+    """As megatron-core's users build it: the model, then ``DistributedDataParallel`` around it."""
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+    def train(graphs):
+        delete_cuda_graphs()
+        torch.manual_seed(5)
+        use_graphable_rng()
+        model = Stack([Layer(number + 1, graphs) for number in range(2)]).cuda()
+        # As DistributedDataParallel does, which keeps the node on this stream alive.
+        nodes = [param.expand_as(param).grad_fn.next_functions[0][0] for param in model.parameters()]
+        losses = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            loss = model(torch.randn(4, HIDDEN, generator=generator).cuda()).square().mean()
+            loss.backward()
+            create_cudagraphs()
+            losses.append([loss.item(), *(param.grad.tolist() for param in model.parameters())])
+            model.zero_grad()
+        calls = [layer.calls.count for layer in model.layers]
+        delete_cuda_graphs()
+        del nodes
+        return losses, calls
+
+    (eager, _), (graphed, calls) = train(graphs=False), train(graphs=True)
+    assert graphed == eager
+    assert calls == [1 + 2 + 1] * 2  # the recorded step, two to warm up, and the capture
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()

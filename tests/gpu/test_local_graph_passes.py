@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.support.gpus import GPUS
+from tests.support.trainings.gpus import GPUS
 
 pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 

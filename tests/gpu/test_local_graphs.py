@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.launch import name_of
+from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.launch import name_of
 
 LOCAL: dict[str, Any] = SIZES | {"local": True, "fsdp": False, "dtype": "bf16"}
 MOE: dict[str, Any] = {"experts": 4, "shared_experts": 256, "modules": ["attn", "moe_router"]}

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.support.gpus import GPUS
+from tests.support.trainings.gpus import GPUS
 
 if not GPUS:
     pytest.skip("needs a GPU and TransformerEngine", allow_module_level=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import assert_as_eager, assert_differs_from
-from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.launch import name_of
+from tests.support.trainings.compared import assert_as_eager, assert_differs_from
+from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.launch import name_of
 
 COMMON: dict[str, Any] = {"layers": 2, "microbatches": 4, "tied": False, "holds": "model"}
 FULL = ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=2"]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from tests.support.launch import compare_runs
+from tests.support.trainings.launch import compare_runs
 
 __all__ = ["compare_runs"]
 

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.integration_tests.parity_variants import VARIANTS
-from tests.support.training import Trace, train
+from tests.support.trainings.training import Trace, train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant
 
 

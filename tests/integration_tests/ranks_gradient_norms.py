@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.training import train
+from tests.support.trainings.training import train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
 
 # With each layout the arguments of its process groups, and its case.

@@ -22,10 +22,10 @@ from megatron.core import parallel_state
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support import training
-from tests.support.case import Case
-from tests.support.fused_gradients import fused_kernels
-from tests.support.training import Trace, train
+from tests.support.layers.fused_gradients import fused_kernels
+from tests.support.trainings import training
+from tests.support.trainings.case import Case
+from tests.support.trainings.training import Trace, train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
 
 MICROBATCHES = 4  # the mean of four equal losses is exactly each of them

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
 
-LAYERS = 3  # of tests.support.pretrain.FLAGS
+LAYERS = 3  # of tests.support.pretraining.pretrain.FLAGS
 QUICK = ("--cuda-graph-layers-per-graph 1", "--cuda-graph-layers-per-graph model")
 TRAIN = "--train-iters 4 --cuda-graph-warmup-steps 2"
 

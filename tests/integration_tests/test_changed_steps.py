@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
-from tests.support.compared import Trained, assert_as_eager
-from tests.support.launch import name_of
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager
+from tests.support.trainings.launch import name_of
 
 CAPTURED_AFTER = 3
 # Ranks compare shapes every STEPS steps from a capture on, and capture a step later. A change a step after a capture is

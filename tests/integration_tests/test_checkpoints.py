@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.pretrain import SCHEDULE, numbers, pretrain
+from tests.support.pretraining.pretrain import SCHEDULE, numbers, pretrain
 from tests.support.sample import mostly_long
 
 # An evaluation ends step 4, right before the checkpoint that the second run loads. Each rank has all weights of some

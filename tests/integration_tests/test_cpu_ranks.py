@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_ranks import on_two_ranks
+from tests.support.ranks.run_ranks import on_two_ranks
 
 HERE = Path(__file__).parent
 CASES = [

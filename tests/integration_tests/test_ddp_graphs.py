@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.compared import Trained, assert_as_eager, assert_differs_from
-from tests.support.launch import name_of
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager, assert_differs_from
+from tests.support.trainings.launch import name_of
 
 DDP: dict[str, Any] = {"fsdp": False, "steps": 7, "hidden": 32, "sequence": 16}
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
-from tests.support.evaluations import replays_of_evaluations
-from tests.support.launch import name_of
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
+from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.trainings.launch import name_of
 
 BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
 OVERLAP: dict[str, Any] = {"ep_overlap": True, "double_buffer": False}

@@ -1,15 +1,16 @@
 """Captures that fail, on one rank or on both, leave nothing behind: no rank waits, and training goes on bit for bit.
 
-A sample of the places where they can fail. For all of them run ``tests/support/inject_faults.py`` with no ``--stride``.
+A sample of the places where they can fail. For all of them run
+``tests/support/trainings/inject_faults.py`` with no ``--stride``.
 """
 
 from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained
-from tests.support.launch import inject_faults, name_of
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained
+from tests.support.trainings.launch import inject_faults, name_of
 
 PLACES = {
     "anywhere": ("--stride", "401", "--holds", "decoder", "layer", "model"),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
-from tests.support.evaluations import replays_of_evaluations
-from tests.support.launch import name_of
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
+from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.trainings.launch import name_of
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 7}
 DENSE: list[dict[str, Any]] = [
@@ -154,7 +154,7 @@ VISION: list[dict[str, Any]] = [
     {"vision": True, "microbatches": 2, "dtype": "bf16", "dropout": 0.1, "modules": ["attn"]},
     {"vision": True, "control": "captured_again"},
 ]
-# FP8 with a TransformerEngine in miniature (tests/support/small_transformer_engine.py).
+# FP8 with a TransformerEngine in miniature (tests/support/layers/small_transformer_engine.py).
 QUANTIZED: list[dict[str, Any]] = [
     {"fp8": recipe, "holds": most, "microbatches": 2, **case}
     for recipe, most, case in (
@@ -172,7 +172,7 @@ QUANTIZED: list[dict[str, Any]] = [
         ("tensorwise", "decoder", {"config": ["first_last_layers_bf16=True"], "dropout": 0.1}),
     )
 ]
-# Gradients of weights are written where they are reduced (tests/support/fused_gradients.py).
+# Gradients of weights are written where they are reduced (tests/support/layers/fused_gradients.py).
 FUSED: list[dict[str, Any]] = [
     {"fused_wgrad": True, **case}
     for case in (

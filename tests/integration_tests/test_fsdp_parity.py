@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from tests.support.run_ranks import lines_of, on_two_ranks
+from tests.support.ranks.run_ranks import lines_of, on_two_ranks
 
 from . import ranks_fsdp_parity
 from .parity_variants import VARIANTS

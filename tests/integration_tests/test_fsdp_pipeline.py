@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
-from tests.support.evaluations import replays_of_evaluations
-from tests.support.launch import name_of
-from tests.support.pretrain import pretrain
+from tests.support.pretraining.pretrain import pretrain
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
+from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.trainings.launch import name_of
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}

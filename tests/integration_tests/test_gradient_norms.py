@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support.rounding import ROUNDING
-from tests.support.run_ranks import lines_of, on_ranks
+from tests.support.ranks.run_ranks import lines_of, on_ranks
+from tests.support.trainings.rounding import ROUNDING
 
 from . import ranks_gradient_norms
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager
-from tests.support.launch import name_of
-from tests.support.rounding import ROUNDING
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager
+from tests.support.trainings.launch import name_of
+from tests.support.trainings.rounding import ROUNDING
 
 MOE: dict[str, Any] = {"experts": 4, "grouped_tensor": True, "layers": 2, "steps": 6}
 BF16: dict[str, Any] = {"dtype": "bf16", "microbatches": 2}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager, assert_differs_from
-from tests.support.evaluations import replays_of_evaluations
-from tests.support.launch import name_of
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager, assert_differs_from
+from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.trainings.launch import name_of
 
 SIZES: dict[str, Any] = {"steps": 8}
 PADDED = {"experts": 4, "capacity": 1.0}
@@ -93,7 +93,7 @@ def test_a_replay_that_does_nothing_changes_the_loss(results):
 @pytest.mark.long
 def test_pretraining_by_flags_is_bit_equal_to_eager(tmp_path):
     flags = """
-        --train-iters 6 --hybrid-layer-pattern M-*M --spec tests.support.hybrid_spec local
+        --train-iters 6 --hybrid-layer-pattern M-*M --spec tests.support.layers.hybrid_spec local
         --untie-embeddings-and-output-weights --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4
     """
     eager = pretrain(tmp_path / "eager", flags, graphs=False)

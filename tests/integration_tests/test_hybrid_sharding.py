@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
-from tests.support.launch import name_of
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
+from tests.support.trainings.launch import name_of
 
 SIZES: dict[str, Any] = {"instances": 2, "layers": 3, "hidden": 32, "sequence": 16, "steps": 7}
 OPTIM = {"outer": "optim"}

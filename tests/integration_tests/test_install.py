@@ -19,7 +19,7 @@ import pytest
 import setuptools
 import torch
 
-from tests.unit_tests.fake_core import PATCHED_LAYERS, ROOT, core_files, write
+from tests.unit_tests.package.fake_core import PATCHED_LAYERS, ROOT, core_files, write
 
 NAME = "megatron_fsdp_cuda_graphs"
 PACKAGES = Path(torch.__file__).parents[1]

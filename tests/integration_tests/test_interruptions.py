@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import pretrain_with_user_code
-from tests.support.forked_ranks import OWN, ForkedRanks
-from tests.support.pretrain import Pretraining, numbers, pretrain
+from tests.support.pretraining import pretrain_with_user_code
+from tests.support.pretraining.pretrain import Pretraining, numbers, pretrain
+from tests.support.ranks.forked_ranks import OWN, ForkedRanks
 
 USER_CODE = Path(pretrain_with_user_code.__file__)
 

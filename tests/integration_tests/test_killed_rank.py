@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.kill_a_rank import LAUNCHED, killed
+from tests.support.trainings.kill_a_rank import LAUNCHED, killed
 
 TIMEOUT = 120  # seconds, of the process groups: more than a rank on a busy machine is late
 
@@ -23,7 +23,7 @@ def test_the_other_rank_ends_with_an_error_that_says_so(holds):
 
 
 def test_in_a_capture_the_time_limit_of_the_process_groups_holds():
-    status, seconds, output = killed(TIMEOUT, 1, in_capture=True)
+    status, seconds, output = killed(TIMEOUT, "layer", in_capture=True)
     assert LAUNCHED not in output
     assert status not in (0, -9)
     assert seconds < TIMEOUT

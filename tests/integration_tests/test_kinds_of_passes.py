@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.run_ranks import lines_of, on_two_ranks
+from tests.support.ranks.run_ranks import lines_of, on_two_ranks
 from tests.support.sample import asked, each_once
 from tests.unit_tests.core.distributed.kinds_of_passes import PASSES, SCOPES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "support" / "static_inference.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "trainings" / "static_inference.py"
 LAYERS, BATCHES, DECODED = 3, 3, 18
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
-from tests.support.launch import name_of
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
+from tests.support.trainings.launch import name_of
 
 LOCAL: dict[str, Any] = {
     "local": True,

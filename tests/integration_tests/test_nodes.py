@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.support.documents import write_documents
-from tests.support.forked_ranks import OWN
-from tests.support.pretrain import BATCH, FLAGS, GRAPHS, SCRIPT, numbers, pretrain, steps_in
+from tests.support.pretraining.pretrain import BATCH, FLAGS, GRAPHS, SCRIPT, numbers, pretrain, steps_in
+from tests.support.ranks.forked_ranks import OWN
 
 LAUNCH_NODES = Path(__file__).resolve().parents[2] / "examples" / "launch_nodes.sh"
 STEPS = "--train-iters 8 --cuda-graph-warmup-steps 1"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager
-from tests.support.launch import name_of
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager
+from tests.support.trainings.launch import name_of
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 7, "optimizer_graph": True}
 CASES: list[dict[str, Any]] = [

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager
 from tests.support.documents import write_documents
-from tests.support.evaluations import replays_of_evaluations
-from tests.support.launch import name_of
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager
+from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.trainings.launch import name_of
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 6, "micro_batch": 1, "packed": 5, "positions": "none"}
 LEARNED = {"positions": "learned_absolute", "dtype": "bf16", "dropout": 0.1, "microbatches": 2}
@@ -133,7 +133,7 @@ def test_pretraining_with_attention_within_documents_is_bit_equal_to_eager(tmp_p
     flags = f"""
         {layout} --train-iters 6 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4 --micro-batch-size 1
         --global-batch-size 4 --dataloader-inter-document-masking --cuda-graph-packed-sequences 32
-        --spec tests.support.packed_attention local_layer --position-embedding-type learned_absolute
+        --spec tests.support.layers.packed_attention local_layer --position-embedding-type learned_absolute
     """
     eager = pretrain(tmp_path / "eager", flags, graphs=False, data=data)
     graphed = pretrain(tmp_path / "graphed", flags, graphs=True, data=data)

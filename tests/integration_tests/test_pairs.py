@@ -6,8 +6,8 @@ those sets that together have every row.
 
 import pytest
 
-from tests.support import pairs
-from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.pretraining import pairs
+from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 SETS = pairs.stored()
 

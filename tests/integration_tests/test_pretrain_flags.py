@@ -5,8 +5,8 @@ With a graph per layer, losses and gradient norms are those of eager training, b
 
 import pytest
 
-from tests.support.pairs import heterogeneous_layers
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretraining.pairs import heterogeneous_layers
+from tests.support.pretraining.pretrain import numbers, pretrain
 
 STEPS = 6
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from tests.support.pretrain import SCRIPT, numbers, pretrain
+from tests.support.pretraining.pretrain import SCRIPT, numbers, pretrain
 
 STEPS, SAVED = 5, 2
 COMMON = f"--train-iters {STEPS} --cuda-graph-warmup-steps 1"  # captured before and after the checkpoint
@@ -41,7 +41,7 @@ LAYOUTS = {
     "fp16": "--fp16 --initial-loss-scale 256 --loss-scale-window 2",
 }
 CAPTURED = "--optimizer-cuda-graph"
-WITH_STAND_INS = SCRIPT.parents[1] / "tests" / "support" / "pretrain_with_stand_ins.py"
+WITH_STAND_INS = SCRIPT.parents[1] / "tests" / "support" / "pretraining" / "pretrain_with_stand_ins.py"
 EAGER = "eager"
 KINDS = {EAGER: "", "layers": "--cuda-graph-layers-per-graph 1", "parts": "--cuda-graph-modules attn", "model": ""}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import pretrain_with_writers
-from tests.support.pretrain import pretrain
+from tests.support.pretraining import pretrain_with_writers
+from tests.support.pretraining.pretrain import pretrain
 
 TRAIN = "--train-iters 9 --cuda-graph-warmup-steps 3 --eval-interval 4 --eval-iters 1"
 WRITERS = "--tensorboard-log-interval 2 --wandb-project project --wandb-exp-name name"

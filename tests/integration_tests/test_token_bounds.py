@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
 
-SCRIPT = Path(__file__).parents[1] / "support" / "pretrain_overflowing.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "pretraining" / "pretrain_overflowing.py"
 STEPS, WARMUP = 7, 2
 FLAGS = f"""
     --train-iters {STEPS} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
-from tests.support.evaluations import replays_of_evaluations
-from tests.support.launch import name_of
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
+from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.trainings.launch import name_of
 
 TORCH: dict[str, Any] = {"torch_fsdp": True, "tied": False, "layers": 3, "hidden": 32, "sequence": 16, "steps": 7}
 EQUAL: list[dict[str, Any]] = [

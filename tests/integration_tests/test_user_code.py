@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import pretrain_with_user_code
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretraining import pretrain_with_user_code
+from tests.support.pretraining.pretrain import numbers, pretrain
 
 STEPS, WARMUP = 7, 3
 COMMON = f"--train-iters {STEPS} --cuda-graph-warmup-steps {WARMUP}"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import Trained, assert_as_eager, assert_differs_from
-from tests.support.launch import name_of
 from tests.support.sample import mostly_long
+from tests.support.trainings.compared import Trained, assert_as_eager, assert_differs_from
+from tests.support.trainings.launch import name_of
 
 SIZES: dict[str, Any] = {"captions": True, "layers": 2, "steps": 7, "micro_batch": 1}
 # With each case the pieces of layers that are replayed together in a micro-batch.

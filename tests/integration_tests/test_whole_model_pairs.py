@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import assert_as_eager
-from tests.support.evaluations import replays_of_evaluations
-from tests.support.launch import name_of
+from tests.support.trainings.compared import assert_as_eager
+from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.trainings.launch import name_of
 
 SIZES: dict[str, Any] = {"layers": 2, "steps": 6, "microbatches": 2, "holds": None}
 STAGES: dict[str, Any] = {"layers": 4, "microbatches": 4}

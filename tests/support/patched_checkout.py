@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from megatron_fsdp_cuda_graphs.overlay import patched_modules
+from tests.support.trainings.eager_training import CASES
 
-from .eager_training import CASES
 from .linked_core import installed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -69,8 +69,8 @@ class Checkout:
     def eager(self) -> list[str]:
         """Return what eager training computes."""
         code = (
-            "from tests.support.run_ranks import on_two_ranks;"
-            "done = on_two_ranks('tests/support/eager_training.py');"
+            "from tests.support.ranks.run_ranks import on_two_ranks;"
+            "done = on_two_ranks('tests/support/trainings/eager_training.py');"
             "print(done.stdout); raise SystemExit(done.returncode)"
         )
         lines = [line for line in self.python("-c", code).splitlines() if line.partition(":")[0] in CASES]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results_file import hardware, versions, write_results
-from tests.support.rounding import ROUNDING
+from tests.support.trainings.rounding import ROUNDING
 
 from .case import Case
 from .trainings import Found

@@ -8,8 +8,8 @@ pytest.importorskip("megatron.core")
 import torch
 from hypothesis import settings
 
-from tests.support.on_cpu_backend import on_cpu_backend
-from tests.support.rank_fixtures import cpu_backend_of_module, process_group
+from tests.support.ranks.on_cpu_backend import on_cpu_backend
+from tests.support.ranks.rank_fixtures import cpu_backend_of_module, process_group
 
 __all__ = ["cpu_backend_of_module", "process_group"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 from tests.functional_tests._runner.case import CASES, find
 from tests.functional_tests._runner.golden import NUMBERS
 from tests.functional_tests._runner.machine import CPU_BACKEND
-from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 EVERY = {case.name: case for case in find([])}
 GRAPHED = [case for case in EVERY.values() if case.graphs != "none"]

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import results_file
 from tests.functional_tests._runner import golden
-from tests.support.rounding import ROUNDING
+from tests.support.trainings.rounding import ROUNDING
 
 
 @pytest.fixture

@@ -1,13 +1,14 @@
 """The commands run in this process, on the CPU backend."""
 
+import argparse
 import gc
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.support.on_cpu_backend import on_cpu_backend
-from tests.support.pairs import parser_of_all_checks
+from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 FSDP = (
@@ -30,8 +31,13 @@ DENSE = f"{FSDP} {GRAPHS} {SIZES} {TRAINING}"
 
 @pytest.fixture(autouse=True, scope="module")
 def _cpu_backend():
-    with on_cpu_backend(), parser_of_all_checks():
-        yield
+    with on_cpu_backend():
+        from megatron.training import arguments
+
+        # megatron-core reads its own source to build the parser.
+        parser = arguments.add_megatron_arguments(argparse.ArgumentParser("pretrain_gpt", allow_abbrev=False))
+        with mock.patch.object(arguments, "add_megatron_arguments", return_value=parser):
+            yield
 
 
 @pytest.fixture(autouse=True)

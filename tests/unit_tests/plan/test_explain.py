@@ -109,7 +109,7 @@ def test_layers_that_are_computed_again_and_cannot_be_in_one_graph(capsys, flags
 
 
 def test_a_hybrid_model(capsys, flags):
-    pattern = "--hybrid-layer-pattern M*M- --spec tests.support.hybrid_spec local --cuda-graph-modules attn"
+    pattern = "--hybrid-layer-pattern M*M- --spec tests.support.layers.hybrid_spec local --cuda-graph-modules attn"
     _, parts = explained(capsys, flags(DENSE, pattern, "--world-size 2"))
     assert parts["attention, with the norm before it (1)"][0] == "graphed"
     assert parts["Mamba mixer, with the norm before it (2)"] == (

@@ -109,7 +109,7 @@ def test_why_the_whole_model_cannot_be_captured(capsys, flags):
 INSTANCES = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce"
 PACKED = "--cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none"
 MROPE = "--position-embedding-type mrope --mrope-section 2 3 3"
-PARTS = "--context-parallel-size 2 --spec tests.support"  # of sequences
+PARTS = "--context-parallel-size 2 --spec tests.support.layers"  # of sequences
 WHOLE = {
     "as asked for": "--cuda-graph-layers-per-graph model",
     "FP8": "--fp8-format hybrid",
@@ -124,7 +124,7 @@ WHOLE = {
     "HSDP with a sharded optimizer": f"{INSTANCES} --outer-dp-sharding-strategy optim",
     "context parallelism": "--context-parallel-size 2",
     "NCCL user buffers": "--use-nccl-ub",
-    "hybrid": "--hybrid-layer-pattern M*-/*M --spec tests.support.hybrid_spec local",
+    "hybrid": "--hybrid-layer-pattern M*-/*M --spec tests.support.layers.hybrid_spec local",
 }
 
 

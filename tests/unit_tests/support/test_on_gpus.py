@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support import on_gpus
-from tests.support.on_gpus import Job
+from tests.support.trainings import on_gpus
+from tests.support.trainings.on_gpus import Job
 
 NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 
@@ -44,7 +44,7 @@ def test_every_case_is_in_the_file_and_one_without_memory_is_trained_again(run):
     assert code == 0
     assert len(found["results"]) == found["cases"] == 12
     assert (seen.count(3), seen.count(4)) == (2, 1)
-    assert found["command"] == "python -m tests.support.on_gpus --processes 3"
+    assert found["command"] == "python -m tests.support.trainings.on_gpus --processes 3"
 
 
 @pytest.mark.parametrize("errors", [("no", "no"), (NO_MEMORY, NO_MEMORY)])

@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron.core.transformer._cuda_graphs.flags.options import MEGATRON_FSDP
-from tests.support import compatibility, pairs
+from tests.support import compatibility
+from tests.support.pretraining import pairs
 
 WORKING = {row.name for row in compatibility.WORKING if row.sharding == MEGATRON_FSDP}
 

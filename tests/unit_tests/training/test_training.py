@@ -10,7 +10,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.training import training
 from megatron_fsdp_cuda_graphs.overlay import upstream
-from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 UPSTREAM = upstream("megatron.training.training")
 

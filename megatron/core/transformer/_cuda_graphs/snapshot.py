@@ -344,7 +344,7 @@ def module_aspects(
         *map(_options, configs.values()),
         Aspect(
             [name for _, name in filled],
-            lambda: [list(inner.values()) for inner in children],
+            lambda: list(map(dict, children)),  # toggle_cuda_graphs takes a manager out and puts it last
             lambda: list(chain.from_iterable(map(dict.values, children))),
         ),
         equal([f"forward of {base.__name__}" for base in bases], lambda: [each["forward"] for each in functions]),

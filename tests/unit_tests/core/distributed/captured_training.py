@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from tests.support.case import Case
-from tests.support.training import Trace, Training
+from tests.support.trainings.case import Case
+from tests.support.trainings.training import Trace, Training
 
 from .fsdp_variants import Variant, run_backward, small
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.rank_fixtures import (
+from tests.support.ranks.rank_fixtures import (
     cpu_backend_of_module,
     four_ranks,
     hybrid_ranks,

@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
-from tests.support import models, training
-from tests.support.case import Case
+from tests.support.trainings import models, training
+from tests.support.trainings.case import Case
 
 SMALL = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3}
 

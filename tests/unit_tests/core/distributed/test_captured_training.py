@@ -18,9 +18,9 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_session
 from megatron.core.transformer._cuda_graphs.te.capture_state import known_class, other_method
-from tests.support.hybrid_training import HybridTraining
 from tests.support.sample import each_once
-from tests.support.training import Training, train
+from tests.support.trainings.hybrid_training import HybridTraining
+from tests.support.trainings.training import Training, train
 
 from .captured_training import CapturedTraining, captured, graphed, in_use, trained
 from .fsdp_variants import Variant

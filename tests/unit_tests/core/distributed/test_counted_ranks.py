@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from tests.support import models
+from tests.support.trainings import models
 
 from .fsdp_variants import Variant, small
 

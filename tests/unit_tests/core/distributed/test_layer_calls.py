@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import train
+from tests.support.trainings.training import train
 
 from .captured_training import CapturedTraining
 from .fsdp_variants import Variant, small

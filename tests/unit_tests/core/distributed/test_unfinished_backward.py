@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support import training as support
+from tests.support.trainings import training as support
 
 from .fsdp_variants import STRATEGIES, Variant, run_backward, small
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support import training as support
+from tests.support.trainings import training as support
 
 from .captured_training import captured, graphed, in_use
 from .fsdp_variants import Variant, run_backward

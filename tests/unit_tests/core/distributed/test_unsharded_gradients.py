@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.rounding import ROUNDING
+from tests.support.trainings.rounding import ROUNDING
 
 from .fsdp_variants import STRATEGIES, Variant, run_backward, small
 

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.engine import captured
-from tests.support.training import Training
+from tests.support.trainings.training import Training
 
 from .captured_training import graphed
 

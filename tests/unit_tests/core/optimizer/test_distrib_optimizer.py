@@ -82,8 +82,12 @@ def clipping(optimizer, monkeypatch, mesh):
         upstream = next(kind for kind in type(made).__mro__[1:] if "clip_grad_norm" in vars(kind))
         monkeypatch.setattr(upstream, "clip_grad_norm", lambda self, clip_grad: ("norm", clip_grad))
         passes = Passes()
-        noted = lambda self, key, work: passes.keys.append(key) or work()  # noqa: E731
-        monkeypatch.setattr("megatron.core.optimizer.repeated_work.RepeatedWork.run", noted)
+
+        def run(self, key, work):
+            passes.keys.append(key)
+            return work()
+
+        monkeypatch.setattr("megatron.core.optimizer.repeated_work.RepeatedWork.run", run)
         made.model_chunks = [SimpleNamespace(module=SimpleNamespace(graphs_of_model=passes))]
         return made, passes
 

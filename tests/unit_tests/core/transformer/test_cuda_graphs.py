@@ -1,7 +1,6 @@
-"""cuda_graphs: every name of megatron-core's module is there, as docs/cuda_graphs_names.md says, and can be patched."""
+"""cuda_graphs: every documented name, and every name that megatron-core imports, is there and can be patched."""
 
 import ast
-import importlib
 import inspect
 import json
 import os
@@ -17,16 +16,14 @@ import pytest
 import torch
 
 import megatron.core
-from megatron.core.transformer import _cuda_graphs, cuda_graphs
+from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer._cuda_graphs import agreement, for_callers, report, state
 from megatron.core.transformer._cuda_graphs.engine import rng
 from megatron.core.transformer._cuda_graphs.local import manager, memory, record, runner
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session
-from megatron_fsdp_cuda_graphs import overlay
 from tests.support.sample import asked, mostly_long
+from tools.upstream_check import bound_names
 
-TABLES = Path(__file__).parents[4] / "docs" / "cuda_graphs_names.md"
-PACKAGE = Path(_cuda_graphs.__path__[0])
 UPSTREAM = Path(megatron.core.__path__[0]) / "transformer" / "cuda_graphs.py"
 VARIABLES = {
     "_IS_GRAPH_CAPTURING": state,
@@ -34,118 +31,6 @@ VARIABLES = {
     "fwd_buffer_reuse_ref_count": memory,
     "bwd_buffer_reuse_ref_count": memory,
 }
-
-
-def table(heading):
-    """``[(first cell, name)]`` of the rows of one of the tables."""
-    (section,) = (text for text in TABLES.read_text().split("\n## ") if text.startswith(heading))
-    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
-    return [(first.strip().strip("`"), name) for first, names in rows for name in re.findall(r"`([\w.]+)`", names)]
-
-
-DEFINED, IMPORTED, ABSENT = table("Defined"), table("Imported"), table("Not here")
-
-
-def names(rows):
-    return [name for _, name in rows]
-
-
-def bound_at_module_level(source):
-    """The names that the statements of a module bind, those in ``if`` and ``try`` too."""
-    return bound_in(ast.parse(source).body)
-
-
-def bound_in(statements):
-    """The names that the statements of a module or class bind, those in ``if`` and ``try`` too."""
-    found = set()
-
-    def visit(body):
-        for node in body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.add(node.name)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                found.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                found.update(target.id for target in targets if isinstance(target, ast.Name))
-            elif isinstance(node, ast.Try | ast.If):
-                visit([*node.body, *node.orelse, *getattr(node, "finalbody", ())])
-                visit([statement for handler in getattr(node, "handlers", ()) for statement in handler.body])
-
-    visit(statements)
-    return found
-
-
-# ----------------------------------------------------------------------------------------------------------- names
-
-
-def module_of(file):
-    """The name of a file of the tables: the installed patch may be a copy of the clone's."""
-    return file.removesuffix(".py").replace("/", ".")
-
-
-def defined_elsewhere(file, name):
-    """Whether a name is not that of its file in the table."""
-    module = importlib.import_module(module_of(file))
-    path = overlay.tree_file(module_of(file))
-    if path is None or name not in bound_at_module_level(path.read_text()):
-        return True
-    value = getattr(module, name)
-    imported = isinstance(value, FunctionType) and value.__code__.co_filename != module.__file__
-    return imported or getattr(cuda_graphs, name) is not value
-
-
-def test_names_are_defined_in_the_files_of_the_table():
-    assert DEFINED and not [(file, name) for file, name in DEFINED if defined_elsewhere(file, name)]
-
-
-def imports(file):
-    """What each name that a file imports is imported as."""
-    found: dict[str, tuple[str | None, ...]] = {}
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            source = (node.module,) if isinstance(node, ast.ImportFrom) else ()
-            found |= {alias.asname or alias.name: (*source, alias.name) for alias in node.names}
-    return found
-
-
-def test_an_imported_name_is_what_megatron_core_imports():
-    ours = {**imports(Path(cuda_graphs.__file__)), **imports(Path(for_callers.__file__))}
-    theirs = imports(UPSTREAM)
-    theirs.pop("make_graphed_callables")
-    assert {name: ours.get(name) for name in theirs if name in names(IMPORTED)} == {
-        name: source for name, source in theirs.items() if name in names(IMPORTED)
-    }
-
-
-def test_imported_names_are_there_if_their_package_is():
-    packages = {"TransformerEngine": cuda_graphs.HAVE_TE_GRAPHS, "tqdm": cuda_graphs.HAVE_TQDM}
-    expected = {name: packages.get(source, True) or name.startswith("HAVE_") for source, name in IMPORTED}
-    assert expected and {name: hasattr(cuda_graphs, name) for name in expected} == expected
-
-
-def test_names_that_are_not_here_are_attribute_errors():
-    assert names(ABSENT)
-    for name in names(ABSENT):
-        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
-            getattr(cuda_graphs, name)
-
-
-def test_no_name_is_in_the_tables_twice():
-    listed = names([*DEFINED, *IMPORTED, *ABSENT])
-    assert sorted(listed) == sorted(set(listed))
-
-
-def test_every_name_of_megatron_cores_module_is_in_a_table():
-    assert bound_at_module_level(UPSTREAM.read_text()) - set(names([*DEFINED, *IMPORTED, *ABSENT])) == set()
-
-
-def test_every_public_name_is_in_the_table_of_what_is_defined():
-    assert sorted([*cuda_graphs.__all__, *VARIABLES]) == sorted(names(DEFINED))
-
-
-def test_all_names_are_listed_by_dir():
-    assert {*names(DEFINED)} <= {*dir(cuda_graphs)}
 
 
 def imported_by_megatron_core():
@@ -358,21 +243,6 @@ def test_deleting_what_is_not_there_is_an_attribute_error():
         delattr(cuda_graphs, "something_new")
 
 
-def test_every_variable_that_functions_assign_to_is_read_where_they_do():
-    assigned = {
-        name
-        for file in _files()
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Global)
-        for name in node.names
-    }
-    assert {*VARIABLES} == assigned & {*names(DEFINED)}
-
-
-def _files():
-    return [file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py"]
-
-
 # --------------------------------------------------------------------------------------------------------- pickles
 
 
@@ -384,23 +254,17 @@ def test_classes_and_functions_are_of_this_module():
     assert modules == dict.fromkeys(OWN, "megatron.core.transformer.cuda_graphs")
 
 
-def source_is_found(file, name):
-    value = getattr(cuda_graphs, name)
-    return Path(inspect.getfile(value)).resolve() == overlay.tree_file(module_of(file)) and re.search(
-        rf"^(class|def) {name}\b", inspect.getsource(value), re.MULTILINE
-    )
-
-
 def test_source_is_found_in_the_files_that_define_it():
     without_methods = {"CudagraphBufferMetadata", "_CudagraphReplayNode", "_GraphStatus"}  # no code says where they are
-    listed = [(file, name) for file, name in DEFINED if name in {*OWN} - without_methods]
-    assert listed and not [(file, name) for file, name in listed if not source_is_found(file, name)]
+    found = {name: inspect.getsource(getattr(cuda_graphs, name)) for name in {*OWN} - without_methods}
+    assert {name for name, text in found.items() if re.search(rf"^(class|def) {name}\b", text, re.MULTILINE)} == {
+        *found
+    }
 
 
 def test_pickles_load_without_the_patch(tmp_path):
     metadata = cuda_graphs.CudagraphBufferMetadata(is_cudagraph_input=True, input_use_count=3)
-    upstream = bound_at_module_level(UPSTREAM.read_text())
-    upstream -= {"make_graphed_callables"}  # TransformerEngine's there
+    upstream = {*bound_names(ast.parse(UPSTREAM.read_text()).body)} - {"make_graphed_callables"}  # TransformerEngine's
     own = [getattr(cuda_graphs, name) for name in OWN if name in upstream]
     file = tmp_path / "pickle"
     file.write_bytes(pickle.dumps((metadata, cuda_graphs.ArgMetadata(3), cuda_graphs._GraphStatus.BWD_READY, own)))

@@ -99,7 +99,7 @@ def test_a_layer_in_evaluation_mode_runs_eagerly(layer):
     assert layer.events == ["eager"]
 
 
-def test_an_eager_pass_of_an_moe_layer_with_graphs_leaves_its_token_dispatcher_as_it_was(layer):
+def test_an_eager_pass_restores_the_token_dispatcher(layer):
     dispatcher = SimpleNamespace(hidden_shape="of the graphs")
     layer.mlp = torch.nn.Module()
     layer.mlp.token_dispatcher = dispatcher
@@ -136,14 +136,14 @@ class DecidesItself(Layer):
         return "mask" not in kwargs
 
 
-def test_a_subclass_decides_by_the_arguments_whether_its_graphs_replay():
+def test_a_subclass_may_decide_by_arguments():
     layer = DecidesItself()
     layer.cuda_graphs = [graph(layer, "first")]
     assert layer(X) == "first"
     assert layer(X, mask=X) is X
 
 
-def test_a_user_may_decide_for_one_layer_whether_its_graphs_replay(layer):
+def test_a_user_may_decide_for_one_layer(layer):
     layer._should_call_te_cudagraph = lambda *args, **kwargs: False
     assert layer(X) is X
 
@@ -154,7 +154,7 @@ def test_with_another_implementation_of_graphs_a_layer_runs_eagerly(layer):
 
 
 @pytest.mark.parametrize("microbatch", [0, 1])
-def test_the_graphs_are_given_hidden_states_by_position_and_whether_it_is_the_first_micro_batch(layer, microbatch):
+def test_graphs_get_hidden_states_by_position(layer, microbatch):
     layer.cuda_graphs, layer.current_microbatch = [kept(keywords={"mask": X})], microbatch
     expected = ((X,), {"mask": X, "is_first_microbatch": microbatch == 0})
     assert layer(hidden_states=X, mask=None) == expected
@@ -167,12 +167,12 @@ def test_hidden_states_given_twice_are_refused(layer):
         layer(X, hidden_states=X)
 
 
-def test_forward_is_the_layers_own_again_after_a_replay(layer):
+def test_forward_is_restored_after_a_replay(layer):
     layer(X)
     assert "forward" not in vars(layer)
 
 
-def test_forward_is_the_layers_own_again_after_a_failed_replay(layer):
+def test_forward_is_restored_after_a_failed_replay(layer):
     def fails(*args, **kwargs):
         raise KeyError("replay failed")
 
@@ -182,7 +182,7 @@ def test_forward_is_the_layers_own_again_after_a_failed_replay(layer):
     assert "forward" not in vars(layer)
 
 
-def test_a_forward_that_a_user_set_on_the_layer_is_there_again_after_a_replay(layer):
+def test_a_users_forward_is_restored_after_a_replay(layer):
     def wrapped(x):
         return "wrapped"
 
@@ -206,33 +206,26 @@ def static_hidden_states(**config):
     return layer.get_layer_static_inputs(8, 2)["hidden_states"]
 
 
-def test_static_hidden_states_are_sequence_by_microbatch_by_hidden():
-    assert static_hidden_states().shape == (8, 2, 4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_static_hidden_states_have_the_dtype_of_the_model(dtype):
-    assert static_hidden_states(params_dtype=dtype).dtype == dtype
-
-
-@pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_flag_that_converts_the_model_counts_more_than_the_dtype_of_new_parameters(flag, dtype):
-    assert static_hidden_states(params_dtype=torch.float32, **{flag: True}).dtype == dtype
-
-
-@pytest.mark.parametrize("flag", ["bf16", "fp16"])
-def test_residuals_in_single_precision_count_more_than_the_models_dtype(flag):
-    assert static_hidden_states(fp32_residual_connection=True, **{flag: True}).dtype == torch.float32
-
-
-def test_static_hidden_states_are_single_precision_where_residuals_are():
-    assert static_hidden_states(params_dtype=torch.bfloat16, fp32_residual_connection=True).dtype == torch.float32
-
-
-def test_static_hidden_states_are_leaves_that_require_grad():
+def test_static_hidden_states_are_leaves_of_the_captured_shape():
     hidden_states = static_hidden_states(params_dtype=torch.bfloat16)
+    assert hidden_states.shape == (8, 2, 4)
     assert hidden_states.is_leaf
     assert hidden_states.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        *(({"params_dtype": dtype}, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        ({"bf16": True}, torch.bfloat16),
+        ({"fp16": True}, torch.float16),
+        ({"fp32_residual_connection": True, "bf16": True}, torch.float32),
+        ({"fp32_residual_connection": True, "fp16": True}, torch.float32),
+        ({"fp32_residual_connection": True, "params_dtype": torch.bfloat16}, torch.float32),
+    ],
+)
+def test_static_hidden_states_have_the_dtype_between_layers(config, dtype):
+    assert static_hidden_states(**config).dtype == dtype
 
 
 def layer_graphs(count, num_microbatches):
@@ -247,20 +240,20 @@ def replays(layer, microbatches, monkeypatch):
 
 
 @pytest.mark.parametrize("captured", [1, 3])
-def test_the_captured_number_of_micro_batches_is_replayed(layer, monkeypatch, captured):
+def test_the_captured_micro_batches_replay(layer, monkeypatch, captured):
     layer.cuda_graphs = layer_graphs(captured, captured)
     assert list(replays(layer, captured, monkeypatch)) == list(range(captured))
 
 
 @pytest.mark.parametrize(("captured", "given"), [(3, 2), (3, 4), (1, 2)])
-def test_a_step_of_more_or_fewer_micro_batches_is_refused_from_the_first_on(layer, monkeypatch, captured, given):
+def test_another_number_of_micro_batches_is_refused(layer, monkeypatch, captured, given):
     layer.cuda_graphs = layer_graphs(captured, captured)
     with pytest.raises(ValueError, match=f"for steps of {captured} micro-batches, and this one has {given}:"):
         next(replays(layer, given, monkeypatch))
 
 
 @pytest.mark.parametrize("captured", [1, 3])
-def test_a_micro_batch_beyond_those_that_were_announced_is_refused(layer, monkeypatch, captured):
+def test_a_micro_batch_too_many_is_refused(layer, monkeypatch, captured):
     monkeypatch.setattr(module, "get_num_microbatches", lambda: captured)
     layer.cuda_graphs = layer_graphs(captured, captured)
     layer.current_microbatch = captured

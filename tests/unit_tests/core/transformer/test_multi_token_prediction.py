@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_token_prediction import (
     _roll_tensor_packed_seq,
 )
 from megatron_fsdp_cuda_graphs.overlay import upstream
-from tests.support.packed_attention import places_on_rank
+from tests.support.layers.packed_attention import places_on_rank
 
 MODULE = "megatron.core.transformer.multi_token_prediction"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
-from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 OTHERS = SimpleNamespace(size=lambda: 2)
 

@@ -139,11 +139,11 @@ class CudaGraphManager(torch.nn.Module):
                 self.custom_cudagraphs_lookup_table[cache_key] = runner
             return runner
         runner = self._fitting_runner(args, kwargs, reuse_cudagraphs)
-        if runner is None:
-            if _CudagraphGlobalRecord.cudagraph_created and not self._inline_capture:
-                raise NoGraphError(self._why_none(megatron_module, args, kwargs))
-            runner = self._new_runner(megatron_module, args, kwargs)
-        return runner
+        if runner is not None:
+            return runner
+        if _CudagraphGlobalRecord.cudagraph_created and not self._inline_capture:
+            raise NoGraphError(self._why_none(megatron_module, args, kwargs))
+        return self._new_runner(megatron_module, args, kwargs)
 
     def _fitting_runner(self, args: tuple, kwargs: dict[str, Any], reuse_cudagraphs: bool) -> _CudaGraphRunner | None:
         # Under pipeline parallelism graphs are replayed in the order in which their micro-batches were recorded.
@@ -243,9 +243,9 @@ class CudaGraphManager(torch.nn.Module):
     def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         runner = self._fitting_runner(args, kwargs, self.reuse_cudagraphs)
         if runner is None:
-            if not self._wants_grad():
-                return self._run_eagerly(module, args, kwargs)
-            raise NoGraphError(self._why_none(module, args, kwargs))
+            if self._wants_grad():
+                raise NoGraphError(self._why_none(module, args, kwargs))
+            return self._run_eagerly(module, args, kwargs)
         # Also without grad: the first pass of a recomputed layer reads gathered parameters too.
         for part in runner.parts:
             if part._forward_pre_hooks:

@@ -130,7 +130,7 @@ class StaticInput:
             False, with nothing copied, if the copy would overwrite a value in use.
         """
         here = given.data_ptr() == self.tensor.data_ptr()
-        if here and given.stride() == self.tensor.stride() and not (given.is_conj() or given.is_neg()):
+        if here and given.stride() == self.tensor.stride():
             return True
         version = -1 if given.is_inference() else given._version
         last = self.given

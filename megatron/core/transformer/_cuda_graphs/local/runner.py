@@ -319,9 +319,8 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         versions = _versions(static)
         self.graphs = graphs = self._new_graphs(static)
         with self._passes(), self._surroundings(), torch.profiler.record_function(f"{self.name} forward for capture"):
-            graphs.forward(
-                Capture(self.mempool, order=self._recording.order)
-            )  # made where it finds the generator state
+            capture = Capture(self.mempool, order=self._recording.order)  # takes the current generator state
+            graphs.forward(capture)
         if graphs.delays_weight_gradients:
             raise ValueError(f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
         self._writes_inputs = versions != _versions(static)

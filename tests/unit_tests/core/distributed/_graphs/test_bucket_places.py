@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_passes import BucketPlaces
-from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_passes import places
+from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
+from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
 
 
 class Bucket:
@@ -30,11 +31,11 @@ class UndividedBuffer:
 
 
 def noted(buffers, dtype=None):
-    places = BucketPlaces("gather parameters to")
+    named = {f"bucket {index}": buffer for index, buffer in enumerate(buffers)}
+    snapshot = Snapshot("", places(named, dtype))
     for buffer in buffers:
-        places.note(buffer, dtype)
         buffer.fetched = 0
-    return places
+    return snapshot
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
@@ -46,20 +47,20 @@ def test_nothing_is_fetched_where_buckets_are_parts_of_data_that_stays(dtype):
 
 def test_data_that_was_replaced_is_an_error():
     buffers = [UndividedBuffer(4), UndividedBuffer(8)]
-    places = noted(buffers)
+    snapshot = noted(buffers)
     kept, buffers[1].data = buffers[1].data, torch.zeros(8)
-    with pytest.raises(MovedBufferError, match="graphs gather parameters to 0x"):
-        places.check()
+    with pytest.raises(ChangedSinceCaptureError, match=r"bucket 1 \(0x"):
+        snapshot.check()
     buffers[1].data = kept[:]  # another tensor in the same place
-    places.check()
+    snapshot.check()
     assert buffers[1].fetched == 2
 
 
 def test_a_bucket_of_another_dtype_is_fetched_to_be_compared():
     buffer = UndividedBuffer(4)
-    places = noted([buffer], torch.bfloat16)
-    places.check()
+    snapshot = noted([buffer], torch.bfloat16)
+    snapshot.check()
     assert buffer.fetched == 1
     buffer.other = torch.zeros(3, dtype=torch.bfloat16)
-    with pytest.raises(MovedBufferError):
-        places.check()
+    with pytest.raises(ChangedSinceCaptureError):
+        snapshot.check()

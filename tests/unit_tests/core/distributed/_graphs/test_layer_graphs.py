@@ -13,7 +13,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import pipelines, 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import release_all, release_units
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Eager, PartOfModule, Replayed
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import PrefetchOrder
-from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_PRE_HANDLER
 
 from ..fsdp_variants import STRATEGIES, Variant, small
@@ -270,7 +270,7 @@ def test_a_moved_parameter_is_an_error_that_names_it_and_the_flags(fsdp, layers,
 
         name = rf"decoder\.layers\.1\.mlp\.linear_fc1\.weight \(in {direction}\)"
         elsewhere = mock.patch.object(gathers, "wait_bucket_ready", gathered_elsewhere)
-        with elsewhere, pytest.raises(MovedBufferError, match=name) as error:
+        with elsewhere, pytest.raises(ChangedSinceCaptureError, match=name) as error:
             getattr(hooks, f"unshard_for_{direction}")(layers[1])
     assert all(flag in str(error.value) for flag in FLAGS)
 
@@ -280,7 +280,7 @@ def test_a_unit_that_runs_out_of_turn_is_noticed(fsdp, layers):
     with replaying(fsdp, layers, "forward") as hooks:
         # The second unit holds the buffer that the fourth had at capture.
         fsdp.all_gather_and_wait_parameters_ready(list(layers[1].parameters()), prefetch=False)
-        with pytest.raises(MovedBufferError, match=r"use decoder\.layers\.3\..* \(in forward\) .* out of turn"):
+        with pytest.raises(ChangedSinceCaptureError, match=r"decoder\.layers\.3\..* \(in forward\) .* out of turn"):
             hooks.unshard_for_forward(layers[3])
 
 
@@ -309,7 +309,7 @@ def test_a_moved_main_gradient_is_an_error_that_names_it_and_the_flags(fsdp, lay
         moved = layers[3].mlp.linear_fc2.weight
         elsewhere = mock.patch.object(moved, "get_main_grad", return_value=torch.zeros_like(moved))
         name = r"main gradient of decoder\.layers\.3\.mlp\.linear_fc2\.weight"
-        with elsewhere, pytest.raises(MovedBufferError, match=name) as e:
+        with elsewhere, pytest.raises(ChangedSinceCaptureError, match=name) as e:
             hooks.unshard_for_backward(layers[3])
     assert all(flag in str(e.value) for flag in FLAGS)
 

@@ -1,5 +1,5 @@
 """Ranks for tests that train under Megatron-FSDP; these ask for ``side_stream`` too."""
 
-from tests.support.rank_fixtures import cpu_backend_of_module, one_rank, ranks, side_stream
+from tests.support.ranks.rank_fixtures import cpu_backend_of_module, one_rank, ranks, side_stream
 
 __all__ = ["cpu_backend_of_module", "one_rank", "ranks", "side_stream"]

@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.mlp import MLP
-from tests.support import models
 from tests.support.sample import each_once
+from tests.support.trainings import models
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining
 from tests.unit_tests.core.distributed.fsdp_variants import Variant
 from tests.unit_tests.core.distributed.kinds_of_passes import SCOPES, losses_of, of_another_length

@@ -45,7 +45,7 @@ from tests.support.compatibility import (
     command_line,
     page,
 )
-from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 ROOT = Path(__file__).parents[5]
 UNSHARDED = "!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format"

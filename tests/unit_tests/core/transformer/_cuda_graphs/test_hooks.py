@@ -68,18 +68,13 @@ def with_sentinel(sentinel, handler):
 # ---------------------------------------------------------------------------------------------------- phase 1
 
 
-def test_every_hook_and_flag_is_taken_away():
-    module = module_with_every_kind()
-    assert all(contents(module).values())
-    ModuleHooks.extract(module)
-    assert contents(module) == {name: [] for name in ALL_DICTS}
-
-
-def test_every_hook_and_flag_is_copied_in_its_order():
+def test_every_hook_and_flag_is_copied_in_order_and_removed():
     module = module_with_every_kind()
     before = contents(module)
+    assert all(before.values())
     saved = ModuleHooks.extract(module).saved
     assert {name: list(entries.items()) for name, entries in saved.items()} == before
+    assert contents(module) == {name: [] for name in ALL_DICTS}
 
 
 # ---------------------------------------------------------------------------------------------------- phase 2
@@ -116,30 +111,20 @@ def test_hooks_are_handed_over_in_the_order_in_which_torch_runs_them():
     assert handed_over(module)["forward_pre_hooks"] == [first, second, third]
 
 
-def test_a_wrapper_of_a_backward_handler_is_withheld_and_its_handler_runs_after_backward():
+@pytest.mark.parametrize(
+    ("sentinel", "register", "kind_of_plain", "kind_of_handler"),
+    [
+        (BACKWARD_HANDLER, torch.nn.Module.register_forward_pre_hook, "forward_pre_hooks", "backward_hooks"),
+        (BACKWARD_PRE_HANDLER, torch.nn.Module.register_forward_hook, "forward_hooks", "backward_pre_hooks"),
+    ],
+)
+def test_the_handler_of_a_wrapper_is_handed_over(sentinel, register, kind_of_plain, kind_of_handler):
     module = torch.nn.Linear(2, 2)
     handler, plain = hook("handler"), marked("plain")
-    module.register_forward_pre_hook(with_sentinel(BACKWARD_HANDLER, handler))
-    module.register_forward_pre_hook(plain)
-    assert handed_over(module) == {
-        "forward_pre_hooks": [plain],
-        "forward_hooks": [],
-        "backward_pre_hooks": [],
-        "backward_hooks": [handler],
-    }
-
-
-def test_a_wrapper_of_a_backward_pre_handler_is_withheld_and_its_handler_runs_before_backward():
-    module = torch.nn.Linear(2, 2)
-    handler, plain = hook("handler"), marked("plain")
-    module.register_forward_hook(with_sentinel(BACKWARD_PRE_HANDLER, handler))
-    module.register_forward_hook(plain)
-    assert handed_over(module) == {
-        "forward_pre_hooks": [],
-        "forward_hooks": [plain],
-        "backward_pre_hooks": [handler],
-        "backward_hooks": [],
-    }
+    register(module, with_sentinel(sentinel, handler))
+    register(module, plain)
+    expected = {kind: [] for kind in HOOK_KINDS} | {kind_of_plain: [plain], kind_of_handler: [handler]}
+    assert handed_over(module) == expected
 
 
 def test_the_sentinels_have_the_names_of_the_protocol():
@@ -174,22 +159,18 @@ def called_with(register, *offered):
 ARGS, KWARGS, OUTPUT = (1, 2), {"mask": 3}, [4]
 
 
-def test_a_forward_pre_hook_gets_args():
-    assert called_with(torch.nn.Module.register_forward_pre_hook, ARGS, KWARGS) == (ARGS,)
-
-
-def test_a_forward_pre_hook_with_kwargs_gets_them():
-    register = partial(torch.nn.Module.register_forward_pre_hook, with_kwargs=True)
-    assert called_with(register, ARGS, KWARGS) == (ARGS, KWARGS)
-
-
-def test_a_forward_hook_gets_args_and_output():
-    assert called_with(torch.nn.Module.register_forward_hook, ARGS, OUTPUT) == (ARGS, OUTPUT)
-
-
-def test_a_forward_hook_with_kwargs_gets_an_empty_dict_for_them():
-    register = partial(torch.nn.Module.register_forward_hook, with_kwargs=True)
-    assert called_with(register, ARGS, OUTPUT) == (ARGS, {}, OUTPUT)
+@pytest.mark.parametrize(
+    ("register", "offered", "expected"),
+    [
+        (torch.nn.Module.register_forward_pre_hook, (ARGS, KWARGS), (ARGS,)),
+        (partial(torch.nn.Module.register_forward_pre_hook, with_kwargs=True), (ARGS, KWARGS), (ARGS, KWARGS)),
+        (torch.nn.Module.register_forward_hook, (ARGS, OUTPUT), (ARGS, OUTPUT)),
+        (partial(torch.nn.Module.register_forward_hook, with_kwargs=True), (ARGS, OUTPUT), (ARGS, {}, OUTPUT)),
+    ],
+    ids=["forward_pre", "forward_pre with kwargs", "forward", "forward with kwargs"],
+)
+def test_hooks_get_what_torch_would_give_them(register, offered, expected):
+    assert called_with(register, *offered) == expected
 
 
 @pytest.mark.parametrize(
@@ -225,39 +206,20 @@ def test_what_a_hook_returns_reaches_the_engine():
 # ---------------------------------------------------------------------------------------------------- restore
 
 
-def test_everything_is_back_in_its_order():
+def test_everything_is_restored_in_order_in_the_same_dicts():
     module = module_with_every_kind()
-    before = contents(module)
-    with extracted_hooks([module]):
-        assert not any(getattr(module, name) for name in ALL_DICTS)
-    assert contents(module) == before
-
-
-def test_everything_is_back_in_the_same_dicts():
-    module = module_with_every_kind()
-    before = [id(getattr(module, name)) for name in ALL_DICTS]
-    with extracted_hooks([module]):
-        pass
-    assert [id(getattr(module, name)) for name in ALL_DICTS] == before
-
-
-def test_a_handle_still_removes_its_hook_afterwards():
-    module = torch.nn.Linear(2, 2)
-    handle = module.register_forward_pre_hook(hook(), with_kwargs=True)
-    with extracted_hooks([module]):
-        pass
-    handle.remove()
-    assert contents(module) == {name: [] for name in ALL_DICTS}
-
-
-def test_wrappers_come_back_themselves():
-    module = torch.nn.Linear(2, 2)
     module.register_forward_pre_hook(with_sentinel(BACKWARD_HANDLER, hook()))
     module.register_forward_hook(with_sentinel(BACKWARD_PRE_HANDLER, hook()))
-    before = contents(module)
-    with extracted_hooks([module]):
-        pass
+    handle = module.register_forward_pre_hook(hook("removed"), with_kwargs=True)
+    before, dicts = contents(module), [id(getattr(module, name)) for name in ALL_DICTS]
+    with extracted_hooks([module]) as (hooks,):
+        assert not any(getattr(module, name) for name in ALL_DICTS)
+        for kind in HOOK_KINDS:  # an engine may change its dicts
+            hooks[kind].clear()
     assert contents(module) == before
+    assert [id(getattr(module, name)) for name in ALL_DICTS] == dicts
+    handle.remove()
+    assert handle.id not in module._forward_pre_hooks
 
 
 def test_everything_is_back_after_an_exception():
@@ -275,15 +237,6 @@ def test_everything_is_back_when_a_later_module_cannot_be_extracted():
     before = contents(module)
     with pytest.raises(AttributeError), extracted_hooks([module, "no module"]):
         pass
-    assert contents(module) == before
-
-
-def test_what_an_engine_does_to_its_dicts_does_not_reach_the_module():
-    module = module_with_every_kind()
-    before = contents(module)
-    with extracted_hooks([module]) as (hooks,):
-        for kind in HOOK_KINDS:
-            hooks[kind].clear()
     assert contents(module) == before
 
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.moe.shared_experts import FusedSharedExpertMLP, SharedExpertMLP, SharedExpertState
 from megatron_fsdp_cuda_graphs.overlay import upstream
-from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,15 +1,15 @@
-"""The gradients that the optimizer reads, planned once, and memory for those of another dtype than main gradients."""
+"""Copies around the optimizer's step, planned once: of gradients, which may have another dtype, and of weights."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
 
-from .planned_copies import PlannedCopies
+from .mixed_precision import is_float8tensor
 
-_LOCAL = attrgetter("_local_tensor")
+_LOCAL, _DATA, _ADDRESS = attrgetter("_local_tensor"), attrgetter("data"), methodcaller("data_ptr")
 # In elements: torch's allocator starts each tensor at a multiple of 512 bytes, and kernels that load several elements
 # at once take another path for tensors that start elsewhere.
 _ALIGNMENT = 128
@@ -63,7 +63,7 @@ class OptimizerGradients:
         """Whether parameters, main gradients and the views of them are those that were kept."""
         return (
             self._params is buffer.optimizer_named_parameters
-            and self._casts.placement.unchanged()
+            and self._casts.in_place()
             and all(map(is_, map(_LOCAL, self._grads), self._locals))
         )
 
@@ -159,3 +159,76 @@ def _share(grads: list[Any]) -> tuple[torch.UntypedStorage, int]:
         grad._local_tensor = part[: old.numel()].view(old.shape).copy_(old)
     storage = flat.untyped_storage()
     return storage, storage.nbytes()
+
+
+class PlannedCopies:
+    """Copies from some 1-D tensors to others, with as few launches as possible.
+
+    Neighbours in memory, among the sources as among the destinations, are copied as one.
+
+    Args:
+        pairs: Destination and source of each copy, contiguous 1-D views of equal length, any dtypes; empty ones are
+            left out.
+        buffers: The ``DataParallelBuffer``s that the tensors are parts of.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], buffers: Iterable[Any]):
+        self._calls: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        for to, source in pairs:
+            if not to.numel():
+                continue
+            tos, sources = self._calls[to.dtype, source.dtype]
+            if tos and _precedes(tos[-1], to) and _precedes(sources[-1], source):
+                tos[-1], sources[-1] = _extended(tos[-1], to), _extended(sources[-1], source)
+            else:
+                tos.append(to)
+                sources.append(source)
+        self._buffers = list(buffers)
+        self._data = [*map(_DATA, self._buffers)]
+        self._addresses = [*map(_ADDRESS, self._data)]
+
+    def in_place(self) -> bool:
+        """Whether ``buffers`` have their data where it was when the copies were planned."""
+        return all(map(is_, map(_DATA, self._buffers), self._data)) and [*map(_ADDRESS, self._data)] == self._addresses
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy everything."""
+        for tos, sources in self._calls.values():
+            torch._foreach_copy_(tos, sources)
+
+
+def copies_of_weights(buffer: Any) -> PlannedCopies | None:
+    """Plan the copies of the optimizer's weights to the shards of the model's weights, after a step of the optimizer.
+
+    Args:
+        buffer: The ``ParamAndGradBuffer`` that holds both.
+
+    Returns:
+        None if weights are quantized, or written to parameters, and not only copied between buffers.
+    """
+    pairs, buffers = [], []
+    for group in buffer.parameter_groups:
+        main, model = group.main_weight_buffer, group.model_weight_buffer
+        if main is None:
+            continue
+        if model is None or group.transpose_weight_buffer is not None or any(map(is_float8tensor, group.params)):
+            return None
+        buffers += [main, model]
+        only_shard = main.is_data_distributed or model.is_data_distributed
+        for item in map(main.param_idx.__getitem__, group.params):
+            # .data: the copy must not count as a change of the parameters that are views of the buffer
+            to = model.get_item(item, only_shard=only_shard).data
+            pairs.append((to, main.get_item(item, only_shard=only_shard)))
+    return PlannedCopies(pairs, buffers)
+
+
+def _precedes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (
+        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.storage_offset() + first.numel() == second.storage_offset()
+    )
+
+
+def _extended(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return first.as_strided((first.numel() + second.numel(),), (1,))

@@ -16,8 +16,7 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-from .optimizer_gradients import GradientStorages, OptimizerGradients
-from .planned_copies import PlannedCopies, copies_of_weights
+from .optimizer_gradients import GradientStorages, OptimizerGradients, PlannedCopies, copies_of_weights
 from .unsharded_gradients import UnshardedGradients
 
 _upstream: Any = extend(__name__)
@@ -206,7 +205,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         self.before_weights_change()
         if self._weight_copies is None:
             self._weight_copies = copies_of_weights(self)
-        if self._weight_copies is not None and self._weight_copies.placement.unchanged():
+        if self._weight_copies is not None and self._weight_copies.in_place():
             self._weight_copies.run()
             return
         self._weight_copies = None

@@ -5,6 +5,7 @@ the optimizer steps. megatron-core looks up the place of each by name, in every 
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -39,9 +40,11 @@ class ParameterSwap:
             tuple({name: pair_of[id(param)][kind] for name, param in own.items()} for kind in (0, 1))
             for own in own_params
         ]
-        self._children = _Contents([module._modules for module in modules])
-        self._contents = [_Contents(own_params, [params[kind] for params in kinds]) for kind in (0, 1)]
-        self._distinct = [_distinct(contents.expected) for contents in self._contents]
+        children = [module._modules for module in modules]
+        self._held = partial(_values, own_params), partial(_values, children)
+        self._expected = [_values([params[kind] for params in kinds]) for kind in (0, 1)]
+        self._modules = _values(children)
+        self._distinct = [[*dict.fromkeys(param for param in each if param is not None)] for each in self._expected]
         places = [(module, params) for module, params in zip(modules, kinds, strict=True) if params[0]]
         # All in one loop, as it runs twice in every step.
         self._directly = [(module._parameters, params) for module, params in places if _sets_directly(module)]
@@ -53,7 +56,8 @@ class ParameterSwap:
 
     def holds(self, distributed: bool) -> bool:
         """Whether the model has the modules it had, and exactly the optimizer's parameters or exactly the raw ones."""
-        return self._children.unchanged() and self._contents[distributed].unchanged()
+        params, modules = self._held
+        return _same(modules(), self._modules) and _same(params(), self._expected[distributed])
 
     def to(self, distributed: bool) -> None:
         """Give every module the optimizer's parameters, or the raw ones."""
@@ -65,25 +69,13 @@ class ParameterSwap:
                     setattr(module, name, param)
 
 
-class _Contents:
-    """What dictionaries should hold, in order. It is compared in every step, hence without a loop in Python."""
-
-    def __init__(self, dictionaries: list[dict[str, Any]], expected: list[dict[str, Any]] | None = None):
-        self._dictionaries = dictionaries
-        self.expected = _values(dictionaries if expected is None else expected)
-
-    def unchanged(self) -> bool:
-        """Whether the dictionaries hold the very objects that are expected, and no others."""
-        held = _values(self._dictionaries)
-        return len(held) == len(self.expected) and all(map(is_, held, self.expected))
-
-
 def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dictionaries)))
 
 
-def _distinct(params: Iterable[torch.nn.Parameter | None]) -> list[torch.nn.Parameter]:
-    return list(dict.fromkeys(param for param in params if param is not None))
+def _same(held: list[Any], expected: list[Any]) -> bool:
+    """Whether these are the same objects: compared in every step, hence without a loop in Python."""
+    return len(held) == len(expected) and all(map(is_, held, expected))
 
 
 def _sets_directly(module: torch.nn.Module) -> bool:

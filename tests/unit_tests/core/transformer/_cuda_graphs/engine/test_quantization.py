@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
-from tests.support import small_transformer_engine
-from tests.support.small_transformer_engine import DotProductAttention, Linear, State, autocast
+from tests.support.layers import small_transformer_engine
+from tests.support.layers.small_transformer_engine import DotProductAttention, Linear, State, autocast
 
 from .captured_cases import Forward, assert_same_bits, copies, descend, device_tensor
 

@@ -8,8 +8,8 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable, capture_passes
 from megatron.core.transformer._cuda_graphs.engine.plan import unordered_plan
 from megatron.core.transformer._cuda_graphs.engine.quantization import Quantization, RecordedQuantization
-from tests.support import small_transformer_engine
-from tests.support.small_transformer_engine import QuantizedProduct, State, autocast
+from tests.support.layers import small_transformer_engine
+from tests.support.layers.small_transformer_engine import QuantizedProduct, State, autocast
 
 from .captured_cases import assert_same_bits, copies, descend, device_tensor
 

@@ -43,11 +43,11 @@ class Layer(torch.nn.Module):
         self.layer_number = number
         self.config = config(**changes)
         self.is_first_layer = self.is_last_layer = True
+        if graphs:  # before its parts, as in megatron-core
+            self.cudagraph_manager = CudaGraphManager(self.config, pg_collection=groups(pipeline))
         self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
         self.dropout = dropout
         self.calls = Calls()
-        if graphs:
-            self.cudagraph_manager = CudaGraphManager(self.config, pg_collection=groups(pipeline))
 
     def forward(self, hidden_states, scale=None, factor=1.0, **unused):
         self.calls.count += 1

@@ -7,19 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
-from megatron.core.transformer._cuda_graphs.local.arguments import (
-    described,
-    leaves_of,
-    metas_of,
-    tensors_of,
-    with_tensors,
-)
+from megatron.core.transformer._cuda_graphs.local.arguments import described, mismatches
 from megatron.core.transformer.cuda_graphs import (
     ArgMetadata,
-    CudagraphBufferMetadata,
     _check_supported_type,
     tree_map,
 )
@@ -47,18 +39,6 @@ class TestArgMetadata:
         assert meta.requires_grad
         assert meta.value == tensor.data_ptr()
 
-    def test_keeps_no_tensor(self):
-        assert not [value for value in vars(ArgMetadata(torch.empty(2))).values() if isinstance(value, torch.Tensor)]
-
-    def test_keeps_any_other_argument(self):
-        assert ArgMetadata("text").value == "text"
-        assert ArgMetadata(None).type is type(None)
-
-    def test_shares_what_is_known_of_the_tensor(self):
-        tensor: Any = torch.empty(2)
-        tensor.cg_buffer_metadata = CudagraphBufferMetadata()
-        assert ArgMetadata(tensor).cg_buffer_metadata is tensor.cg_buffer_metadata
-
     @pytest.mark.parametrize("tensor", [torch.ones(2, 3).t(), torch.ones(2, 3, requires_grad=True)])
     def test_zeros_are_like_the_tensor(self, tensor):
         zeros = ArgMetadata(tensor).zeros_like()
@@ -77,13 +57,6 @@ class TestArgMetadata:
             ArgMetadata(3).zeros_like()
 
 
-def test_buffer_metadata_begins_with_nothing_known():
-    known = CudagraphBufferMetadata()
-    assert not (known.is_cudagraph_input or known.is_cudagraph_output)
-    assert (known.input_use_count, known.cudagraph_reuse_ref_count, known.capture_reuse_count) == (0, 0, 0)
-    assert known.fwd_cudagraph_buffer is known.bwd_cudagraph_buffer is None
-
-
 class TestTreeMap:
     def test_maps_nested_tuples_lists_dicts_and_dataclasses(self):
         tree = (1, [2, {"a": Packed(torch.zeros(1), 3)}], None)
@@ -95,60 +68,66 @@ class TestTreeMap:
         mapped = tree_map(lambda leaf: leaf + 1 if isinstance(leaf, int) else leaf, Packed(torch.zeros(1), 3))
         assert (mapped.count, mapped.derived) == (4, 7)
 
-    def test_leaves_the_original_alone(self):
-        packed = Packed(torch.zeros(1), 3)
-        tree_map(lambda leaf: None, packed)
-        assert packed.count == 3
-
-    def test_leaves_come_in_the_order_of_the_arguments(self):
-        assert leaves_of(({"b": 1, "a": 2}, [3, (4,)])) == [1, 2, 3, 4]
-
-
-class TestTensors:
-    def test_are_found_in_all_arguments_in_order(self):
-        one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
-        assert tensors_of((one, 5), {"packed": Packed(two, 1), "rest": [three, None]}) == (one, two, three)
-
-    def test_one_tensor_alone_is_found(self):
-        tensor = torch.ones(1)
-        assert tensors_of(tensor) == (tensor,)
-        assert tensors_of(None) == ()
-
-    def test_descriptions_take_their_place_and_give_it_back(self):
-        tree = (torch.ones(1), {"packed": Packed(torch.ones(2), 1)}, "text")
-        metas = described(tree)
-        assert [tuple(meta.shape) for meta in metas_of(metas)] == [(1,), (2,)]
-        assert metas[2] == "text"
-        put = with_tensors(metas, iter([torch.zeros(1), torch.zeros(2)]))
-        assert tensors_of(put)[1].tolist() == [0, 0]
-        assert put[1]["packed"].count == 1
-
 
 class TestSupportedTypes:
-    @pytest.mark.parametrize(
-        "argument",
-        [
-            torch.ones(1),
-            torch.nn.Parameter(torch.ones(1)),
-            None,
-            True,
-            1,
-            1.5,
-            "text",
-            Color.RED,
-            torch.float32,
-            Packed(torch.ones(1), 1),
-            (torch.ones(1), None),
-            {"a": [1]},
-            StaticInferenceContext(1, 2),
-            dist.ProcessGroup.__new__(dist.ProcessGroup),
-        ],
-        ids=lambda argument: type(argument).__name__,
-    )
-    def test_are_taken(self, argument):
-        _check_supported_type(ArgMetadata(argument))
-
     @pytest.mark.parametrize("argument", [object(), SimpleNamespace(), {1, 2}, [object()], Packed(object(), 1)])
     def test_others_are_refused_by_name(self, argument):
         with pytest.raises(TypeError, match=r"an argument of type (object|SimpleNamespace|set) cannot be given"):
             _check_supported_type(ArgMetadata(argument))
+
+
+def compare(given, captured, grad_enabled=False):
+    return mismatches((given,), {}, ((described(captured),), {}), grad_enabled)
+
+
+@pytest.mark.parametrize(
+    ("given", "captured", "line"),
+    [
+        (torch.ones(3), torch.ones(2), "args[0]: shape (3,), captured with (2,)"),
+        (torch.ones(2).int(), torch.ones(2), "args[0]: torch.int32, captured with torch.float32"),
+        (torch.ones(2, device="meta"), torch.ones(2), "args[0]: device meta, captured with cpu"),
+        (None, torch.ones(2), "args[0]: NoneType, captured with a tensor"),
+        (torch.ones(2), None, "args[0]: Tensor, captured with NoneType"),
+        (1, True, "args[0]: int, captured with bool"),
+        ("a", "b", "args[0]: 'a', captured with 'b'"),
+        ((1,), (1, 2), "args[0][1] is missing: it was given at capture"),
+        ((1, 3), (1, 2), "args[0][1]: 3, captured with 2"),
+        ({"a": 1, "b": 2}, {"a": 1}, "args[0]['b'] was not given at capture"),
+        ({"a": 1}, {"a": 2}, "args[0]['a']: 1, captured with 2"),
+        (Packed(torch.ones(3), 1), Packed(torch.ones(2), 1), "args[0]['lengths']: shape (3,), captured with (2,)"),
+        (Packed(None, 1), Packed(torch.ones(2), 1), "args[0]['lengths']: NoneType, captured with a tensor"),
+    ],
+)
+def test_each_is_one_line(given, captured, line):
+    assert compare(given, captured) == [line]
+
+
+def test_all_are_named_at_once():
+    captured = described({"a": 1, "b": torch.ones(2), "c": 2})
+    assert mismatches((), {"a": 2, "b": torch.ones(3), "d": 1}, ((1,), captured), False) == [
+        "args[0] is missing: it was given at capture",
+        "kwargs['a']: 2, captured with 1",
+        "kwargs['b']: shape (3,), captured with (2,)",
+        "kwargs['c'] is missing: it was given at capture",
+        "kwargs['d'] was not given at capture",
+    ]
+
+
+def test_a_gradient_that_was_not_captured_matters_only_where_gradients_are_wanted():
+    given, captured = torch.ones(2, requires_grad=True), torch.ones(2)
+    assert compare(given, captured) == []
+    (line,) = compare(given, captured, grad_enabled=True)
+    assert "requires grad, captured without" in line
+    assert compare(captured, given, grad_enabled=True) == []
+
+
+def test_an_inference_context_must_be_the_captured_one():
+    context = StaticInferenceContext(1, 2)
+    assert compare(context, context) == []
+    (line,) = compare(StaticInferenceContext(1, 2), context)
+    assert "another StaticInferenceContext than at capture" in line
+
+
+def test_a_type_that_no_graph_takes_is_refused():
+    with pytest.raises(TypeError, match="an argument of type object"):
+        compare(object(), 1)

@@ -15,7 +15,7 @@ from megatron.core.transformer.cuda_graphs import (
     create_cudagraphs,
 )
 
-from .local_graph_cases import HIDDEN, Layer, batch, config, eager_calls, groups, record, stack, use_graphable_rng
+from .local_graph_cases import HIDDEN, Layer, batch, config, groups, record, stack, use_graphable_rng
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
@@ -56,12 +56,6 @@ class TestInference:
         assert set(layer.manager.custom_cudagraphs_lookup_table) == {2, 3}
         assert [entry[1] for entry in _CudagraphGlobalRecord.cudagraph_inference_record] == ["fwd", "fwd"]
 
-    def test_a_key_with_other_arguments_is_refused(self):
-        layer = self.inline()
-        layer(batch(0, size=2), cache_key="one")
-        with pytest.raises(ValueError, match=r"args\[0\]: shape \(3, 8\), captured with \(2, 8\)"):
-            layer(batch(0, size=3), cache_key="one")
-
     def test_calls_without_a_key_find_their_graph_by_their_arguments(self):
         layer = self.inline()
         for size in (2, 3, 2):
@@ -101,11 +95,6 @@ class TestInference:
         record(model)
         model(batch(1)).sum().backward()
 
-    def test_all_generators_are_made_safe_before_the_capture(self, generators_made_safe):
-        layer = self.inline()
-        layer(batch(0), cache_key=0)
-        assert generators_made_safe()
-
     @pytest.mark.parametrize("batching", ["static", "dynamic"])
     def test_a_call_with_an_inference_context_has_a_graph_for_each_kind_of_batch(self, batching):
         context = Context(1, 8)
@@ -119,12 +108,6 @@ class TestInference:
                 assert torch.equal(out[0], reference(hidden)[0])
         keys = set(layer.cudagraph_manager.custom_cudagraphs_lookup_table)
         assert keys == ({("tokens", 2), ("tokens", 3)} if context.dynamic else {((2, 8), False), ((3, 8), False)})
-
-    def test_a_context_knows_the_kind_of_a_call_by_its_first_tensor(self):
-        layer = stack(count=1).layers[0].eval()
-        with torch.inference_mode():
-            layer(batch(0), scale=torch.ones(1, HIDDEN).cuda(), inference_context=Context(1, 8))
-        assert set(layer.cudagraph_manager.custom_cudagraphs_lookup_table) == {((3, 8), False)}
 
     def test_arguments_of_a_capture_are_not_kept_alive(self):
         layer = self.inline()
@@ -151,31 +134,6 @@ class TestInference:
 
         assert run(graphs=True) == run(graphs=False)
 
-    def test_graphs_for_inference_and_for_training_of_one_model_do_not_meet(self):
-        model = stack(count=1)
-        record(model)
-        before = eager_calls(model)
-        with torch.inference_mode():
-            model.layers[0](hidden_states=batch(0), inference_context=Context(1, 8))
-        calls = eager_calls(model)
-        assert calls != before
-        model(batch(1)).sum().backward()
-        create_cudagraphs()
-        assert eager_calls(model) == calls
-
-    def test_runners_with_a_key_are_among_all_runners(self):
-        layer = self.inline()
-        for key in ("one", "two", "one"):
-            layer(batch(0), cache_key=key)
-        manager = layer.manager
-        assert manager.cudagraph_runners == [manager.custom_cudagraphs_lookup_table[key] for key in ("one", "two")]
-        assert all(runner.fwd_graph_recorded for runner in manager.cudagraph_runners)
-
-    def test_a_key_that_no_call_had_has_no_runner(self):
-        manager = self.inline().manager
-        assert manager.custom_cudagraphs_lookup_table["never"] is None
-        assert not manager.custom_cudagraphs_lookup_table
-
     def test_a_graph_that_was_given_up_is_captured_again(self):
         layer = self.inline()
         layer(batch(0), cache_key=0)
@@ -183,12 +141,6 @@ class TestInference:
         runner.fwd_graph = None
         assert torch.equal(layer(batch(1), cache_key=0)[0], layer.forward(batch(1), eager=True)[0])
         assert runner.fwd_graph is not None
-
-    def test_the_number_of_warm_ups_is_the_managers(self):
-        layer = self.inline(num_warmup_steps=0)
-        layer(batch(0), cache_key=0)
-        assert layer.manager.cudagraph_runners[0].num_warmup_steps == 0
-        assert layer.calls.count == 1
 
     def test_a_function_of_an_object_that_is_no_module_is_graphed(self):
         class Plain:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs, delete_cuda_graphs
+from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
 
-from .local_graph_cases import HIDDEN, Layer, Stack, add_to_main_grad, batch, groups, use_graphable_rng
+from .local_graph_cases import HIDDEN, Layer, Stack, add_to_main_grad, batch, use_graphable_rng
 
 
 @pytest.mark.usefixtures("cpu_backend", "no_graphs")
@@ -91,30 +91,6 @@ class TestSharedParameters:
             create_cudagraphs()
             found += [param.main_grad.tolist() for param in model.parameters()]
         return found
-
-    def test_are_not_those_that_two_graphs_of_one_layer_use_apart(self):
-        class Halves(Layer):
-            def __init__(self):
-                super().__init__(graphs=False)
-                self.second = torch.nn.Linear(HIDDEN, HIDDEN)
-                for name in ("begin", "end"):
-                    setattr(self, f"manager_{name}", CudaGraphManager(self.config, self, name, pg_collection=groups()))
-
-            def begin(self, x):
-                return self.linear(x)
-
-            def end(self, x):
-                return self.second(x)
-
-            def forward(self, hidden_states, *args, **kwargs):
-                return self.end(self.begin(hidden_states).relu()), None
-
-        use_graphable_rng()
-        layer = Halves()
-        self.train([layer], microbatches=1)
-        (first,), (second,) = (manager.cudagraph_runners for manager in (layer.manager_begin, layer.manager_end))
-        assert [runner.shared_params for runner in (first, second)] == [(), ()]
-        assert first.params_to_backprop == tuple(layer.linear.parameters())
 
     @pytest.mark.parametrize("kind", ["one layer twice", "one layer three times", "two layers with one weight"])
     def test_of_several_passes_through_them_train_as_eagerly(self, kind):

@@ -1,6 +1,5 @@
 """Passes without grad beside local graphs: evaluation, and log-probabilities of reinforcement learning."""
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
 from megatron.core.transformer.utils import toggle_cuda_graphs
 
-from .local_graph_cases import Layer, Stack, batch, eager_calls, record, runners, stack, use_graphable_rng
+from .local_graph_cases import batch, eager_calls, record, runners, stack
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
@@ -39,25 +38,6 @@ def step(model, number, microbatches=1, **kwargs):
     return losses
 
 
-class Counting(Layer):
-    """Counts its training passes with grad, as a router counts tokens of each expert."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, hidden_states, *args, **kwargs):
-        if torch.is_grad_enabled():
-            self.count += 1
-        return super().forward(hidden_states, *args, **kwargs)
-
-
-def counting_stack(graphs, **options):
-    torch.manual_seed(5)
-    use_graphable_rng()
-    return Stack([Counting(i + 1, graphs, **options) for i in range(2)]).cuda()
-
-
 class TestEvaluation:
     def test_runs_eagerly_in_every_call(self):
         model, reference = stack(), stack(graphs=False)
@@ -84,38 +64,6 @@ class TestEvaluation:
         delete_cuda_graphs()
         assert run(graphs=True) == eager
 
-    def test_between_backward_passes_leaves_what_they_need(self):
-        def run(graphs):
-            model, found = stack(count=2, graphs=graphs, pipeline=2), []
-            for number in range(3):
-                first, second = (model(batch(number, microbatch)).square().mean() for microbatch in range(2))
-                first.backward()
-                found.append(evaluate(model, batch(10 + number)))
-                second.backward()
-                create_cudagraphs()
-                found.append([param.grad.tolist() for param in model.parameters()])
-            return found
-
-        eager = run(graphs=False)
-        delete_cuda_graphs()
-        assert run(graphs=True) == eager
-
-    def test_in_a_pipeline_leaves_the_order_of_runners_as_it_was(self):
-        def run(graphs):
-            model, found = stack(graphs=graphs, pipeline=2), []
-            for number in range(4):
-                losses = [model(batch(number, microbatch)).square().mean() for microbatch in range(3)]
-                for loss in losses:
-                    loss.backward()
-                    found.append(loss.item())
-                create_cudagraphs()
-                found.append(evaluate(model, batch(10 + number)))
-            return found
-
-        eager = run(graphs=False)
-        delete_cuda_graphs()
-        assert run(graphs=True) == eager
-
 
 class TestWithoutGradInTraining:
     def test_a_pass_runs_eagerly(self):
@@ -125,31 +73,6 @@ class TestWithoutGradInTraining:
         with torch.no_grad():
             assert torch.equal(model(batch(1)), reference(batch(1)))
         assert eager_calls(model) == [count + 1 for count in before]
-
-    def test_an_output_that_no_graph_reads_outlives_the_next_replay(self):
-        model, reference = stack(), stack(graphs=False)
-        model.after, reference.after = torch.nn.Identity(), torch.nn.Identity()
-        for layer in model.layers:
-            layer.is_last_layer = False
-        record(model)
-        with torch.no_grad():
-            found = [model(batch(1, i)) for i in range(3)]
-            expected = [reference(batch(1, i)) for i in range(3)]
-        assert all(map(torch.equal, found, expected))
-
-    def test_a_pass_runs_eagerly_where_only_grad_changes_buffers(self):
-        def run(graphs):
-            model, found = counting_stack(graphs), []
-            for number in range(4):
-                found += step(model, number)
-                with torch.no_grad():
-                    found.append(model(batch(10 + number)).tolist())
-                create_cudagraphs()
-            return found, [layer.count.item() for layer in model.layers]
-
-        eager = run(graphs=False)
-        delete_cuda_graphs()
-        assert run(graphs=True) == eager
 
 
 class TestReinforcementLearning:

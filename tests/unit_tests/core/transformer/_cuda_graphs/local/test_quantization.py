@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs, delete_cuda_graphs
-from tests.support import small_transformer_engine
-from tests.support.small_transformer_engine import Linear, State, autocast
+from tests.support.layers import small_transformer_engine
+from tests.support.layers.small_transformer_engine import Linear, State, autocast
 
 from ..engine.captured_cases import assert_same_bits, copies, descend, device_tensor
 from .local_graph_cases import config, groups, use_graphable_rng

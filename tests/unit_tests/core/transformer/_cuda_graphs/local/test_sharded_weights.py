@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("megatron.core.tensor_parallel.generalized_tensor_parallelism")
 
 from megatron.core.tensor_parallel import generalized_tensor_parallelism as gtp
-from megatron.core.transformer._cuda_graphs.local.sharded_weights import ShardedWeights, completed_in_backward
+from megatron.core.transformer._cuda_graphs.local.sharded_weights import completed_in_backward
 from megatron.core.transformer.cuda_graphs import (
     CudaGraphManager,
     create_cudagraphs,
@@ -58,23 +58,6 @@ class TestTraining:
         eager, graphed, model = both({"pipeline": 2}, microbatches=2, at_once=2)
         assert graphed == eager
         assert len(runners(model)) == 6
-
-    def test_is_warmed_up_twice_at_least(self, both):
-        eager, graphed, model = both({"cuda_graph_warmup_steps": 0}, steps=2)
-        assert graphed == eager
-        assert eager_calls(model) == [1 + 2 + 1] * 3
-
-    def test_goes_on_with_evaluation_between_steps(self, both):
-        def evaluate(model, step):
-            model.eval()
-            with torch.no_grad():
-                found = model(batch(500 + step)).tolist()
-            model.train()
-            create_cudagraphs()
-            return found
-
-        eager, graphed, _ = both(between_steps=evaluate)
-        assert graphed == eager
 
     def test_goes_on_with_passes_without_grad_between_steps(self, both):
         def forward(model, step):
@@ -126,22 +109,6 @@ class TestStreams:
         assert graphed == eager
         assert len(runners(model)) == 3
 
-    def test_of_graphs_are_those_of_the_process_however_many_graphs_there_are(self, monkeypatch):
-        made, stream = [], torch.cuda.Stream
-
-        def note(*args, **kwargs):
-            made.append(stream(*args, **kwargs))
-            return made[-1]
-
-        monkeypatch.setattr(torch.cuda, "Stream", note)
-        counts = []
-        for count in (1, 12):
-            made.clear()
-            train_sharded(sharded_stack(count=count), steps=2)
-            counts.append(len(made))
-            delete_cuda_graphs()
-        assert counts[1] <= counts[0] <= 4
-
     def test_of_backward_replays_are_waited_for(self):
         assert get_gtp_runner_streams() == []
         model = sharded_stack(count=1)
@@ -154,12 +121,6 @@ class TestStreams:
         delete_cuda_graphs()
         assert get_gtp_runner_streams() == []
 
-    def test_other_layers_replay_on_no_such_stream(self):
-        from .local_graph_cases import stack, train
-
-        train(stack(count=1), steps=2)
-        assert get_gtp_runner_streams() == []
-
 
 def test_gathered_weights_are_in_the_memory_pool_of_the_graphs():
     sharded_stack(count=1)
@@ -169,35 +130,12 @@ def test_gathered_weights_are_in_the_memory_pool_of_the_graphs():
     assert gtp._CG_MEMPOOL == CudaGraphManager.global_mempool is not None
 
 
-def test_the_state_of_each_weight_of_a_pass_and_of_its_neighbors_is_taken_once():
-    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(5)]
-    before, own, expert, other_expert, beyond = weights
-    for weight, previous, following in ((before, None, own), (own, before, expert), (expert, own, beyond)):
-        weight.is_gtp_weight_remat, weight.prev_w, weight.next_w = True, previous, following
-    expert.weight_list = [expert, other_expert]  # gathered together
-    module = torch.nn.Module()
-    module.own, module.bias = own, torch.nn.Parameter(torch.zeros(1))
-    assert list(map(id, ShardedWeights(module).with_neighbors())) == list(map(id, (own, expert, other_expert, before)))
-    module.expert = expert
-    assert sorted(map(id, ShardedWeights(module).with_neighbors())) == sorted(map(id, weights))
-
-
 class TestCompletedInBackward:
     def weight(self, name, previous=None, **attributes):
         made = SimpleNamespace(name=name, is_gtp_weight_remat=True, prev_w=previous, next_w=None, **attributes)
         if previous is not None:
             previous.next_w = made
         return made
-
-    def test_a_weight_is_complete_in_the_pass_of_the_one_before(self):
-        first = self.weight("first")
-        second = self.weight("second", first)
-        third = self.weight("third", second)
-        plain = SimpleNamespace()
-        assert completed_in_backward([first, plain]) == [first, second]
-        assert completed_in_backward([second]) == [third]
-        assert completed_in_backward([third, plain]) == []
-        assert completed_in_backward([first, second]) == [first, second, third]
 
     def test_experts_of_a_layer_are_complete_together(self):
         first = self.weight("first")

@@ -23,8 +23,8 @@ from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCal
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import GraphableMegatronModule
-from tests.support import models
-from tests.support.case import Case
+from tests.support.trainings import models
+from tests.support.trainings.case import Case
 
 
 class Failure(Exception):

@@ -18,10 +18,10 @@ from megatron.core.transformer.cuda_graphs import (
     set_current_microbatch,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from tests.support import models, vision_training
-from tests.support.case import Case
 from tests.support.replaced import replaced
-from tests.support.vision_training import CLASSES, PATCH
+from tests.support.trainings import models, vision_training
+from tests.support.trainings.case import Case
+from tests.support.trainings.vision_training import CLASSES, PATCH
 
 from ..engine.captured_cases import assert_same_bits, copies, descend, device_tensor
 from .conftest import MICROBATCHES

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.graph import Capture
+from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.launches import launches_of
 
 from ..param_and_grad_buffer import BucketStatus
@@ -135,14 +135,14 @@ class RecordedReduction:
         """Claim the buckets, once earlier reductions have read what is in their place.
 
         Raises:
-            MovedBufferError: a bucket cannot go where it was at capture.
+            ChangedSinceCaptureError: a bucket cannot go where it was at capture.
         """
         self._reductions._enforce_double_buffer_limit(self.buckets)
         for bucket, fetch, address in zip(self.buckets, self._fetch, self._addresses, strict=True):
             now = fetch().data.data_ptr()
             if now != address:
-                raise MovedBufferError(
-                    f"CUDA graphs write the gradients of bucket {bucket} to {address:#x}; now they belong at {now:#x}. "
+                raise ChangedSinceCaptureError(
+                    f"changed since capture: the gradients of bucket {bucket} ({address:#x} at capture, {now:#x} now); "
                     f"{ADVICE}"
                 )
 

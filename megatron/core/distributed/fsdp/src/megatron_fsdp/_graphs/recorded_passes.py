@@ -1,17 +1,18 @@
 """FSDP units whose passes are recorded in one graph for each direction, with their collectives inside it."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
-from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
+from megatron.core.transformer._cuda_graphs.snapshot import Aspect, Snapshot, addresses
 
 from ..optimizer_gradients import GradientStorages
-from ..planned_copies import Placement
 from . import collectives
 from .collectives import TO_GATHER
 from .pipelines import drop_collectives, prepared, prepared_for_evaluation, release_all, take_back_unlaunched
@@ -61,8 +62,7 @@ class RecordedPasses(GraphOwner):
         self._all_buckets = [*self._buckets, *self._outside]  # whose shards the graphs read or write
         self._params_outside = [param for bucket in self._outside for param in groups[bucket].params]
         self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
-        self._weights, self._grads = BucketPlaces("gather parameters to"), BucketPlaces("write gradients to")
-        self._guard: AddressGuard | None = None  # of parameters outside of units
+        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # the last of parameters outside of units
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
         self.replayed = False
         self.on_forget: list[Callable[[], None]] = []
@@ -151,18 +151,15 @@ class RecordedPasses(GraphOwner):
         return self._fsdp.param_and_grad_buffer.gradient_storages() if holds else None
 
     def _note_addresses(self) -> None:
-        self._note_weights()
-        reductions = self._fsdp.grad_reduce_pipeline
-        dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        for bucket in self._all_buckets:
-            if bucket in reductions.bucket_status:
-                self._grads.note(reductions.get_fsdp_buffer(bucket), dtype)
-        name, params = self._fsdp.param_to_name, self._params_outside
-        self._guard = AddressGuard(lambda: params, lambda i: name[params[i]], ADVICE)
-
-    def _note_weights(self) -> None:
-        for bucket in self._buckets:
-            self._weights.note(self._fsdp.all_gather_pipeline.get_fsdp_buffer(bucket))
+        gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
+        weights = {f"the parameters of bucket {bucket}": gathers.get_fsdp_buffer(bucket) for bucket in self._buckets}
+        self._weights = Snapshot(ADVICE, places(weights, None))
+        if self._last == "backward":
+            with_grads = [bucket for bucket in self._all_buckets if bucket in reductions.bucket_status]
+            grads = {f"the gradients of bucket {bucket}": reductions.get_fsdp_buffer(bucket) for bucket in with_grads}
+            self._grads = Snapshot(ADVICE, places(grads, reductions.buffer.mp_policy.grad_comm_dtype))
+            names = [self._fsdp.param_to_name[param] for param in self._params_outside]
+            self._in_place = Snapshot(ADVICE, addresses(names, self._params_outside))
 
     # ------------------------------------------------------------------------------------------------------- gathers
 
@@ -206,12 +203,11 @@ class RecordedPasses(GraphOwner):
         """Gather parameters outside of units to where they were at capture.
 
         Raises:
-            MovedBufferError: one is elsewhere.
+            ChangedSinceCaptureError: one is elsewhere.
         """
         if self._outside:
             self.gather()
-            if self._guard is not None:
-                self._guard.check()
+            self._in_place.check()
         else:
             self.start_gather()
 
@@ -232,7 +228,7 @@ class RecordedPasses(GraphOwner):
         """Gather what is outside of units; check that the double buffer is free, and where it was at capture.
 
         Raises:
-            MovedBufferError: it is not.
+            ChangedSinceCaptureError: it is not.
         """
         self.gather_in_place()
         self._release()
@@ -243,7 +239,7 @@ class RecordedPasses(GraphOwner):
         """Check that the double buffers of parameters and gradients are free, and where they were at capture.
 
         Raises:
-            MovedBufferError: one is not.
+            ChangedSinceCaptureError: one is not.
             RuntimeError: a forward pass of the same units that ran eagerly is in this backward pass, too.
         """
         if self.whole:
@@ -299,9 +295,6 @@ class EvaluatedModel(RecordedPasses):
     def _gradient_storages(self) -> None:
         """None: the optimizer's gradients stay where they are."""
 
-    def _note_addresses(self) -> None:
-        self._note_weights()
-
     def before_eager_forward(self) -> None:
         self._training.start_gather()
 
@@ -311,65 +304,39 @@ class EvaluatedModel(RecordedPasses):
         self._weights.check()
 
 
-class BucketPlaces:
-    """The places of buckets that graphs use while none of them is in use.
+def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> Aspect:
+    """Compare where ``buffers`` put buckets of ``dtype`` (their own if None) while none of these is in use.
+
+    Allocators may put a bucket elsewhere while others are in use. If all memory is where it was, and all of it is idle,
+    then every bucket goes where it went.
 
     Args:
-        use: What the graphs do there, for errors: ``write gradients to``.
+        buffers: The buffers, by what messages call them.
     """
+    distinct = {_address_in(buffer, dtype): (name, buffer) for name, buffer in reversed(buffers.items())}
+    named = {memory.data_ptr(): name for name, memory in get_global_memory_buffer().buffer.items()}
+    undivided = [
+        buffer for _, buffer in distinct.values() if not buffer.is_data_distributed and dtype in (None, buffer.dtype)
+    ]  # whose buckets are parts of their own data
+    others = {address: buffer for address, (_, buffer) in distinct.items() if buffer not in undivided}
+    pools = {buffer.temporary_bucket_allocator for buffer in others.values()}
+    keys = [named.get(address) for address in others]
+    fixed = None not in keys and all(hasattr(pool, "idle_buffer") for pool in pools)
+    in_use, idle = attrgetter("using_buffer"), attrgetter("idle_buffer")
 
-    def __init__(self, use: str):
-        self._use = use
-        self._buffers: dict[int, tuple[Any, torch.dtype | None]] = {}  # by address
-        self._fixed: dict[int, Hashable] | None = {}  # by address the memory's name; None if some has none
-        # Allocators, which may put a bucket elsewhere while others are in use, and how many places each has.
-        self._pools: dict[Any, int] = {}
-        self._undivided: Placement | None = None  # buffers whose buckets are parts of their own data
-
-    def note(self, buffer: Any, dtype: torch.dtype | None = None) -> None:
-        """Note where ``buffer`` puts a bucket of ``dtype`` (its own if None) now."""
-        address = _address_in(buffer, dtype)
-        if address in self._buffers:
-            return
-        self._buffers[address] = buffer, dtype
-        if not buffer.is_data_distributed and dtype in (None, buffer.dtype):
-            self._undivided = self._undivided or Placement(())
-            self._undivided.add(buffer)
-            return
-        named = get_global_memory_buffer().buffer.items()
-        name = next((name for name, memory in named if memory.data_ptr() == address), None)
-        allocator = buffer.temporary_bucket_allocator
-        if name is None or not hasattr(allocator, "idle_buffer"):
-            self._fixed = None
-        elif self._fixed is not None:
-            self._fixed[address] = name
-            self._pools[allocator] = len(allocator.idle_buffer) + len(allocator.using_buffer)
-
-    def check(self) -> None:
-        """Make sure that buckets still go where they went. None of them is in use, before and after.
-
-        Raises:
-            MovedBufferError: one does not.
-        """
-        if self._nothing_moved():
-            return
-        for address, (buffer, dtype) in self._buffers.items():
-            now = _address_in(buffer, dtype)
-            if now != address:
-                raise MovedBufferError(f"CUDA graphs {self._use} {address:#x}; now it would be {now:#x}. {ADVICE}")
-
-    def _nothing_moved(self) -> bool:
-        """Whether all memory is where it was, and all of it idle: then every bucket goes where it went."""
-        if self._fixed is None or (self._undivided is not None and not self._undivided.unchanged()):
-            return False
-        if [len(pool.idle_buffer) for pool in self._pools] != [*self._pools.values()]:
-            return False
+    def glance() -> Any:
+        if not fixed or any(map(in_use, pools)):
+            return math.nan  # never what it was
         memory = get_global_memory_buffer().buffer
-        return [memory[name].data_ptr() for name in self._fixed.values() if name in memory] == [*self._fixed]
+        in_pools = [memory[key].data_ptr() for key in keys if key in memory]
+        return [*in_pools, *map(len, map(idle, pools)), *[buffer.data.data_ptr() for buffer in undivided]]
+
+    names, checked = zip(*distinct.values(), strict=True) if distinct else ((), ())
+    return Aspect(names, lambda: [_address_in(buffer, dtype) for buffer in checked], glance, show=hex)
 
 
 def _address_in(buffer: Any, dtype: torch.dtype | None) -> int:
-    """Where ``buffer`` would put a bucket now."""
+    """Return where ``buffer`` would put a bucket now."""
     address: int = buffer.fetch_bucket(dtype=dtype).data.data_ptr()
     buffer.free_bucket_storage()
     return address

@@ -4,13 +4,13 @@
 one module, and while these are captured. Whoever runs a pass forward writes its runner into autograd's graph.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
+from megatron.core.transformer._cuda_graphs.snapshot import Snapshot, addresses
 
 from ..mixed_precision import fp8_discard_transpose_cache
 from ..param_and_grad_buffer import PrefetchOrder
@@ -161,9 +161,9 @@ class Replayed(Eager, GraphOwner):
             self.params = [p for p in self.params if not buffer.parameter_groups[self._bucket_of[p]].is_expert_param]
             self.kept = frozenset(self._bucket_of[param] for param in self.params)
         self._own = sorted({self._bucket_of[param] for param in self.params})
-        self._guards: dict[Direction, AddressGuard] = {}
+        self._guards: dict[Direction, Snapshot] = {}
         self._fused: dict[torch.nn.Parameter, None] = {}  # whose main gradients fused kernels in the graph update
-        self._main_grads: AddressGuard | None = None  # theirs
+        self._main_grads: Snapshot | None = None  # theirs
         self._written: dict[int, dict[Any, None]] = {}  # by bucket the parameters whose gradients the graph writes
         self._claimed: list[RecordedReduction] = []
         self._ahead: dict[Direction, list[int]] = {}  # buckets in megatron-core's order, if gathers are recorded
@@ -174,7 +174,7 @@ class Replayed(Eager, GraphOwner):
         """Gather the parameters of the module and of those in it, whose hooks no graph calls.
 
         Raises:
-            MovedBufferError: a parameter is not where the graph reads it.
+            ChangedSinceCaptureError: a parameter is not where the graph reads it.
         """
         if prefetch and direction in self._ahead:
             self._replay_gathers(direction)
@@ -184,7 +184,8 @@ class Replayed(Eager, GraphOwner):
         if guard is not None:
             guard.check()
         else:
-            self._guards[direction] = self._guard(lambda: self.params, self.params, f"{{}} (in {direction})")
+            names = [f"{self._fsdp.param_to_name[param]} (in {direction})" for param in self.params]
+            self._guards[direction] = Snapshot(ADVICE, addresses(names, self.params))
 
     def _replay_gathers(self, direction: Direction) -> None:
         """Gather what megatron-core would, by recorded all-gathers where these can be replayed."""
@@ -203,10 +204,6 @@ class Replayed(Eager, GraphOwner):
                     )
         for bucket in self._own:
             gathers.wait_bucket_ready(bucket, False)
-
-    def _guard(self, tensors: Callable[[], Any], params: Sequence[torch.nn.Parameter], name: str) -> AddressGuard:
-        names = self._fsdp.param_to_name
-        return AddressGuard(tensors, lambda i: name.format(names[params[i]]), ADVICE)
 
     def follow_hooks(self) -> None:
         """Prepare replays of what is recorded for the unit: all-gathers in the order of megatron-core's own hook.
@@ -231,7 +228,7 @@ class Replayed(Eager, GraphOwner):
         """Gather parameters, and claim the gradients that the graph will write.
 
         Raises:
-            MovedBufferError: a parameter or a gradient is not where it was at capture.
+            ChangedSinceCaptureError: a parameter or a gradient is not where it was at capture.
         """
         super().before_backward()
         if self._graphs.captured is not None:
@@ -295,9 +292,8 @@ class Replayed(Eager, GraphOwner):
             for param in fused:
                 param.grad_added_to_main_grad = False
             self._fused = dict.fromkeys(fused)
-            self._main_grads = self._guard(
-                lambda: [param.main_grad for param in fused], fused, "the main gradient of {}"
-            )
+            names = [f"the main gradient of {self._fsdp.param_to_name[param]}" for param in fused]
+            self._main_grads = Snapshot(ADVICE, addresses(names, lambda: [param.main_grad for param in fused]))
             free_gradients(self._fsdp, {self._bucket_of[param] for param in self.module.parameters()})
 
 

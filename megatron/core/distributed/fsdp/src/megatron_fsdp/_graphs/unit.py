@@ -14,8 +14,8 @@ Direction = Literal["forward", "backward"]
 
 # The end of errors about moved buffers.
 ADVICE = (
-    "Graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
-    "both are set, the order of all-gathers changed since capture (a unit that ran out of turn, say)."
+    "graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
+    "both are set, the order of all-gathers changed (a unit that ran out of turn, for example)"
 )
 
 

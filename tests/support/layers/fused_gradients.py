@@ -1,0 +1,46 @@
+"""Kernels that write gradients of weights where they are reduced, in place of TransformerEngine's, for CPU ranks."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.support.stand_ins import fused_weight_gradient_mlp_cuda
+
+
+@contextmanager
+def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
+    """Megatron's own linear layers find their kernels, and megatron-core does not ask for TransformerEngine's version.
+
+    Args:
+        as_transformer_engine: Whether layers do under Megatron-FSDP as those of TransformerEngine, which add to the
+            gradient of a weight unless it has megatron-core's mark that says otherwise. Megatron's own overwrite it in
+            any case.
+    """
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.tensor_parallel import layers
+
+    kernel: dict[str, Any] = {
+        "_grad_accum_fusion_available": True,
+        "fused_weight_gradient_mlp_cuda": fused_weight_gradient_mlp_cuda,
+    }
+    with (
+        mock.patch.multiple(layers, create=True, **kernel),
+        mock.patch.object(mcore_fsdp_adapter, "is_te_min_version", return_value=True),
+        mock.patch.object(transformer_engine, "te_general_gemm", _gemm if as_transformer_engine else None),
+    ):
+        yield
+
+
+def _gemm(inputs: torch.Tensor, grads: torch.Tensor, *, out: torch.Tensor, **unused: Any) -> None:
+    """Write the gradient of the caller's ``weight`` to ``out``, or add it."""
+    weight = inspect.currentframe().f_back.f_locals["weight"]  # type: ignore[union-attr]
+    product = grads.t() @ inputs
+    if getattr(weight, "overwrite_main_grad", False):
+        out.copy_(product)
+    else:
+        out.add_(product)

@@ -1,0 +1,107 @@
+"""Runs ``examples/pretrain_gpt.py`` on two ranks of the CPU backend, and returns its exact metrics.
+
+The ranks are forked. ``make demo`` starts the script with torchrun.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.documents import write_documents
+from tests.support.ranks.forked_ranks import ForkedRanks
+
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "pretrain_gpt.py"
+FLAGS = """
+    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
+    --ckpt-format fsdp_dtensor --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+    --no-gradient-accumulation-fusion --distributed-backend gloo --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-reduce-div-fusion
+    --transformer-impl local --num-layers 3 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2
+    --bf16 --attention-dropout 0.1 --hidden-dropout 0.1 --te-rng-tracker --seed 1234 --lr 1e-3
+    --lr-decay-style constant --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 255
+    --split 90,10,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0
+"""
+BATCH = "--global-batch-size 8"
+SCHEDULE = "--step-batch-size-schedule"  # in the place of BATCH, where flags have it
+FP16 = "--fp16"  # in the place of --bf16, where flags have it
+GRAPHS = {False: "--cuda-graph-impl none", True: "--cuda-graph-impl transformer_engine"}
+TIMEOUT = 900  # seconds
+
+
+class Pretraining:
+    """A run that goes on in the background.
+
+    Args:
+        folder: An existing folder for its log and metrics.
+        flags: Further flags, as one string.
+        graphs: Whether layers are captured, after three steps unless ``flags`` say otherwise.
+        data: The path of a dataset without endings; None for one of a few documents in ``folder``.
+        script: What the ranks run.
+        base: The flags before these; ``--global-batch-size`` is given with ``FLAGS`` only.
+        ranks: Processes.
+        launch: ``ForkedRanks``, or a class with the same interface.
+
+    Attributes:
+        log: The file of all that it writes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        flags: str,
+        *,
+        graphs: bool,
+        data: Path | None = None,
+        script: Path = SCRIPT,
+        base: str = FLAGS,
+        ranks: int = 2,
+        launch: Callable[..., Any] = ForkedRanks,
+    ) -> None:
+        # Mock data has so many samples that shuffling them takes longer than a short training.
+        data = data or write_documents(folder / "documents", count=100, longest=400)
+        self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
+        batch = BATCH if base and SCHEDULE not in flags else ""
+        common = base.replace("--bf16", "") if FP16 in flags else base
+        arguments = f"{script} {common} {batch} {GRAPHS[graphs]} --data-path {data} {flags}".split()
+        self._ranks = launch(arguments, self.log, ranks, {"STEP_METRICS_PATH": str(self._metrics)})
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the lines of ``step_metrics.StepMetrics`` so far."""
+        return steps_in(self._metrics)
+
+    def ended(self) -> int:
+        """Wait for the end and return the exit status.
+
+        Raises:
+            AssertionError: it did not end; with the end of its log.
+        """
+        return self._ranks.ended(TIMEOUT)
+
+    def log_tail(self) -> str:
+        """Return the end of the log."""
+        return self._ranks.log_tail()
+
+
+def steps_in(metrics: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``step_metrics.StepMetrics`` in a file that is written, or about to be."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def pretrain(folder: Path, flags: str, *, graphs: bool, **others: Any) -> list[dict[str, Any]]:
+    """Run to the end and return the metrics of each step; see ``Pretraining``.
+
+    Raises:
+        AssertionError: it failed; with the end of its log.
+    """
+    folder.mkdir()
+    run = Pretraining(folder, flags, graphs=graphs, **others)
+    assert run.ended() == 0, run.log_tail()
+    return run.steps()
+
+
+def numbers(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What must be equal between two runs: of each step its number, loss, gradient norm, and whether it was skipped."""
+    return [tuple(step[key] for key in ("step", "loss_hex", "grad_norm_hex", "skipped")) for step in steps]

@@ -1,0 +1,61 @@
+"""Runs ``examples/pretrain_gpt.py`` with steps in which all tokens of some ranks go to the experts of the first one.
+
+OVERFLOWS has, as JSON, these ranks by the number of the step, from 1. Each rank appends to NOTES-PATH.RANK, as lines of
+JSON, the number of each step that it asks of whether it overflowed, and the answer; last what its routers have in their
+buffers.
+"""
+
+import json
+import os
+import runpy
+import sys
+from unittest import mock
+
+from megatron.core.token_bounds import TokenBounds
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training import training
+from tests.support.pretraining.pretrain import SCRIPT
+
+MUCH = 10.0  # beside scores of a sigmoid
+step = 0
+
+
+def note(*values):
+    with open(f"{os.environ['NOTES_PATH']}.{os.environ['RANK']}", "a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+def main():
+    overflowing = {int(number): ranks for number, ranks in json.loads(os.environ["OVERFLOWS"]).items()}
+    rank = int(os.environ["RANK"])
+    routers: list[TopKRouter] = []
+    train_step, overflowed = training.train_step, TokenBounds.overflowed
+
+    def train_step_of_biased_routers(forward_step, data, model, *args, iteration, **kwargs):
+        global step
+        step = iteration + 1
+        routers[:] = [module for chunk in model for module in chunk.modules() if isinstance(module, TopKRouter)]
+        biases = [router.expert_bias for router in routers if rank in overflowing.get(step, ())]
+        for bias in biases:
+            bias[: len(bias) // 2] += MUCH
+        result = train_step(forward_step, data, model, *args, iteration=iteration, **kwargs)
+        for bias in biases:
+            bias[: len(bias) // 2] -= MUCH
+        return result
+
+    def noted(bounds):
+        found = overflowed(bounds)
+        note(step, found)
+        return found
+
+    sys.path.insert(0, str(SCRIPT.parent))
+    with (
+        mock.patch.object(training, "train_step", train_step_of_biased_routers),
+        mock.patch.object(TokenBounds, "overflowed", noted),
+    ):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    note([value.double().sum().item().hex() for router in routers for _, value in sorted(router.named_buffers())])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Runs ``examples/pretrain_gpt.py`` with stand-ins for TensorBoard's writer and W&B, which tests do not install.
+
+Each appends what it is given to the file that SCALARS_PATH names, as lines of JSON: writer, name, value, iteration.
+"""
+
+import json
+import os
+import runpy
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from unittest import mock
+
+from megatron.training import cuda_graph_scalars
+from tests.support.pretraining.pretrain import SCRIPT
+
+
+def note(writer, name, value, step):
+    with open(os.environ["SCALARS_PATH"], "a") as file:
+        file.write(json.dumps([writer, name, float(value), step]) + "\n")
+
+
+class SummaryWriter:
+    """The methods that Megatron calls."""
+
+    def __init__(self, log_dir, max_queue):
+        self.flush = self.add_text = mock.Mock()
+
+    def add_scalar(self, name, value, step):
+        note("tensorboard", name, value, step)
+
+
+def log(scalars, step):
+    for name, value in scalars.items():
+        note("wandb", name, value, step)
+
+
+def install():
+    """Put the stand-ins where Megatron imports them from."""
+    tensorboard, wandb = ModuleType("torch.utils.tensorboard"), ModuleType("wandb")
+    vars(tensorboard).update(SummaryWriter=SummaryWriter)
+    vars(wandb).update(init=mock.Mock(), finish=mock.Mock(), log=log, config=mock.Mock())
+    for module in (tensorboard, wandb):
+        module.__spec__ = ModuleSpec(module.__name__, None)  # who looks whether it is installed reads this
+        sys.modules[module.__name__] = module
+
+
+def main():
+    install()
+    cuda_graph_scalars.PAUSE = 0  # steps are short here
+    sys.path.insert(0, str(SCRIPT.parent))
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Scripts on CPU ranks that are forked from a process that has imported everything.
+
+The imports take longer than a short training. Each process that starts ranks has one such process of its own.
+"""
+
+import os
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+from unittest import mock
+
+from torch.multiprocessing import start_processes
+
+PRELOADED = "tests.support.ranks.preloaded"
+OWN = {"TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
+GRACE = 120  # seconds, in which ranks on a busy machine write a checkpoint
+
+
+class ForkedRanks:
+    """A script on ranks of the CPU backend, in the background. The first rank that fails ends the others.
+
+    Args:
+        arguments: The script and its arguments.
+        log: The file of all that the ranks write.
+        ranks: Processes.
+        environment: Variables to set beside this process's own and ``OWN``.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        ranks: int = 2,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self._log = log
+        log.touch()
+        context = get_context("forkserver")
+        context.set_forkserver_preload([PRELOADED])
+        variables = os.environ | OWN | (environment or {})
+        self._launcher = context.Process(target=_launch, args=(list(arguments), variables, log, ranks))
+        with mock.patch.dict(os.environ, OWN):  # the server starts with the first process, and imports by them
+            self._launcher.start()
+
+    def running(self) -> bool:
+        """Whether the ranks have not ended."""
+        return self._launcher.is_alive()
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the ranks, and SIGKILL ``GRACE`` seconds later."""
+        self._launcher.terminate()
+
+    def ended(self, timeout: float) -> int:
+        """Wait for the end and return the exit status, 0 where every rank's is.
+
+        Raises:
+            AssertionError: no end after ``timeout`` seconds; with the end of the log. The ranks are terminated.
+        """
+        self._launcher.join(timeout)
+        if self.running():
+            self.terminate()
+            self._launcher.join()
+            raise AssertionError(f"no end after {timeout} s:\n{self.log_tail()}")
+        assert self._launcher.exitcode is not None
+        return self._launcher.exitcode
+
+    def log_tail(self) -> str:
+        """The end of the log."""
+        return self._log.read_text(errors="replace")[-12000:]
+
+
+def _launch(arguments: list[str], environment: dict[str, str], log: Path, ranks: int) -> None:
+    """Start the ranks, pass SIGTERM on to them (and SIGKILL after ``GRACE``), and wait for their end.
+
+    Raises:
+        ProcessExitedException: a rank failed; names its exit status.
+    """
+    with log.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.clear()
+    os.environ |= environment | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    started = start_processes(_rank, (arguments,), nprocs=ranks, join=False, start_method="fork")
+
+    def end(number: int, frame: object) -> None:
+        for process in started.processes:
+            process.terminate() if number == signal.SIGTERM else process.kill()
+        signal.alarm(GRACE)
+
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, end)
+    while not started.join():
+        pass
+
+
+def _rank(rank: int, arguments: list[str]) -> None:
+    """Be one of the ranks."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.argv = ["", *arguments]
+    runpy.run_module("megatron_fsdp_cuda_graphs.cpu_backend", run_name="__main__", alter_sys=True)

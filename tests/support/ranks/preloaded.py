@@ -1,0 +1,33 @@
+"""What is imported before ranks are forked: the CPU backend and all that the scripts import.
+
+Never import it elsewhere: the CPU backend stays installed.
+"""
+
+import argparse
+import gc
+import runpy
+import sys
+from typing import Any
+
+from tests.support.pretraining.pretrain import SCRIPT  # isort: split
+
+from megatron.training import argument_utils, arguments
+from tests.support.trainings import compare_runs, inject_faults  # noqa: F401  # these install the CPU backend
+
+_read = argument_utils.ArgumentGroupFactory._get_field_docstrings
+_docstrings: dict[type, dict[str, str]] = {}
+
+
+def _read_once(factory: Any, config: type) -> dict[str, str]:
+    if config not in _docstrings:
+        _docstrings[config] = _read(factory, config)
+    return dict(_docstrings[config])
+
+
+# megatron-core lists its flags with help texts that it parses out of its own sources: a third of a short training.
+argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
+arguments.add_megatron_arguments(argparse.ArgumentParser())
+sys.path.insert(0, str(SCRIPT.parent))
+runpy.run_path(str(SCRIPT))
+gc.collect()
+gc.freeze()  # captures collect garbage, and building a model does: spare them what the imports left

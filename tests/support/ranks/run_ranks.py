@@ -1,0 +1,39 @@
+"""Runs a script on gloo ranks, on the CPU backend."""
+
+import json
+import tempfile
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+from tests.support.ranks.forked_ranks import ForkedRanks
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT = 600  # seconds
+
+
+def on_two_ranks(script: str, *arguments: str) -> CompletedProcess:
+    """Run ``script`` on two ranks; see ``on_ranks``."""
+    return on_ranks(2, script, *arguments)
+
+
+def on_ranks(count: int, script: str, *arguments: str) -> CompletedProcess:
+    """Run ``script``, a path from the root of the tree; what all ranks write is both the output and the errors."""
+    command = [str(ROOT / script), *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        ranks = ForkedRanks(command, log, count, {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"})
+        status = ranks.ended(TIMEOUT)
+        written = log.read_text(errors="replace")
+    return CompletedProcess(command, status, written, written)
+
+
+def lines_of(launch: CompletedProcess) -> list[dict[str, Any]]:
+    """Return what the first rank printed as JSON, an object a line.
+
+    Raises:
+        AssertionError: there is none; with the end of what the ranks wrote.
+    """
+    lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
+    assert lines, launch.stderr[-3000:]
+    return lines

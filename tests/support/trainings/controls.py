@@ -1,0 +1,681 @@
+"""Captures with something wrong or unusual, each of which a comparison must notice or survive."""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.support.trainings.case import Case
+from tests.support.trainings.training import (
+    Training,
+    distributed_optimizers,
+    standing_in,
+)
+
+
+def dead_replay(training: Training) -> None:
+    """Graphs that are replayed but do nothing."""
+    training.helper.create_cudagraphs()
+    _kill_replays(training)
+
+
+def _kill_replays(training: Training) -> None:
+    training.patches.enter_context(mock.patch.object(torch.cuda.CUDAGraph, "replay"))
+
+
+def no_manual_hooks(training: Training) -> None:
+    """Layers under DistributedDataParallel that are not told which parameters to gather before a replay."""
+    training.helper.create_cudagraphs()
+    training.helper.cuda_graph_set_manual_hooks = mock.Mock()
+
+
+def hooks_left(training: Training) -> None:
+    """Layers that are captured with their hooks on."""
+    from megatron.core.transformer._cuda_graphs import hooks
+
+    with mock.patch.object(hooks.ModuleHooks, "extract", _keep_hooks):
+        training.helper.create_cudagraphs()
+
+
+def _keep_hooks(module):
+    from megatron.core.transformer._cuda_graphs.hooks import ModuleHooks
+
+    names = [name for name in vars(module) if name.endswith("_hooks") or "_hooks_" in name]
+    kept = {name: dict(value) for name in names if isinstance(value := getattr(module, name), dict)}
+    return ModuleHooks(module, {name: kept.get(name, {}) for name in (*kept, "_forward_hooks_with_kwargs")})
+
+
+def no_post_backward_sentinel(training: Training) -> None:
+    """FSDP's forward-pre wrapper without the sentinel that names its handler."""
+    for hook in training.layers[0]._forward_pre_hooks.values():
+        vars(hook).pop("_cuda_graph_backward_handler", None) if hasattr(hook, "__dict__") else None
+    training.helper.create_cudagraphs()
+
+
+def no_pre_backward_sentinel(training: Training) -> None:
+    """FSDP's forward wrapper without the sentinel that names its handler."""
+    for hook in training.layers[0]._forward_hooks.values():
+        vars(hook).pop("_cuda_graph_backward_pre_handler", None) if hasattr(hook, "__dict__") else None
+    training.helper.create_cudagraphs()
+
+
+def failed_forward_capture(training: Training) -> None:
+    """A layer that reads a value on the host: its forward cannot be captured, and training goes on eagerly."""
+    _fail_capture(training, lambda tensor: tensor.sum().item())
+
+
+def failed_backward_capture(training: Training) -> None:
+    """A layer whose gradient is read on the host: its backward cannot be captured, and training goes on eagerly."""
+    _fail_capture(training, lambda tensor: tensor.register_hook(lambda grad: (grad.sum().item(), None)[1]) and None)
+
+
+def fallback_after_a_failure_on_one_rank(training: Training) -> None:
+    """The last rank runs out of memory in a layer: all ranks go on without graphs, as ``cuda_graph_fallback`` says."""
+
+    def hook(module, args, output):
+        raise torch.OutOfMemoryError("out of memory, as it were")
+
+    training.config.cuda_graph_fallback = "eager"
+    last = dist.get_rank() == dist.get_world_size() - 1
+    handles = [training.layers[-1].mlp.register_forward_hook(hook)] if last else []
+    before = training_state(training)
+    training.helper.create_cudagraphs()
+    after = training_state(training)
+    for handle in handles:
+        handle.remove()
+    assert training.helper.before_step() and not training.helper.graphs_created()
+    assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
+
+
+def interrupted_on_one_rank(training: Training) -> None:
+    """Interrupt the last rank in a capture, a recapture and a capture for evaluation: all ranks end each time."""
+    from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
+
+    helper, case = training.helper, training.case
+    other_shape = case.sequence // 2, case.micro_batch
+    training.config.cuda_graph_fallback = "eager"
+    _interrupt(training, helper.create_cudagraphs)
+    helper.create_cudagraphs()
+    with mock.patch.object(ChangedShapes, "before_step", return_value=other_shape):
+        _interrupt(training, helper.before_step)
+    assert (helper.seq_length, helper.micro_batch_size) == (case.sequence, case.micro_batch)
+    helper.create_cudagraphs()
+    if helper.model_graphs is not None:
+        _interrupt(training, training.evaluate)
+    for chunk in training.chunks:
+        chunk.train()
+
+
+def _interrupt(training: Training, capture: Callable[[], object]) -> None:
+    """Call ``capture`` with KeyboardInterrupt in the capture of the last rank's last layer."""
+    mlp, last = training.layers[-1].mlp, dist.get_world_size() - 1
+    forward = mlp.forward
+
+    def interrupt(*args, **kwargs):
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    raised = ""
+    try:
+        with mock.patch.object(mlp, "forward", interrupt) if dist.get_rank() == last else nullcontext():
+            capture()
+    except BaseException as error:
+        raised = repr(error)
+    everywhere = [raised] * dist.get_world_size()
+    dist.all_gather_object(everywhere, raised)
+    expected = rf"CaptureInterruptedError\('CUDA graph capture was interrupted on rank {last}, .*: KeyboardInterrupt'\)"
+    assert everywhere[last] == "KeyboardInterrupt()", everywhere
+    assert all(re.fullmatch(expected, text) for text in everywhere[:last]), everywhere
+
+
+def failed_recaptures(training: Training) -> None:
+    """Capture; later captures run out of memory on the last rank, except in the shape of the first one."""
+    mlp = training.layers[-1].mlp
+    forward = mlp.forward
+
+    def fail(hidden_states, *args, **kwargs):
+        if torch.cuda.is_current_stream_capturing() and hidden_states.shape[0] != training.case.sequence:
+            raise torch.OutOfMemoryError("out of memory, as it were")
+        return forward(hidden_states, *args, **kwargs)
+
+    training.config.cuda_graph_fallback = "eager"
+    training.helper.create_cudagraphs()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        training.patches.enter_context(mock.patch.object(mlp, "forward", fail))
+
+
+def failed_forward_between_collectives(training: Training) -> None:
+    """The last rank fails in warm-up between the collectives of attention and of the MLP; training goes on eagerly."""
+    _fail_between_collectives(training, "forward", _run_out_of_memory)
+
+
+def failed_backward_between_collectives(training: Training) -> None:
+    """The same in the backward pass."""
+    _fail_between_collectives(training, "backward", lambda output: output.register_hook(_run_out_of_memory))
+
+
+def _run_out_of_memory(tensor: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("out of memory, as it were")
+
+
+def _fail_between_collectives(training: Training, phase: str, touch: Callable[[torch.Tensor], object]) -> None:
+    """Capture, with ``touch`` called on what the last rank's last layer has computed in attention."""
+    from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+
+    last = dist.get_world_size() - 1
+
+    def hook(module, args, output):
+        if dist.get_rank() == last:
+            touch(output[0])
+
+    handle = training.layers[-1].self_attention.register_forward_hook(hook)
+    before, start = training_state(training), time.monotonic()
+    try:
+        training.helper.create_cudagraphs()
+    except CaptureFailedError as error:
+        raised = str(error)
+    else:
+        raise AssertionError("the capture should have failed")
+    seconds = time.monotonic() - start
+    captured = {"model": "the whole model", "decoder": "the decoder", "layer": f"layer {len(training.layers)}"}
+    where = captured[training.case.holds or "decoder"]
+    assert f"rank {last}, {where}" in raised and f", {phase}: OutOfMemoryError" in raised, raised
+    after = training_state(training)
+    handle.remove()
+    assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
+    assert seconds < 60, f"the error took {seconds:.0f} s"
+
+
+def hook_on_one_rank(training: Training) -> None:
+    """A hook outside of layers on the last rank, which keeps the whole model out of a graph: layers are captured."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        from megatron.core.utils import get_attr_wrapped_model
+
+        embedding = get_attr_wrapped_model(training.chunks[0], "embedding")
+        embedding.register_forward_hook(lambda *_: None)
+    training.helper.create_cudagraphs()
+    assert training.helper.model_graphs is None
+    last = dist.get_world_size() - 1
+    reason = "embedding has hooks, which do not run in replays"
+    expected = reason if dist.get_rank() == last else f"{reason} (on rank {last})"
+    assert training.helper._state.choice.not_model == expected, training.helper._state.choice.not_model
+
+
+def layer_hook_on_one_rank(training: Training) -> None:
+    """A layer with a hook on the last rank, which is in no graph with others there: nor is it on other ranks."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        training.layers[1].register_forward_hook(lambda *_: None)
+    training.helper.create_cudagraphs()
+
+
+def late_hook_on_one_rank(training: Training) -> None:
+    """Capture; the last rank then has a hook in every second layer, which it runs eagerly where others replay it."""
+    training.helper.create_cudagraphs()
+    for layer in training.layers[1::2] if dist.get_rank() == dist.get_world_size() - 1 else ():
+        hooked = [
+            module for name, module in layer.named_modules() if name.endswith(("linear_qkv", "router", "linear_fc1"))
+        ]
+        assert hooked
+        for module in hooked:
+            module.register_forward_hook(lambda *_: None)
+
+
+def late_hook_on_one_rank_without_plans(training: Training) -> None:
+    """The same where no collective may be recorded, so that replays gather and reduce through hooks."""
+    with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
+        late_hook_on_one_rank(training)
+
+
+def eager_on_last_rank(training: Training) -> None:
+    """Capture; the last rank then has a hook in a layer, for which the others wait. The first rank logs why."""
+    training.helper.create_cudagraphs()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        training.layers[1].mlp.register_forward_hook(lambda *_: None)
+    if dist.get_rank():
+        return
+    logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+    warning = training.patches.enter_context(mock.patch.object(logger, "warning"))
+
+    def check() -> None:
+        (message,) = [call.args[0] for call in warning.call_args_list]
+        start = f"Other ranks wait for rank {dist.get_world_size() - 1}, which runs passes eagerly: "
+        assert message.startswith(start) and "hooks" in message, message
+
+    training.patches.callback(check)
+
+
+def eager_micro_batch_on_one_rank(training: Training) -> None:
+    """Capture; the last rank then runs the second micro-batch of each step eagerly, where others replay it."""
+    training.helper.create_cudagraphs()
+    for graphs in standing_in(training.helper) if dist.get_rank() == dist.get_world_size() - 1 else ():
+        assert len(graphs.slots) > 1
+        inputs_of = graphs.inputs_of
+        graphs.inputs_of = lambda given, passes, graphs=graphs, inputs_of=inputs_of: (
+            None if passes is graphs.slots[1] else inputs_of(given, passes)
+        )
+
+
+def refused_on_one_stage(training: Training) -> None:
+    """A hook outside of layers in the last pipeline stage: layers are captured, those of the other stages too."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if last:
+        from megatron.core.utils import get_attr_wrapped_model
+
+        get_attr_wrapped_model(training.chunks[-1], "output_layer").register_forward_hook(lambda *_: None)
+    training.helper.create_cudagraphs()
+    assert training.helper.model_graphs is None
+    reason = "output_layer has hooks, which do not run in replays"
+    assert training.helper._state.choice.not_model == (
+        reason if last else f"{reason} (on rank {dist.get_world_size() - 1})"
+    )
+
+
+def captured_again(training: Training) -> None:
+    """Capture, delete the graphs, and capture again."""
+    training.helper.create_cudagraphs()
+    training.helper.delete_cuda_graphs()
+    assert not any(layer.cuda_graphs for layer in training.layers)
+    training.helper.create_cudagraphs()
+
+
+def clipping_eager_on_one_rank(training: Training) -> None:
+    """Capture; one rank then clips gradients eagerly where the others replay that."""
+    training.helper.create_cudagraphs()
+    if dist.get_rank() == 1:
+        for optimizer in distributed_optimizers(training.optimizer):
+            optimizer._whole_model_passes = lambda: None
+
+
+def captured_again_later(training: Training) -> None:
+    """Capture, train two steps, delete the graphs, train a step without, and capture again."""
+    training.helper.create_cudagraphs()
+    captured_after = len(training.losses)
+
+    def step() -> None:
+        since = len(training.losses) - captured_after
+        if since == 2:
+            training.helper.delete_cuda_graphs()
+        if since == 3:
+            training.capture(lambda training: training.helper.create_cudagraphs())
+        Training.step(training)
+        assert bool(training.replayed) == (since != 2)
+
+    training.patches.enter_context(mock.patch.object(training, "step", step))
+
+
+def evaluation_eager_on_one_rank(training: Training) -> None:
+    """Capture; from the second evaluation on the last rank has a hook in a layer, and the others replay."""
+    training.helper.create_cudagraphs()
+    last, since = dist.get_rank() == dist.get_world_size() - 1, len(training.evaluations)
+
+    def evaluate() -> None:
+        hooked = last and len(training.evaluations) > since
+        handle = training.layers[1].mlp.register_forward_hook(lambda *_: None) if hooked else None
+        Training.evaluate(training)
+        assert bool(training.evaluation_replays[-1]) is not hooked
+        if handle is not None:
+            handle.remove()
+
+    training.patches.enter_context(mock.patch.object(training, "evaluate", evaluate))
+
+
+def failed_capture_for_evaluation(training: Training) -> None:
+    """The last rank runs out of memory when the first evaluation captures: all ranks evaluate eagerly."""
+    _fail_for_evaluation(training, torch.cuda.is_current_stream_capturing)
+
+
+def failed_warm_up_for_evaluation(training: Training) -> None:
+    """The same in warm-up, between the collectives of attention and of the MLP."""
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    graphs = getattr(training.chunks[0].module, "graphs", None)
+    _fail_for_evaluation(training, lambda: is_graph_capturing() or (graphs is not None and graphs.captured is not None))
+
+
+def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
+    mlp = training.layers[-1].mlp
+    forward = mlp.forward
+
+    def fail(*args, **kwargs):
+        if fails():
+            raise torch.OutOfMemoryError("out of memory, as it were")
+        return forward(*args, **kwargs)
+
+    def synchronize() -> None:
+        """As schedules without stages do at the end of an evaluation."""
+        if not training.case.torch_fsdp:
+            training.chunks[0].synchronize_param_gather()
+
+    training.helper.create_cudagraphs()
+    synchronize()
+    before = training_state(training)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(mlp, "forward", fail) if last else nullcontext():
+        training.evaluate()
+    synchronize()
+    after = training_state(training)
+    assert not any(training.evaluation_replays)
+    changed = [key for key in before if before[key] != after[key]]
+    # TransformerEngine's attention moves the generator on without dropout, too.
+    assert changed == [] or (changed == ["rng"] and training.case.transformer_engine), (
+        f"a failed capture changed {changed}"
+    )
+    training.evaluations.clear()  # the eager run has none here
+    training.evaluation_replays.clear()
+
+
+def not_reduced_between_instances(training: Training) -> None:
+    """Graphs of hybrid sharding, after which nothing is reduced between instances."""
+    _not_between_instances(training, "grad_reduce_pipeline", "reduce_all_between_instances")
+
+
+def not_gathered_between_instances(training: Training) -> None:
+    """Graphs of hybrid sharding, before which nothing is gathered between instances."""
+    _not_between_instances(training, "all_gather_pipeline", "gather_between_instances")
+
+
+def _not_between_instances(training: Training, pipeline: str, method: str) -> None:
+    training.helper.create_cudagraphs()
+    owner = getattr(training.chunks[0].module, pipeline)
+    training.patches.enter_context(mock.patch.object(owner, method))
+
+
+def captured_by_two_helpers(training: Training) -> None:
+    """Capture the last layers and the first one with a helper each, as for the language and the vision model of one."""
+    from megatron.core.transformer import cuda_graphs
+
+    first, *rest = training.layers
+    for layers in (rest, [first]):
+        with mock.patch.object(cuda_graphs, "_layer_is_graphable", lambda layer, _, some=layers: layer in some):
+            training.make_helper()
+        training.helper.create_cudagraphs()
+
+
+def failed_language_capture(training: Training) -> None:
+    """The language model beside a vision encoder cannot be captured: only the encoder has graphs."""
+    vision = training.helper.vision
+    vision.create_cudagraphs()
+    training.helper = training.helper.language
+    training.helper.vision = vision
+    failed_backward_capture(training)
+
+
+def beside_an_equal_model(training: Training) -> None:
+    """Another model of the same sizes trains between this one's forward and backward passes."""
+    _train_beside(training, training.case)
+
+
+def beside_a_larger_model(training: Training) -> None:
+    """The same with a model whose layers are larger."""
+    _train_beside(training, replace(training.case, hidden=2 * training.case.hidden))
+
+
+def _train_beside(training: Training, case: Case) -> None:
+    """Capture, then build another model and train it too, a step for each forward pass, graphed after its warm-up."""
+    training.helper.create_cudagraphs()
+    other = Training(case, graphs=True)
+    other.make_helper()
+    training.patches.callback(lambda: other.helper.graphs_created() and other.helper.delete_cuda_graphs())
+
+    def losses(*args: Any) -> torch.Tensor:
+        computed = Training._losses(training, *args)
+        if len(other.losses) == case.warmup:
+            other.capture(lambda other: other.helper.create_cudagraphs())
+        other.step()
+        assert bool(other.replayed) == (len(other.losses) > case.warmup)
+        return computed
+
+    training.patches.enter_context(mock.patch.object(training, "_losses", losses))
+
+
+def taken_addresses(training: Training) -> None:
+    """Capture, then allocate the memory that Megatron-FSDP freed, as any other part of a program may."""
+    training.helper.create_cudagraphs()
+    groups = training.chunks[0].module.param_and_grad_buffer.parameter_groups
+    training.taken = [
+        torch.empty(group.model_weight_buffer.bucket_index.size, dtype=group.model_weight_buffer.dtype, device="cuda")
+        for group in groups * 4
+    ]
+
+
+def buckets_not_kept(training: Training) -> None:
+    """Parts of layers whose weights come and go, without a double buffer."""
+    buffer = training.chunks[0].module.param_and_grad_buffer
+    with mock.patch.object(buffer, "keep_weights"):
+        training.helper.create_cudagraphs()
+
+
+def parameters_not_kept(training: Training) -> None:
+    """Parameters whose memory torch's FSDP2 frees after each pass."""
+    from megatron.core.transformer._cuda_graphs.te import capture_session
+    from megatron.core.transformer._cuda_graphs.te.torch_fsdp import kept_parameters
+
+    made: list[Any] = []
+
+    def noting(*arguments: Any) -> Any:
+        kept = kept_parameters(*arguments)
+        made.extend(kept.values())
+        return kept
+
+    with mock.patch.object(capture_session, "kept_parameters", noting):
+        training.helper.create_cudagraphs()
+    for kept in made:
+        kept.release()
+
+
+def replays_that_gather_nothing(training: Training) -> None:
+    """Parts of layers that a schedule replays without calling the layer: no one else gathers their parameters."""
+    fsdp = training.chunks[0].module
+    fsdp.suggested_AG_prefetch_size = 0
+    with mock.patch.object(fsdp.fsdp_hooks, "around_part", return_value=None):
+        training.helper.create_cudagraphs()
+
+
+def dead_local_replay(training: Training) -> None:
+    """Local graphs that are replayed but do nothing."""
+
+    def kill(create: Callable[[], None]) -> None:
+        create()
+        _kill_replays(training)
+
+    _at_local_capture(training, kill)
+
+
+def failed_local_capture(training: Training) -> None:
+    """A layer that reads a value on the host if it is captured: training goes on eagerly."""
+    _fail_local_capture(training)
+
+
+def failed_local_capture_on_one_rank(training: Training) -> None:
+    """The same on the last rank; the others go on with graphs."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        _fail_local_capture(training)
+
+
+def _fail_local_capture(training: Training) -> None:
+    def hook(module, args, output):
+        if torch.cuda.is_current_stream_capturing():
+            (output[0] if isinstance(output, tuple) else output).sum().item()
+
+    training.layers[-1].mlp.register_forward_hook(hook)
+    failures = []
+
+    def fail(create: Callable[[], None]) -> None:
+        before = _process_state()
+        try:
+            create()
+        except RuntimeError as error:
+            failures.append(error)
+            print(f"capture failed as it should: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+            assert _process_state() == before, "a failed capture changed the state of the process"
+        assert len(failures) == 1, "the capture should have failed, once"
+
+    _at_local_capture(training, fail)
+
+
+def local_graphs_recorded_again(training: Training) -> None:
+    """Delete local graphs after the fourth step, and let the next be recorded."""
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    def delete(create: Callable[[], None]) -> None:
+        create()
+        if len(training.losses) == 3:
+            delete_cuda_graphs()
+            assert not _runners(training)
+
+    _at_local_capture(training, delete)
+
+
+def observed_evaluation_on_one_rank(training: Training) -> None:
+    """In evaluations the first rank has a forward hook that only observes."""
+
+    def evaluate() -> None:
+        seen: list[object] = []
+        hooked = dist.get_rank() == 0
+        handle = training.layers[1].mlp.register_forward_hook(lambda *_: seen.append(None)) if hooked else None
+        Training.evaluate(training)
+        if handle is not None:
+            handle.remove()
+            assert len(seen) == training.case.microbatches
+
+    training.patches.enter_context(mock.patch.object(training, "evaluate", evaluate))
+
+
+def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
+    """Let ``run`` call the function that schedules call at the end of each step."""
+    from megatron.core.pipeline_parallel import schedules
+
+    create = schedules.create_cudagraphs
+    at_the_end = mock.Mock(side_effect=lambda: run(create))
+    training.patches.enter_context(mock.patch.object(schedules, "create_cudagraphs", at_the_end))
+
+
+def _runners(training: Training) -> list:
+    managers = [
+        module for layer in training.layers for module in layer.modules() if hasattr(module, "cudagraph_runners")
+    ]
+    return [runner for manager in managers for runner in manager.cudagraph_runners]
+
+
+def _process_state() -> dict[str, object]:
+    """The state of the process that a failed capture must not change, in a form that can be compared."""
+    import gc
+
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    return {
+        "capturing": (is_graph_capturing(), torch.cuda.is_current_stream_capturing()),
+        "stream": torch.cuda.current_stream().cuda_stream,
+        "rng": [torch.cuda.get_rng_state().tolist()]
+        + [state.get_state().tolist() for state in get_all_rng_states().values()],
+        "cpu_rng": torch.get_rng_state().tolist(),
+        "gc": gc.isenabled(),
+    }
+
+
+def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -> None:
+    def hook(module, args, output):
+        touch(output[0] if isinstance(output, tuple) else output)
+
+    handle = training.layers[-1].mlp.register_forward_hook(hook)
+    before = training_state(training)
+    try:
+        training.helper.create_cudagraphs()
+    except RuntimeError as error:
+        print(f"capture failed as it should: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+    else:
+        raise AssertionError("the capture should have failed")
+    after = training_state(training)
+    handle.remove()
+    assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
+
+
+def training_state(training: Training) -> dict[str, object]:
+    """The state of the process and the model that a failed capture must not change, in a form that can be compared."""
+    import gc
+
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    layers = training.layers
+    fsdp = training.chunks[0].module
+    return {
+        "hooks": [
+            [(name, list(value.items())) for name, value in vars(module).items() if "_hooks" in name and value]
+            for layer in layers
+            for module in layer.modules()
+        ],
+        "graphs": [list(layer.cuda_graphs) for layer in layers],
+        "parameters": [(name, id(param)) for name, param in training.chunks[0].named_parameters()],
+        # Those of FSDP2 are the optimizer's, which are zeroed after a capture.
+        "gradients": [param.grad is None or training.case.torch_fsdp for param in training.chunks[0].parameters()],
+        "distributed": getattr(fsdp, "is_param_fsdp_distributed", None),
+        "capturing": (
+            is_graph_capturing(),
+            torch.cuda.is_current_stream_capturing(),
+            hasattr(fsdp, "fsdp_hooks") and fsdp.graphs.captured is not None,
+        ),
+        "stream": torch.cuda.current_stream().cuda_stream,
+        "rng": [torch.cuda.get_rng_state().tolist()]
+        + [state.get_state().tolist() for state in get_all_rng_states().values()],
+        "cpu_rng": torch.get_rng_state().tolist(),
+        "gc": gc.isenabled(),
+        "environment": dict(os.environ),
+    }
+
+
+CONTROLS: dict[str, Callable[[Training], None]] = {
+    function.__name__: function
+    for function in (
+        dead_replay,
+        no_manual_hooks,
+        hooks_left,
+        no_post_backward_sentinel,
+        no_pre_backward_sentinel,
+        failed_forward_capture,
+        failed_backward_capture,
+        fallback_after_a_failure_on_one_rank,
+        interrupted_on_one_rank,
+        failed_recaptures,
+        failed_forward_between_collectives,
+        failed_backward_between_collectives,
+        hook_on_one_rank,
+        layer_hook_on_one_rank,
+        late_hook_on_one_rank,
+        late_hook_on_one_rank_without_plans,
+        eager_on_last_rank,
+        eager_micro_batch_on_one_rank,
+        refused_on_one_stage,
+        captured_again,
+        captured_again_later,
+        clipping_eager_on_one_rank,
+        evaluation_eager_on_one_rank,
+        failed_capture_for_evaluation,
+        failed_warm_up_for_evaluation,
+        not_reduced_between_instances,
+        not_gathered_between_instances,
+        captured_by_two_helpers,
+        failed_language_capture,
+        beside_an_equal_model,
+        beside_a_larger_model,
+        taken_addresses,
+        buckets_not_kept,
+        parameters_not_kept,
+        replays_that_gather_nothing,
+        dead_local_replay,
+        failed_local_capture,
+        failed_local_capture_on_one_rank,
+        local_graphs_recorded_again,
+        observed_evaluation_on_one_rank,
+    )
+}

@@ -1,0 +1,421 @@
+"""Lets captures fail at every operator and call in them, one at a time, and checks what is left behind each time.
+
+    torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json
+    torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json --stride 40
+    torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json --matching HeldWork.wait
+    torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output out.json --tp 2 --holds layer model
+
+One model trains on; between two steps its capture is attempted with one fault after another, on one rank or on all.
+After each attempt every rank must have raised the same error, which names the rank that failed, within ``LIMIT``
+seconds (after which a collective that a rank waits in is given up), and hooks, parameters, generators, flags,
+environment and buffers must be what they were. Every few attempts, and at the end with graphs, a step must equal that
+of a model that never captured. Without a GPU it runs on the CPU backend. The results are written as they come;
+``places_left_out`` are those that ``--seconds`` left no time for.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import math
+import os
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fsdp_cuda_graphs import cpu_backend
+from tests.support.ranks.rank_backend import on_cpu  # isort: split
+
+from benchmarks.results_file import command_line, write_results
+from tests.support.trainings.case import Case
+from tests.support.trainings.controls import training_state
+from tests.support.trainings.training import Trace, Training, train
+
+LIMIT = 60.0  # seconds
+STEPS_BETWEEN = 25  # attempts between two steps
+STARTED = time.monotonic()
+SMALL = Case(hidden=16, heads=2, sequence=8, micro_batch=1, dropout=0.1, warmup=10)
+
+
+class InjectedError(RuntimeError):
+    """An exception in the place of an operator or call."""
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error("injected fault")
+
+
+def _wait_on_host() -> None:
+    """Wait for the device, which a capture forbids."""
+    if not on_cpu:
+        torch.cuda.current_stream().synchronize()
+        return
+    from megatron_fsdp_cuda_graphs.cpu_backend import streams
+
+    streams.refuse_while_capturing("injected fault")
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "exception": lambda: _raise(InjectedError),
+    "memory": lambda: _raise(torch.OutOfMemoryError),
+    "interrupt": lambda: _raise(KeyboardInterrupt),
+    "host sync": _wait_on_host,
+}
+
+
+@dataclass(eq=False)
+class Faults(TorchDispatchMode):
+    """Counts the operators and calls of a capture; at the one of number ``at`` something happens instead.
+
+    Attributes:
+        at: The number, from 0 on; None for never.
+        happens: What happens.
+        captured_only: Whether only those in a stream capture count.
+        names: Of those counted so far.
+        fired: Whether it has happened.
+    """
+
+    at: int | None = None
+    happens: Callable[[], None] = lambda: None
+    captured_only: bool = False
+    names: list[str] = field(default_factory=list)
+    fired: bool = False
+    internal: int = 0  # the CPU backend is at work, which has no counterpart on a GPU
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.internal and (not func.namespace.startswith("prof")):
+            self.count(str(func), torch.cuda.is_current_stream_capturing())
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str, captured: bool) -> None:
+        """Count one; let it fail if its turn has come."""
+        if self.captured_only and not captured:
+            return
+        self.names.append(name)
+        if len(self.names) - 1 == self.at:
+            self.fired = True
+            self.happens()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in this context."""
+        from megatron.core.transformer._cuda_graphs.engine.capture_time_hooks import CaptureTimeHooks
+        from megatron.core.transformer._cuda_graphs.engine.graph import Capture
+
+        with ExitStack() as stack:
+            for owner, name in ((CaptureTimeHooks, "run"), (Capture, "new_graph"), (Capture, "recording")):
+                self._patch(stack, owner, name, counted=True)
+            for name in ("capture_begin", "capture_end"):
+                self._patch(stack, torch.cuda.CUDAGraph, name, counted=name == "capture_begin", internal=on_cpu)
+            if on_cpu:
+                from megatron_fsdp_cuda_graphs.cpu_backend import distributed as cpu_distributed
+                from megatron_fsdp_cuda_graphs.cpu_backend.tape import Recorder
+
+                for name in cpu_distributed.WRITING:  # ranks have agreed to launch it
+                    self._patch(stack, dist.ProcessGroup, name, counted=False, internal=True)
+                self._patch(stack, cpu_distributed.HeldWork, "wait", counted=True, internal=True)
+                self._patch(stack, Recorder, "_record", counted=True, captured=True, internal=True)
+            with self:
+                yield
+
+    def _patch(
+        self, stack: ExitStack, owner: Any, name: str, *, counted: bool, captured: bool = False, internal: bool = False
+    ) -> None:
+        call = getattr(owner, name)
+
+        @functools.wraps(call)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            if counted:
+                shown = str(args[1]) if captured else f"{owner.__name__}.{name}"
+                self.count(shown, captured or torch.cuda.is_current_stream_capturing())
+            self.internal += internal
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.internal -= internal
+
+        stack.enter_context(mock.patch.object(owner, name, patched))
+
+
+def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, float]:
+    """Capture with ``faults``, as if for the first time; return the error and the seconds it took."""
+    if hasattr(training.chunks[0].module, "graphs"):
+        training.chunks[0].module.graphs.reduced_once.clear()
+    start = time.perf_counter()
+    try:
+        with faults.counting():
+            training.capture(lambda training: training.helper.create_cudagraphs())
+    except BaseException as error:
+        return error, time.perf_counter() - start
+    return None, time.perf_counter() - start
+
+
+@dataclass
+class Attempts:
+    """All attempts on one model.
+
+    Attributes:
+        steps: For each step of the model what came before.
+        problems: What was not as it should be.
+        passed: Attempts of each kind that left nothing behind.
+        slowest: The longest time between the begin of an attempt and its error, in seconds.
+    """
+
+    training: Training
+    steps: list[str] = field(default_factory=list)
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    passed: Counter = field(default_factory=Counter)
+    counted: Counter = field(default_factory=Counter)
+    slowest: float = 0.0
+    unreached: int = 0  # places that a capture did not come to
+    compared: int = 0  # steps
+
+    def places(self, captured_only: bool) -> list[str]:
+        """The operators and calls of a capture on rank 0: captures of ranks may differ in a few."""
+        faults = Faults(captured_only=captured_only)
+        error, _ = attempt(self.training, faults)
+        if error is not None:
+            raise error
+        self.training.helper.delete_cuda_graphs()
+        names = [faults.names]
+        dist.broadcast_object_list(names, src=0)
+        return names[0]
+
+    def fail(self, kind: str, at: int, on: list[int]) -> None:
+        """Let a capture fail at one place on the ranks ``on``; note what it leaves behind."""
+        before = training_state(self.training)
+        mine = dist.get_rank() in on
+        faults = Faults(at if mine else None, KINDS[kind], captured_only=kind == "host sync")
+        error, seconds = attempt(self.training, faults)
+        problems = self._problems(error, seconds, kind, mine, faults)
+        if error is None:
+            self.training.helper.delete_cuda_graphs()
+        after = training_state(self.training)
+        problems += [f"changed: {key}" for key in before if before[key] != after[key]]
+        self.slowest = max(self.slowest, seconds)
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        name = faults.names[at] if faults.fired else ""
+        dist.all_gather_object(everywhere, (problems, name, str(error)))
+        if not any(name or text != "None" for _, name, text in everywhere):
+            self.unreached += 1  # this capture was shorter
+            return
+        which = f"{kind}, {'all ranks' if len(on) > 1 else 'one rank'}"
+        self.counted[which] += 1
+        if any(found for found, _, _ in everywhere):
+            self.problems.append({"kind": kind, "at": at, "ranks": on, "found": everywhere})
+        else:
+            self.passed[which] += 1
+        if sum(self.counted.values()) % STEPS_BETWEEN == 0:
+            self.step(f"after {which} at {at}: {name}")
+
+    def _problems(
+        self, error: BaseException | None, seconds: float, kind: str, mine: bool, faults: Faults
+    ) -> list[str]:
+        from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
+
+        problems = [] if seconds < LIMIT else [f"the error took {seconds:.0f} s"]
+        if mine and not faults.fired and error is None:  # the other rank may have failed earlier
+            problems.append(f"it has only {len(faults.names)} operators and calls")
+        expected: type[BaseException] = CaptureFailedError
+        if kind == "interrupt":
+            expected = KeyboardInterrupt if mine else CaptureInterruptedError
+        if type(error) is not expected:
+            shown = "" if error is None else "".join(traceback.format_exception(error))[-1500:]
+            problems.append(f"raised {type(error).__name__}: {shown}")
+        elif expected is not KeyboardInterrupt and not re.search("rank .*(layer|decoder|whole model)", str(error)):
+            problems.append(f"names no rank or layer: {error}")
+        return problems
+
+    def step(self, where: str) -> None:
+        """Train a step."""
+        self.training.step()
+        self.steps.append(where)
+
+    def compare(self, eager: Trace) -> None:
+        """Note where the steps differ, bit for bit, from those of a model that never captured."""
+        found = eager.differences(self.training.trace())
+        self.compared = len(self.training.losses)
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        if any(everywhere):
+            self.problems.append({"steps": self.steps, "found": everywhere})
+
+
+class Shares:
+    """The time until ``end``, shared out evenly among so many parts, of which each may use what those before left.
+
+    Args:
+        end: As of ``time.monotonic``; infinite for no limit.
+        parts: How many there are.
+    """
+
+    def __init__(self, end: float, parts: int) -> None:
+        self._end, self._parts = end, parts
+        self._until = end
+
+    def begin_part(self) -> None:
+        """The next part begins."""
+        now = time.monotonic()
+        self._until = now + (self._end - now) / self._parts
+        self._parts -= 1
+
+    def used_up(self) -> bool:
+        """Whether the part's time has passed, by the clock of rank 0; every rank must ask."""
+        passed = [time.monotonic() >= self._until]
+        dist.broadcast_object_list(passed, src=0)
+        return passed[0]
+
+
+def run(
+    case: Case,
+    kinds: list[str],
+    stride: int,
+    first: int,
+    matching: str,
+    shares: Shares,
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    """Attempt captures with faults.
+
+    Args:
+        case: What to train.
+        kinds: What happens, each a key of ``KINDS``.
+        stride: A fault is at every so many of the places.
+        first: The first of them.
+        matching: The regular expression that the name of a place must match.
+        shares: The time for each kind.
+        write: Takes what was found so far, now and then and at the end.
+    """
+    start = time.monotonic()
+    training = Training(case, graphs=True)
+    training.make_helper()
+    attempts = Attempts(training)
+    attempts.step("at the beginning")
+    attempts.places(False)  # allocates what later captures find
+    gc.collect()
+    gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
+    places: dict[str, int] = {}
+    left_out: dict[str, int] = {}
+    replays = 0
+
+    def report() -> None:
+        write(
+            {
+                "case": str(case),
+                "ranks": dist.get_world_size(),
+                "places": places,
+                "places_left_out": left_out,
+                "matching": matching,
+                "stride": stride,
+                "first": first,
+                "attempts": dict(attempts.counted),
+                "passed": dict(attempts.passed),
+                "unreached": attempts.unreached,
+                "steps_compared": attempts.compared,
+                "replays_at_the_end": replays,
+                "slowest_seconds": round(attempts.slowest, 3),
+                "seconds": round(time.monotonic() - start, 1),
+                "problems": attempts.problems,
+            }
+        )
+
+    for kind in kinds:
+        shares.begin_part()
+        captured_only = kind == "host sync"
+        names = attempts.places(captured_only)
+        wanted = [at for at, name in enumerate(names) if re.search(matching, name)]
+        mine = wanted[first::stride]
+        places[kind], left_out[kind] = len(wanted), len(mine)
+        for number, at in enumerate(mine):
+            if shares.used_up():
+                break
+            ranks = list(range(dist.get_world_size()))
+            if dist.get_rank() == 0:
+                print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)  # who hangs leaves it last in the log
+            attempts.fail(kind, at, ranks)
+            if len(ranks) > 1:
+                attempts.fail(kind, at, [ranks[number % len(ranks)]])
+            left_out[kind] -= 1
+            if number % STEPS_BETWEEN == 0:
+                report()
+    attempts.step("after all attempts")
+    training.capture(lambda training: training.helper.create_cudagraphs())
+    attempts.step("with graphs")
+    replays = training.trace().replays
+    training.helper.delete_cuda_graphs()
+    attempts.compare(train(replace(case, steps=len(training.losses)), graphs=False))
+    report()
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="where the results go, as JSON")
+    parser.add_argument("--stride", type=int, default=1, help="a fault at every so many places")
+    parser.add_argument("--first", type=int, help="the first of these places (default: half a stride)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what happens there")
+    parser.add_argument("--matching", default="", help="only at places whose names match this regular expression")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="none is tried later; each kind has a share")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the model")
+    parser.add_argument("--case", type=json.loads, default={}, help="JSON: other arguments of case.Case")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
+    parser.add_argument("--holds", nargs="+", default=["decoder", "layer"], help="as in Case")
+    args = parser.parse_args()
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=LIMIT))
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tp,
+        expert_model_parallel_size=args.ep,
+        num_distributed_optimizer_instances=args.case.get("instances", 1),
+        distributed_timeout_minutes=LIMIT / 60,
+    )
+    first = args.stride // 2 if args.first is None else args.first
+    command = command_line("tests/support/trainings/inject_faults.py", sys.argv[1:]).replace(
+        "python", "torchrun --nproc-per-node 2", 1
+    )
+    done: dict[str, dict[str, Any]] = {}
+    shares = Shares(STARTED + args.seconds, len(args.holds) * len(args.kinds))
+
+    def write(result: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            done[result["case"]] = result
+            write_results(args.output, command=command, gpus=dist.get_world_size(), results=list(done.values()))
+
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in args.case.items()
+    }
+    for holds in args.holds:
+        case = replace(SMALL, layers=args.layers, holds=holds, **given)
+        run(case, args.kinds, args.stride, first, args.matching, shares, write)
+    for result in done.values():
+        attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())
+        print(f"{result['case']}: {passed} of {attempts}, slowest {result['slowest_seconds']} s", flush=True)
+    dist.destroy_process_group()
+    if on_cpu:
+        cpu_backend.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Trains the cases of ``tests/gpu`` on all GPUs of this machine, many at a time, and says which are not as eagerly.
+
+    python -m tests.support.trainings.on_gpus --output equality.json
+    python -m tests.support.trainings.on_gpus --layouts "two instances" --tests test_hybrid_sharding --logs logs
+    python -m tests.support.trainings.on_gpus --share 1/2 --output first_half.json
+
+One after the other, as pytest runs them, they take hours, of which the GPUs work few minutes. What tests say beside
+bits (graphs, replays) is in the file of results and not checked. A case for which the others had left no memory is
+trained again. Needs GPUs and TransformerEngine.
+"""
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from benchmarks.results_file import command_line, write_results
+from tests.gpu import (
+    test_changed_steps,
+    test_ddp_graphs,
+    test_fsdp_flags,
+    test_fsdp_graphs,
+    test_hybrid_sharding,
+    test_local_graphs,
+    test_pipeline_chunks,
+)
+from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.launch import launch, name_of
+
+LAST = 75  # seconds of a launch, about
+CASES = 5  # of a launch, which keeps memory of all that it has trained
+# The controls of which a replay does nothing: they must differ.
+DEAD = {"dead_local_replay", "dead_replay"}
+LEFT_OUT = {"losses", "grad_norms", "threads", "instructions"}  # of results: they are compared already
+
+
+class Job(NamedTuple):
+    """A case and how it is trained.
+
+    Attributes:
+        tests: The file of tests that has it.
+        layout: That of the ranks, as the file calls it.
+        case: Keyword arguments of ``case.Case``, and ``control``.
+        options: Arguments of ``compare_runs.py`` that make the layout.
+        variables: Further environment variables, names and values.
+    """
+
+    tests: str
+    layout: str
+    case: dict[str, Any]
+    options: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+def jobs() -> Iterator[Job]:
+    """Yield all of them for as many GPUs as there are."""
+    for layout in test_fsdp_graphs.RUNS:
+        options, extra, _ = test_fsdp_graphs.LAYOUTS[layout]
+        for case in test_fsdp_graphs.cases_of(layout):
+            yield Job("test_fsdp_graphs", layout, SIZES | extra | case, tuple(options))
+    for layout in test_fsdp_flags.RUNS:
+        for case in test_fsdp_flags.CASES[layout]:
+            yield Job("test_fsdp_flags", layout, SIZES | case, tuple(test_fsdp_flags.LAYOUTS[layout]))
+    for layout in test_ddp_graphs.RUNS:
+        options, cases, _ = test_ddp_graphs.LAYOUTS[layout]
+        variables = (("CUDA_LAUNCH_BLOCKING", "1"),) if layout == test_ddp_graphs.BLOCKING else ()
+        for case in cases:
+            yield Job("test_ddp_graphs", layout, test_ddp_graphs.DDP | case, tuple(options), variables)
+    for case in test_changed_steps.CASES:
+        yield Job("test_changed_steps", "data parallel", test_changed_steps.TWICE | case)
+    for most in 0, -1:
+        case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": most}
+        yield Job("test_fsdp_graphs", "data parallel", case)
+    instances = ("--instances", str(min(max(GPUS, 1), 2)))
+    for case in test_hybrid_sharding.CASES:
+        yield Job("test_hybrid_sharding", "two instances", SIZES | case, instances)
+    chunks = test_pipeline_chunks
+    for case in chunks.STAGES if GPUS > 1 else ():
+        yield Job("test_pipeline_chunks", "PP2", SIZES | case, ("--pp", "2"))
+    for layout in test_local_graphs.RUNS:
+        options, cases, _ = test_local_graphs.LAYOUTS[layout]
+        for case in cases:
+            yield Job("test_local_graphs", layout, test_local_graphs.LOCAL | case, tuple(options))
+
+
+def together(chosen: list[Job]) -> Iterator[list[Job]]:
+    """Yield the jobs of each launch: they differ in cases only."""
+    alike: dict[Any, list[Job]] = {}
+    for job in chosen:
+        alike.setdefault((job.layout, job.options, job.variables), []).append(job)
+    for own in alike.values():
+        launches = -(-len(own) // CASES)
+        yield from (own[start::launches] for start in range(launches))
+
+
+def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
+    """Return the results of ``part``, jobs of one launch; those after a crash say so, or the last."""
+    folder.mkdir()
+    first = part[0]
+    environment = DETERMINISTIC | dict(first.variables)
+    done, found = launch([job.case for job in part], *first.options, ranks=GPUS, folder=folder, environment=environment)
+    (folder / "log").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        fatal = done.stderr.find("Fatal Python error")  # faulthandler's, of a signal
+        print(f"{folder.name}:", done.stderr[-3000:] if fatal < 0 else done.stderr[max(0, fatal - 1000) :][:4000])
+    crashed = {"differences": [], "error": f"the process ended with {done.returncode}: {folder.name}/log"}
+    results = [*found, *([crashed] * (len(part) - len(found)))]
+    if done.returncode and len(found) == len(part):  # at its end
+        results[-1] |= {"error": results[-1]["error"] or crashed["error"]}
+    return [
+        {"tests": job.tests, "layout": job.layout, "case": name_of(job.case)}
+        | {"control": control(job)}
+        | {key: value for key, value in result.items() if key not in {"case", *LEFT_OUT}}
+        for job, result in zip(part, results, strict=True)
+    ]
+
+
+def control(job: Job) -> str:
+    """Return the control of a job, empty for none."""
+    return str(job.case.get("control", ""))
+
+
+def is_as_it_should_be(result: dict[str, Any]) -> bool:
+    """Whether a result is equal to eager training, or different if it must be."""
+    return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
+
+
+def train_all(chosen: list[Job], folder: Path, processes: int, until: float) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Yield each job with its result, as ``train`` returns it, of those that began before it was too late.
+
+    Args:
+        chosen: The jobs.
+        folder: Where each launch writes to a folder of its own.
+        processes: Launches at a time.
+        until: When no further launch begins, of ``time.monotonic``.
+    """
+
+    def in_time(part: list[Job], own: Path) -> list[dict[str, Any]]:
+        return train(part, own) if time.monotonic() < until else []
+
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [*together(chosen)]
+    with ThreadPoolExecutor(processes) as pool:
+        folders = (folder / str(index) for index, part in enumerate(parts))
+        for part, results in zip(parts, pool.map(in_time, parts, folders), strict=True):
+            yield from zip(part, results, strict=False)
+
+
+def lacked_memory(result: dict[str, Any]) -> bool:
+    """Whether a case failed as the other processes had left no memory on a GPU."""
+    return bool(re.search("out ?of ?memory", result["error"], re.IGNORECASE))
+
+
+def main() -> int:
+    """Train, print what is wrong, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="file of the results, JSON; written as they come")
+    parser.add_argument("--logs", type=Path, help="folder for what processes write")
+    parser.add_argument("--processes", type=int, default=12, help="launches at a time, each on all GPUs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no launch begins in the last 75 of them")
+    parser.add_argument("--share", default="1/1", metavar="PART/PARTS", help="every so many'th launch, from which on")
+    known = [*jobs()]
+    layouts, files = ({*names} for names in zip(*((job.layout, job.tests) for job in known), strict=True))
+    parser.add_argument("--layouts", nargs="+", choices=sorted(layouts), default=layouts, help="layouts of ranks")
+    parser.add_argument("--tests", nargs="+", choices=sorted(files), default=files, help="files of tests")
+    args = parser.parse_args()
+    named = [job for job in known if job.layout in args.layouts and job.tests in args.tests]
+    part, parts = map(int, args.share.split("/"))
+    launches = [*together(named)][part - 1 :: parts]
+    chosen = [job for each in launches for job in each]
+    command = command_line("-m tests.support.trainings.on_gpus", sys.argv[1:]).replace("'", "")
+    until = time.monotonic() + args.seconds - LAST
+    results: list[dict[str, Any]] = []
+    again: list[Job] = []
+
+    def keep(result: dict[str, Any]) -> None:
+        results.append(result)
+        if args.output:
+            write_results(args.output, command=command, gpus=GPUS, cases=len(chosen), results=results)
+
+    with TemporaryDirectory() as temporary:
+        folder = args.logs or Path(temporary)
+        for job, result in train_all(chosen, folder / "first", args.processes, until):
+            if lacked_memory(result):
+                again.append(job)
+            else:
+                keep(result)
+        for _, result in train_all(again, folder / "again", min(2, args.processes), until):
+            keep(result)
+    wrong = [result for result in results if not is_as_it_should_be(result)]
+    for result in wrong:
+        what = result["error"][-800:] or result["differences"][:2] or "equal, and must not be"
+        print(f"{result['tests']}, {result['layout']}: {result['case']}: {what}")
+    print(f"{len(results) - len(wrong)} of {len(results)} as they should be, {len(again)} trained again for memory")
+    if len(results) < len(chosen):
+        print(f"{len(chosen) - len(results)} did not run: time was up")
+    return bool(wrong or len(results) < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,504 @@
+"""Trains a small model, eagerly or with CUDA graphs, and keeps the numbers that two runs are compared by.
+
+The model is under Megatron-FSDP, or under DistributedDataParallel with the distributed optimizer and, if asked for, in
+pipeline stages. The code is written for ``torch.cuda``; on CPU ranks it runs once the CPU backend is installed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.support.layers import small_transformer_engine
+from tests.support.layers.fused_gradients import fused_kernels
+from tests.support.trainings import models
+from tests.support.trainings.case import EVALUATION, VOCABULARY, Case
+
+
+@dataclass
+class Trace:
+    """What a run computed on this rank.
+
+    Attributes:
+        losses: Per step, the mean loss over micro-batches and data-parallel ranks, on every rank.
+        grad_norms: Per step; -1 where the optimizer skipped it.
+        shards: What the optimizer owns at the end, in its order: local shards of the parameters.
+        graphs: How many layer graphs there were.
+        step_replays: Per step, how often CUDA graphs of layers were replayed.
+        evaluations: The losses of each micro-batch of each evaluation.
+        evaluation_replays: For each evaluation how often its graph was replayed.
+        clipping_replays: How often the last graph of the gradients' norm was replayed.
+        logged: Per step what was recorded for the log, layer by layer, by its name: auxiliary losses of MoE layers, and
+            losses and hits of multi-token prediction.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    shards: list[torch.Tensor]
+    graphs: int = 0
+    step_replays: list[int] = field(default_factory=list)
+    evaluations: list[list[float]] = field(default_factory=list)
+    evaluation_replays: list[int] = field(default_factory=list)
+    clipping_replays: int = 0
+    logged: list[dict[str, list[float]]] = field(default_factory=list)
+
+    @property
+    def replays(self) -> int:
+        """How often CUDA graphs of layers were replayed in the last step."""
+        return self.step_replays[-1]
+
+    def differences(self, other: "Trace") -> list[str]:
+        """Say where ``other`` differs, bit for bit; empty if nowhere."""
+        found = []
+        for what in ("losses", "grad_norms", "evaluations", "logged"):
+            for step, (mine, theirs) in enumerate(zip(getattr(self, what), getattr(other, what), strict=True)):
+                if mine != theirs:
+                    found.append(f"{what}[{step}]: {mine!r} and {theirs!r}")
+        for index, (mine, theirs) in enumerate(zip(self.shards, other.shards, strict=True)):
+            if not torch.equal(mine, theirs):
+                found.append(f"shard {index}: {(mine != theirs).sum().item()} of {mine.numel()} elements")
+        return found
+
+
+class Training:
+    """A model with its optimizer, ready to train. Model-parallel groups must stand.
+
+    Attributes:
+        chunks: The model's chunks of this pipeline stage, wrapped.
+    """
+
+    def __init__(self, case: Case, graphs: bool):
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        self.case = case
+        # their tensors have an element for each layer of the model before, or the shape of its optimizer's scale
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        destroy_moe_metrics_tracker()
+        MTPLossLoggingHelper.tracker.clear()
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(case.virtual)
+        torch.manual_seed(1234)
+        model_parallel_cuda_manual_seed(
+            1234, te_rng_tracker=case.transformer_engine, use_cudagraphable_rng=True, force_reset_rng=True
+        )
+        self._set_microbatches(0)
+        self.patches = ExitStack()  # closed when the training is over
+        if case.fp8 and not case.transformer_engine:
+            self.patches.enter_context(small_transformer_engine.in_megatron())
+        if case.fused_wgrad and case.fsdp and not case.transformer_engine:
+            self.patches.enter_context(fused_kernels())
+        self.config = models.transformer_config(case, graphs)
+        self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream):
+            self.chunks = self._wrapped_chunks()
+            self.optimizer = models.optimizer(case, self.chunks)
+        self.helper: Any = None
+        self._connect()
+        if case.optimizer_graph or case.norm_on_device:
+            from tests.support.layers.capturable import capturable_on_this_device
+
+            self.patches.enter_context(capturable_on_this_device())
+        if case.optimizer_graph:
+            self._capture_optimizer(graphs)
+        self._gather_in_hooks(False)
+        self.taken: list[torch.Tensor] = []  # memory that a control keeps from everyone else
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.replayed: list[Any] = []  # CUDA graphs, in the last step
+        self.evaluations: list[list[float]] = []
+        self.evaluation_replays: list[int] = []
+        self.step_replays: list[int] = []  # of layers, in each step
+        self.logged: list[dict[str, list[float]]] = []
+
+    def _set_microbatches(self, step: int) -> None:
+        from megatron.core import num_microbatches_calculator as calculator
+        from megatron.core import parallel_state
+
+        calculator.unset_num_microbatches_calculator()
+        ranks = parallel_state.get_data_parallel_world_size()
+        size, count = self.case.micro_batch_of(step), self.case.microbatches_of(step)
+        calculator.init_num_microbatches_calculator(0, None, size * ranks * count, size, ranks)
+
+    def _wrapped_chunks(self) -> list[torch.nn.Module]:
+        wrap = models.under_fsdp if self.case.fsdp else models.under_ddp
+        if self.case.torch_fsdp:
+            wrap = models.under_torch_fsdp
+        stages = [None] if self.case.virtual is None else range(self.case.virtual)
+        return [wrap(self.case, self.config, self._unwrapped_chunk(stage)) for stage in stages]
+
+    def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
+        return models.gpt(self.case, self.config, virtual_stage)
+
+    def _connect(self) -> None:
+        """Set the functions that megatron.training sets for the schedules."""
+        from megatron.core.distributed import finalize_model_grads
+
+        self.config.no_sync_func = self._of_chunks("no_sync")
+        if not self.case.fsdp:
+            self.config.grad_sync_func = self._of_chunks("start_grad_sync")
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def _capture_optimizer(self, graphs: bool) -> None:
+        """Let the optimizer's step be a graph after ``case.warmup`` steps, or only be able to be one."""
+        from megatron.core.optimizer import optimizer_cuda_graph
+
+        wrapper = optimizer_cuda_graph.OptimizerCudaGraphWrapper
+        steps = self.case.warmup if graphs else self.case.steps
+        wrapper.curr_iteration = 0
+        self.optimizer.step = wrapper(self.optimizer.step, cuda_graph_warmup_steps=steps)
+        self.patches.callback(vars(self.optimizer).pop, "step")
+
+    def _of_chunks(self, method: str) -> Callable | list[Callable]:
+        methods = [getattr(chunk, method) for chunk in self.chunks]
+        return methods[0] if len(methods) == 1 else methods
+
+    def _gather_in_hooks(self, on: bool, param_sync: bool = False) -> None:
+        """Turn gathering parameters where forward or a replay needs them on or off.
+
+        megatron.training has it off in the first step, at capture and in evaluation.
+
+        Args:
+            on: Whether to turn it on.
+            param_sync: Whether to gather all parameters when it is turned off.
+        """
+        if self.case.fsdp or not self.case.overlap_param_gather:
+            return
+        for chunk in self.chunks:
+            if on:
+                chunk.enable_forward_pre_hook()
+            else:
+                chunk.disable_forward_pre_hook(param_sync=param_sync)
+        if self.case.virtual is not None:
+            self.config.param_sync_func = self._of_chunks("start_param_sync") if on else None
+        if on and self.helper is not None and self.helper.graphs_created():
+            self.helper.cuda_graph_set_manual_hooks()
+
+    def _batches(self, step: int) -> Iterator[Any]:
+        return _batches(self.case, step)
+
+    def _losses(self, model: Callable[..., Any], batch: Any) -> Any:
+        """Call ``model``, the model or what plans its passes, on ``batch``."""
+        packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
+        if self.case.mtp:
+            packed["loss_mask"] = batch.loss_mask
+
+        def losses(tokens: torch.Tensor) -> Any:
+            return model(tokens, batch.positions, batch.mask, labels=batch.labels, **packed)
+
+        further = [losses(batch.tokens.roll(number, 0)) for number in range(1, self.case.passes)]
+        return sum(further, losses(batch.tokens))
+
+    def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module, return_schedule_plan: bool = False):
+        def loss_of(losses):
+            loss = losses.float().mean()
+            return loss, {"loss": loss.detach().clone()}
+
+        return self._losses(model.build_schedule_plan if return_schedule_plan else model, next(batches)), loss_of
+
+    def make_helper(self) -> Any:
+        from megatron.core.transformer import cuda_graphs as te_helper
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        check = mock.patch.object(te_helper, "check")
+        with check if self.case.unchecked else nullcontext():
+            self.helper = TECudaGraphHelper(
+                self.chunks, self.config, self.case.sequence, self.case.micro_batch, [self.optimizer]
+            )
+        return self.helper
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The layers that are captured."""
+        from megatron.core.utils import get_attr_wrapped_model
+
+        layers = [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
+        for chunk in self.chunks if self.case.mtp else ():
+            from megatron.core.transformer._cuda_graphs.te.layers import mtp_layers  # not there with the patch off
+
+            model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+            layers += mtp_layers(model)
+        return layers
+
+    def capture(self, capture: Callable[["Training"], None]) -> None:
+        """Call ``capture`` as megatron.training calls ``create_cudagraphs``."""
+        first_step_done = bool(self.losses)
+        if first_step_done:
+            self._gather_in_hooks(False)
+        self.config.cuda_graph_layers_per_graph = self.case.cuda_graph_layers_per_graph  # another since the last one
+        with torch.cuda.stream(self.stream):
+            capture(self)
+        if first_step_done:
+            self._gather_in_hooks(True)
+
+    def before_step(self) -> bool:
+        """Call the helper before a step, as megatron.training does."""
+        self._set_microbatches(len(self.losses))
+        with torch.cuda.stream(self.stream):
+            finished: bool = self.helper.before_step()
+        return finished
+
+    def step(self) -> None:
+        """Train one step."""
+        from megatron.core import parallel_state
+
+        with torch.cuda.stream(self.stream):
+            number = len(self.losses)
+            self._set_microbatches(number)
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            self.replayed = []
+            with mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(self.replayed)):
+                reduced = self._run_passes(number)
+            self.step_replays.append(_number_of(self.replayed, _cuda_graphs(self.layers, self.helper)))
+            self._read_log()
+            _, grad_norm, _ = self.optimizer.step()
+            # only the last pipeline stage has losses
+            loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
+            dist.all_reduce(loss)
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+            self.losses.append(loss.item() / (dist.get_world_size() // stages))
+            self.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
+            for group in self.optimizer.param_groups if self.case.optimizer_graph else ():
+                group["lr"].mul_(0.75)  # a graph must read the learning rate of each step
+        if number == 0:
+            self._gather_in_hooks(True)
+
+    def _read_log(self) -> None:
+        """Read and clear what megatron.training logs of MoE layers and of multi-token prediction."""
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        tracker = get_moe_metrics_tracker()
+        logged = {name: entry.values.tolist() for name, entry in tracker.metrics.items()}
+        tracker.clear()
+        MTPLossLoggingHelper.reduce_metrics_in_tracker()
+        values = MTPLossLoggingHelper.tracker.items()
+        self.logged.append(logged | {name: value.tolist() for name, value in values if name.endswith("values")})
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
+
+    def _run_passes(self, step: int, forward_only: bool = False) -> list[dict[str, torch.Tensor]]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        batches = [self._batches(step) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=batches if len(batches) > 1 else batches[0],
+            model=self.chunks,
+            num_microbatches=self.case.microbatches_of(step),
+            seq_length=self.case.sequence_of(step),
+            micro_batch_size=self.case.micro_batch_of(step),
+            forward_only=forward_only,
+        )
+
+    def evaluate(self) -> None:
+        """Run forward passes in evaluation mode, outside any step."""
+        for chunk in self.chunks:
+            chunk.eval()
+        replayed: list[Any] = []
+        noting = mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(replayed))
+        with torch.cuda.stream(self.stream), torch.no_grad(), noting:
+            self._gather_in_hooks(False, param_sync=True)
+            losses = self._run_passes(EVALUATION + len(self.evaluations), forward_only=True)
+            self.evaluations.append([item["loss"].item() for item in losses])  # waits for this stream
+        self.evaluation_replays.append(_number_of(replayed, _evaluation_graphs(self.helper)))
+        for chunk in self.chunks:
+            chunk.train()
+        self._gather_in_hooks(True)
+
+    def trace(self) -> Trace:
+        """Return what was computed so far."""
+        torch.cuda.synchronize()
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
+        graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers, self.helper)
+        of_evaluations = self.evaluations, self.evaluation_replays
+        clipping = sum(each._clipping.replays for each in distributed_optimizers(self.optimizer) if each._clipping)
+        return Trace(
+            self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations, clipping, self.logged
+        )
+
+
+def distributed_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers that clip gradients."""
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(each, "_clipping")]
+
+
+def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:
+    """Train ``case`` and return its trace.
+
+    Args:
+        case: What to train.
+        graphs: Whether layers are captured after ``case.warmup`` steps.
+        at_capture: Called in place of the capture; with ``case.local``, whose graphs capture themselves, at the
+            beginning.
+    """
+    training = _training(case)(case, graphs)
+    by_helper = graphs and not case.local
+    if by_helper:
+        training.make_helper()
+    try:
+        if graphs and case.local and at_capture is not None:
+            at_capture(training)
+        for step in range(case.steps):
+            first = step == case.warmup
+            if first and case.evaluates_often:
+                training.evaluate()
+            if by_helper and not training.before_step() and first:
+                training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
+            if first and case.evaluates_often:
+                training.evaluate()
+            training.step()
+            if case.evaluates_often or (first and case.evaluates):
+                training.evaluate()
+        trace = training.trace()
+        if training.helper is not None and training.helper.graphs_created():
+            training.helper.delete_cuda_graphs()
+        return trace
+    finally:
+        training.patches.close()
+        if case.local:
+            from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+            delete_cuda_graphs()
+        _clear_caches_of_rotary_embeddings()
+
+
+def _clear_caches_of_rotary_embeddings() -> None:
+    """Forget the last embeddings that were called: the caches hold the modules, and by their hooks the models."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
+
+
+def _training(case: Case) -> type[Training]:
+    from tests.support.trainings.hybrid_training import HybridTraining
+    from tests.support.trainings.vision_training import CaptionTraining, VisionTraining
+
+    if case.pattern:
+        return HybridTraining
+    if case.captions:
+        return CaptionTraining
+    return VisionTraining if case.vision else Training
+
+
+def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
+    replay = torch.cuda.CUDAGraph.replay
+
+    def note(graph: Any) -> None:
+        replayed.append(graph)
+        replay(graph)
+
+    return note
+
+
+def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
+    """The CUDA graphs that replays of the layers, the decoder or the model run, with this project's engine."""
+    slots = [engine_callable(graph) for layer in layers for graph in getattr(layer, "cuda_graphs", ())]
+    slots += whole_passes(helper)
+    graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
+    return [graph for graph in graphs if graph is not None]
+
+
+def whole_passes(helper: Any) -> list[Any]:
+    """The graphs of passes of the whole model or of its chunks, or of all layers of a decoder."""
+    return [passes for graphs in standing_in(helper) for passes in graphs.slots]
+
+
+def standing_in(helper: Any) -> list[Any]:
+    """What stands for the forward of models or decoders."""
+    helpers = [helper, getattr(helper, "vision", None), getattr(helper, "language", None)]
+    return [graphs for each in helpers if hasattr(each, "_state") for graphs in each._state.whole]
+
+
+def _evaluation_graphs(helper: Any) -> list[Any]:
+    graphs = [getattr(graphs, "evaluation", None) for graphs in standing_in(helper)]
+    return [graph.passes.forward_graph for graph in graphs if graph is not None]
+
+
+def _number_of(replayed: list[Any], graphs: list[Any]) -> int:
+    """How many of ``replayed`` are among ``graphs``."""
+    ours = set(map(id, graphs))
+    return sum(id(graph) in ours for graph in replayed)
+
+
+def engine_callable(graph: Any) -> Any:
+    """The engine's callable of one of ``layer.cuda_graphs``."""
+    return getattr(graph.graphed, "graphed", graph.graphed)  # those of vision encoders are in a wrapper
+
+
+def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
+    """Count the graphs of layers, and the layers that are in one graph with others."""
+    together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
+    return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
+
+
+def _local_graphs(layers: list[torch.nn.Module]) -> int:
+    """Count the pairs of graphs of all managers of the layers."""
+    managers = [module for layer in layers for module in layer.modules() if hasattr(module, "cudagraph_runners")]
+    return sum(runner.bwd_graph is not None for manager in managers for runner in manager.cudagraph_runners)
+
+
+def _batches(case: Case, step: int):
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    if case.later_on_one_rank and rank != ranks - 1:
+        case = replace(case, sequences_later=(), micro_batches_later=())
+    microbatches, size = case.microbatches_of(step), case.micro_batch_of(step)
+    count = size * microbatches * ranks
+    sequence = case.sequence_of(step)
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (count, sequence + 1), generator=generator)
+    tokens = tokens.view(ranks, microbatches, size, sequence + 1)[rank]
+    mask = torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)
+    if case.masked_step is not None:
+        mask |= torch.tril(torch.ones_like(mask), -4)
+    given = not case.packed and case.masked_step in (None, step)
+    positions = torch.arange(sequence).expand(size, -1)
+    for microbatch in tokens:
+        if case.positions == "mrope":  # other positions in every micro-batch, as images in a text give
+            steps = torch.randint(1, 4, (3, size, sequence), generator=generator)
+            positions = steps.cumsum(-1)
+        packed = None
+        if case.packed:
+            from tests.support.layers.packed_attention import packed_params, places_on_rank, positions_in_sequences
+
+            packed = packed_params(sequence, case.packed, generator, parallel_state.get_context_parallel_world_size())
+            positions = positions_in_sequences(packed.cu_seqlens_q).expand(case.micro_batch, -1)
+        batch = {
+            "tokens": microbatch[:, :-1].contiguous().cuda(),
+            "labels": microbatch[:, 1:].contiguous().cuda(),
+            "position_ids": positions.contiguous().cuda(),
+            "attention_mask": mask.expand(size, 1, -1, -1).contiguous().cuda(),
+        }
+        if case.mtp:
+            batch["loss_mask"] = (torch.rand(size, sequence, generator=generator) < 0.9).float().cuda()
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1 and packed is not None:
+            del batch["attention_mask"]
+            own = places_on_rank(packed.cu_seqlens_q, sequence // group.size(), group.rank(), group.size())
+            batch = {name: value.index_select(1, own) for name, value in batch.items()}
+        elif group.size() > 1:
+            whole = {"position_ids": batch.pop("position_ids")} if case.positions == "mrope" else {}
+            batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group) | whole
+        yield SimpleNamespace(
+            tokens=batch["tokens"],
+            labels=batch["labels"],
+            positions=batch["position_ids"],
+            mask=batch["attention_mask"] if given else None,
+            packed=packed,
+            loss_mask=batch.get("loss_mask"),
+        )

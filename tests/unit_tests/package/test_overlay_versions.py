@@ -1,0 +1,260 @@
+"""When the patch stays off, and which megatron-core it leaves alone."""
+
+from textwrap import dedent
+
+import pytest
+
+from tests.unit_tests.package.fake_core import LAYERS, Sandbox, core_files, write
+
+ORDERS = ["import torch, megatron.core", "import megatron.core", "import megatron.core.layers"]
+# Prints whether the patch is on, and whether a module that it changes is changed.
+UNPATCHED = (
+    "import torch, megatron.core.layers as l; from megatron_fsdp_cuda_graphs import overlay; "
+    "print(overlay.is_active(), hasattr(l.Linear, 'graphed'))"
+)
+
+
+@pytest.fixture
+def sandbox(tmp_path):
+    return Sandbox.make(tmp_path)
+
+
+class TestUntestedVersion:
+    @pytest.mark.parametrize("order", ORDERS)
+    @pytest.mark.parametrize("version", ["0.14.0", "0.19.3", "0.19.2rc0", "0.19.20", "0.20.0", "1.19.2"])
+    def test_it_is_imported_unpatched_without_a_word(self, sandbox, version, order):
+        write(sandbox.site, core_files(version))
+        done = sandbox.run("-W", "always", "-c", f"{order}\n{UNPATCHED}")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "False False\n", "")
+
+    @pytest.mark.parametrize("source", ["", "VERSION = compute()\n", None])
+    def test_one_whose_version_cannot_be_read_stays_unpatched(self, sandbox, source):
+        file = sandbox.site / "megatron/core/package_info.py"
+        file.unlink() if source is None else file.write_text(source)
+        assert sandbox.output(UNPATCHED) == "False False"
+
+    def test_its_specs_are_found(self, sandbox):
+        write(sandbox.site, core_files("0.20.0"))
+        code = """
+            import torch
+            from importlib.util import find_spec
+            print(*(find_spec(f"megatron.core{name}").origin for name in ("", ".layers")))
+        """
+        core = sandbox.site / "megatron/core"
+        assert sandbox.output(code) == f"{core}/__init__.py {core}/layers.py"
+
+    def test_one_that_imports_torch_late_can_be_imported(self, sandbox):
+        files = core_files("0.18.0") | {"megatron/core/__init__.py": "import megatron.core.layers\n"}
+        write(sandbox.site, files | {"megatron/core/layers.py": LAYERS + "    import torch\n"})
+        done = sandbox.run("-c", f"import megatron.core\n{UNPATCHED}")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "False False\n", "")
+
+    def test_torch_and_other_packages_of_the_megatron_namespace_can_be_imported(self, sandbox):
+        write(sandbox.site, {**core_files("0.20.0"), "megatron/energon/__init__.py": "SIDE = 1"})
+        assert sandbox.output("import torch, megatron.energon; print(megatron.energon.SIDE)") == "1"
+
+    def test_it_can_be_used_with_the_patch_off(self, sandbox):
+        write(sandbox.site, core_files("0.20.0"))
+        code = "import megatron.core.layers as l; print(hasattr(l.Linear, 'graphed'))"
+        assert sandbox.output(code, MEGATRON_FSDP_CUDA_GRAPHS="0") == "False"
+
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_it_is_patched_with_one_warning_where_the_user_asks_for_that(self, sandbox, order):
+        write(sandbox.site, core_files("0.20.0"))
+        code = f"{order}, megatron.core.layers as l\nprint(l.Linear.graphed)"
+        done = sandbox.run("-W", "always", "-c", code, MEGATRON_FSDP_CUDA_GRAPHS="untested")
+        assert done.stdout == "True\n", done.stderr
+        assert done.stderr.count("found 0.20.0") == 1
+        assert f"found 0.20.0 at {sandbox.site}/megatron/core/__init__.py" in done.stderr
+        assert "python -m tools.upstream_check FOLDER --against DIR" in done.stderr
+
+    def test_a_tested_version_brings_no_warning_where_the_user_would_try_any(self, sandbox):
+        done = sandbox.run("-c", "import megatron.core.layers", MEGATRON_FSDP_CUDA_GRAPHS="untested")
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+class TestUntestedTraining:
+    """A training with an untested megatron-core: what is printed, and which flags are refused."""
+
+    ARGUMENTS = """
+        def validate_args(args, defaults={}):
+            "Validate."
+            args.validated = defaults
+            return args
+    """
+    START = """
+        from types import SimpleNamespace
+        from megatron.training.arguments import validate_args
+        args = SimpleNamespace({flags})
+        print(validate_args(args, dict(a=1)) is args, args.validated, validate_args.__doc__)
+    """
+    GRAPHS = "use_megatron_fsdp=True, cuda_graph_impl='transformer_engine'"
+
+    @pytest.fixture
+    def sandbox(self, sandbox):
+        arguments = {"megatron/training/__init__.py": "import torch", "megatron/training/arguments.py": self.ARGUMENTS}
+        write(sandbox.site, core_files("0.20.0") | arguments)
+        return sandbox
+
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            "",
+            "use_megatron_fsdp=True, cuda_graph_impl='none'",
+            "use_megatron_fsdp=True, cuda_graph_impl='full_iteration'",
+            "use_megatron_fsdp=False, cuda_graph_impl='transformer_engine'",
+            "use_torch_fsdp2=True, cuda_graph_impl='local'",
+        ],
+    )
+    def test_it_starts_with_one_warning(self, sandbox, flags):
+        done = sandbox.run("-W", "error", "-c", dedent(self.START.format(flags=flags)))
+        assert (done.returncode, done.stdout) == (0, "True {'a': 1} Validate.\n"), done.stderr
+        (warning,) = done.stderr.splitlines()
+        assert "tested with megatron-core 0.19.0, 0.19.1, 0.19.2 only" in warning
+        assert f"found 0.20.0 at {sandbox.site}/megatron/core/__init__.py. It is left unpatched" in warning
+        assert "Install megatron-core==0.19.2" in warning
+        assert "MEGATRON_FSDP_CUDA_GRAPHS=untested" in warning
+
+    @pytest.mark.parametrize("sharding", ["use_megatron_fsdp", "use_torch_fsdp2"])
+    def test_graphs_of_sharded_models_are_refused(self, sandbox, sharding):
+        error = sandbox.error(self.START.format(flags=self.GRAPHS.replace("use_megatron_fsdp", sharding)))
+        flags = f"--{sharding.replace('_', '-')} with --cuda-graph-impl transformer_engine"
+        assert error.startswith(f"ValueError: {flags} needs the patch, which is off: ")
+        assert "found 0.20.0" in error
+        assert "MEGATRON_FSDP_CUDA_GRAPHS=0 to try megatron-core's own graphs" in error
+
+    def test_only_the_first_rank_warns(self, sandbox):
+        code = "import megatron.training.arguments"
+        assert [bool(sandbox.run("-c", code, RANK=rank).stderr) for rank in "012"] == [True, False, False]
+
+    @pytest.mark.parametrize("value", ["0", "untested"])
+    def test_with_the_switch_nothing_is_refused(self, sandbox, value):
+        code = self.START.format(flags=self.GRAPHS)
+        assert sandbox.output(code, MEGATRON_FSDP_CUDA_GRAPHS=value) == "True {'a': 1} Validate."
+
+    def test_a_module_without_validate_args_can_be_imported(self, sandbox):
+        write(sandbox.site, {"megatron/training/arguments.py": "FLAGS = 1"})
+        assert sandbox.output("import megatron.training.arguments as a; print(a.FLAGS)") == "1"
+
+
+class TestCheckoutAheadOnThePath:
+    def test_an_untested_one_stays_unpatched_beside_a_tested_installation(self, sandbox):
+        checkout = write(sandbox.folder / "Megatron-LM", core_files("0.20.0rc0"))
+        assert sandbox.output(UNPATCHED, ahead=(checkout,)) == "False False"
+
+    def test_one_of_the_tested_version_is_patched_although_the_installed_one_is_not_tested(self, sandbox):
+        write(sandbox.site, core_files("0.20.0rc0"))
+        files = core_files("0.19.2")
+        checkout = write(
+            sandbox.folder / "Megatron-LM", {**files, "megatron/core/layers.py": "class Linear: ahead = 1"}
+        )
+        code = "import megatron.core.layers as l; print(l.Linear.graphed, l.Linear.ahead)"
+        assert sandbox.output(code, ahead=(checkout,)) == "True 1"
+
+    def test_one_put_there_after_another_was_looked_at_is_judged_by_itself(self, sandbox):
+        checkout = write(sandbox.folder / "Megatron-LM", core_files("0.20.0rc0"))
+        code = f"""
+            import sys, torch, importlib.util
+            importlib.util.find_spec("megatron.core")
+            sys.path.insert(0, {str(checkout)!r})
+            {UNPATCHED}
+        """
+        assert sandbox.output(code) == "False False"
+
+
+class TestSwitch:
+    def test_0_leaves_megatron_core_as_it_is(self, sandbox):
+        code = "import megatron.core.layers as l; print(l.__file__)"
+        expected = str(sandbox.site / "megatron/core/layers.py")
+        assert sandbox.output(code, MEGATRON_FSDP_CUDA_GRAPHS="0") == expected
+
+    def test_0_also_holds_for_a_call_of_activate(self, sandbox):
+        code = "from megatron_fsdp_cuda_graphs import overlay; overlay.activate(); print(overlay.is_active())"
+        assert sandbox.output(code, MEGATRON_FSDP_CUDA_GRAPHS="0") == "False"
+
+    def test_with_the_patch_off_upstream_is_the_module_itself(self, sandbox):
+        code = """
+            import megatron.core.layers as layers
+            from megatron_fsdp_cuda_graphs.overlay import upstream
+            print(upstream("megatron.core.layers") is layers)
+        """
+        assert sandbox.output(code, MEGATRON_FSDP_CUDA_GRAPHS="0") == "True"
+
+    IS_ACTIVE = "import torch; from megatron_fsdp_cuda_graphs.overlay import is_active; print(is_active())"
+
+    def test_without_it_the_patch_is_on(self, sandbox):
+        assert sandbox.output(self.IS_ACTIVE) == "True"
+
+    @pytest.mark.parametrize(
+        ("values", "active"),
+        [
+            (["", "1", "true", "Yes", "ON", " 1", "\tuntested\n"], True),
+            (["0", "false", "No", "OFF", "0 ", " False"], False),
+        ],
+    )
+    def test_usual_spellings_are_taken(self, sandbox, values, active):
+        done = [sandbox.run("-c", self.IS_ACTIVE, MEGATRON_FSDP_CUDA_GRAPHS=value) for value in values]
+        assert [(run.stdout, run.stderr) for run in done] == [(f"{active}\n", "")] * len(values)
+
+    def test_another_value_is_ignored_with_one_warning(self, sandbox):
+        code = f"{self.IS_ACTIVE}\nfrom megatron_fsdp_cuda_graphs.overlay import activate; activate()"
+        done = sandbox.run("-W", "error", "-c", code, MEGATRON_FSDP_CUDA_GRAPHS="maybe")
+        assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+        (warning,) = done.stderr.splitlines()
+        assert warning.startswith("MEGATRON_FSDP_CUDA_GRAPHS=maybe is ignored: set it to 1 ")
+
+
+class TestActivate:
+    def test_twice_registers_one_finder(self, sandbox):
+        code = """
+            import sys, torch
+            from megatron_fsdp_cuda_graphs import overlay
+            overlay.activate()
+            print(sum(isinstance(finder, overlay.OverlayFinder) for finder in sys.meta_path))
+        """
+        assert sandbox.output(code) == "1"
+
+    def test_after_a_replaced_module_was_imported_only_warns(self, sandbox):
+        write(sandbox.site, {"torch/__init__.py": ""})  # as with torch's autoload turned off
+        code = """
+            import megatron.core.layers
+            from megatron_fsdp_cuda_graphs import overlay
+            overlay.activate()
+            print(overlay.is_active())
+        """
+        done = sandbox.run("-W", "error", "-c", dedent(code))
+        assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+        assert "stays off, as megatron.core.layers came from megatron-core before." in done.stderr
+
+    def test_before_any_import_of_megatron_does_what_torch_autoload_would(self, sandbox):
+        write(sandbox.site, {"torch/__init__.py": ""})
+        code = """
+            from megatron_fsdp_cuda_graphs import overlay
+            overlay.activate()
+            import megatron.core.layers as layers
+            print(layers.Linear.graphed)
+        """
+        assert sandbox.output(code) == "True"
+
+
+class TestSpawnedProcess:
+    def test_a_class_of_a_patched_module_reaches_it_patched(self, sandbox):
+        script = """
+            import multiprocessing
+
+            def child(cls, results):
+                import megatron.core.layers as layers
+                results.put((cls is layers.Linear, cls.graphed))
+
+            if __name__ == "__main__":
+                from megatron.core.layers import Linear
+                context = multiprocessing.get_context("spawn")
+                results = context.SimpleQueue()
+                process = context.Process(target=child, args=(Linear, results))
+                process.start()
+                print(*results.get())
+                process.join()
+        """
+        write(sandbox.folder, {"main.py": script})
+        done = sandbox.run("main.py")
+        assert done.stdout.strip() == "True True", done.stderr
