@@ -48,7 +48,7 @@ def recorded(monkeypatch):
         original = getattr(GraphedCallable, kind)
 
         def run(slot, capture, *args):
-            if capture is not None:
+            if capture is not None and slot.name.startswith("callable "):  # not a whole pass
                 found.append((kind, int(slot.name.split()[1])))
             return original(slot, capture, *args)
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ..replacements import TakenForward
-from ..snapshot import InputSignature, Snapshot, equal, identities, named
+from ..snapshot import Aspect, InputSignature, Snapshot, equal, identities, named
 from .capture_time_hooks import CaptureTimeHooks
 from .graph import (
     Capture,
@@ -40,21 +40,21 @@ _PARAMETERS = "copy new values into parameters (load_state_dict does), or reset(
 
 
 class GraphOwner:
-    """Manages what the graphs of a callable use and do not own. Here every method does nothing.
+    """Owns the resources that a callable's graphs use. The methods of this base class do nothing.
 
     Attributes:
-        notifies_autograd: Whether autograd also gets the parameters whose gradients ``take`` took, without a gradient:
-            it then runs the hooks of their AccumulateGrad nodes. An attribute of the class.
+        notifies_autograd: Whether autograd runs the AccumulateGrad hooks of parameters whose gradients ``take`` took,
+            without a gradient. An attribute of the class.
     """
 
     notifies_autograd = False
 
     def running(self, phase: Phase) -> AbstractContextManager[None]:
-        """Return the context in which a phase is warmed up or recorded. At its end all work has joined its stream."""
+        """Return the context in which a phase is warmed up or recorded; at its end all work has joined the stream."""
         return nullcontext()
 
     def take(self, params: Sequence[torch.Tensor], grads: Grads) -> Grads:
-        """Take gradients of parameters in the backward graph: what this computes is recorded, and done in each replay.
+        """Consume parameter gradients inside the backward graph. The operations run here are recorded and replayed.
 
         Args:
             params: The parameters that require grad.
@@ -78,12 +78,12 @@ class GraphOwner:
         """Called right after each replay of the backward graph, on the stream of the backward pass."""
 
     def forget(self) -> None:
-        """Called once there are no graphs any more."""
+        """Called once, after the graphs were freed."""
 
 
 @dataclass
 class WarmupRecord:
-    """What earlier passes have shown of a function. Callables for other micro-batches of it may share it.
+    """Facts about a function that its first passes established. Callables for its other micro-batches may share it.
 
     Attributes:
         ran: The modules that ran in the first forward pass; None before it.
@@ -96,7 +96,7 @@ class WarmupRecord:
 
 @dataclass(frozen=True, slots=True)
 class _ReplayOptions:
-    """How one call is replayed, where it is not on the current stream and alone.
+    """Options of one replay that needs more than a launch on the current stream.
 
     Attributes:
         stream: The stream to replay on; None for the current one.
@@ -112,29 +112,29 @@ class _ReplayOptions:
 class GraphedCallable:
     """A callable for one micro-batch: its forward and backward graph with the static tensors around them.
 
-    ``capture_passes`` captures it. It is then called as the callable was, with tensors of the same shapes and dtypes,
-    and takes part in autograd. What it returns lives in the graphs' memory until the next replay of a graph that shares
-    it. The backward graph reads that memory, unseen by autograd: who changes an output in place changes the gradients
-    if the callable saved it. Inputs may be in the graphs' memory themselves, but not each in the place of another.
+    ``capture_passes`` captures it. Calls then take tensors of the captured shapes and dtypes, and are differentiable.
+    Outputs live in the graphs' memory until the next replay of a graph that shares it. Changing an output in place may
+    change the gradients, which autograd does not detect. Inputs may live in the graphs' memory, but must not swap
+    places.
 
     Args:
         name: What errors and profiles call it.
         args, kwargs: Static inputs; nested structures of tensors.
         module: The module whose parameters and submodules ``func`` uses; by default ``module_of(func)``.
-        owner: Manages what the graphs use and do not own; None for no one.
-        quantized: What replays do for quantization; None without.
+        owner: Owns the resources that the graphs use; None if there are none.
+        quantized: Runs the part of quantization that replays leave to the host; None without quantization.
         context: Makes the context in which ``func`` runs in warm-up and capture.
         hooks: What runs around passes in warm-up and capture, outside the graphs.
-        holds_hooks: Whether the graphs hold what hooks of modules and autograd enqueue (collectives, and what becomes
-            of gradients of parameters). Inputs that require grad must then be leaves. Otherwise hooks of parameters run
-            at each replay, on the gradients that it returns.
-        copies_results: Whether a replay returns copies of outputs, and of gradients of inputs, which their readers may
-            keep beyond the next replay.
+        holds_hooks: Whether hooks of modules and parameters are recorded in the graphs, with the collectives and
+            gradient accumulation that they enqueue. Inputs that require grad must then be leaves. Otherwise parameter
+            hooks run at each replay, on the gradients that it returns.
+        copies_results: Whether a replay returns copies of outputs and input gradients, which stay valid after the next
+            replay.
         allow_unused_input: Whether an input that requires grad may get none.
         retain_graph: Whether backward keeps autograd's graph.
         clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones. Those of
             parameters with ``skip_backward_post_hook`` it never copies.
-        warmup: What passes of the same function have shown before.
+        warmup: Facts from earlier passes of the same function.
 
     Attributes:
         eager: The function, or the module's ``forward``, which runs without graphs.
@@ -143,7 +143,7 @@ class GraphedCallable:
         differentiable: For each output whether it takes part in autograd.
         grad_outputs: The static gradients of the outputs; None for an output that takes no part in autograd.
         grad_inputs: The static gradients of the inputs; None for an input that gets none.
-        params: The parameters that autograd gets gradients of, or hears of.
+        params: The parameters that are inputs of the autograd node.
         grad_params: Their static gradients; None for no gradient.
         forward_graph: None before capture and after ``reset``.
         backward_graph: None where nothing requires grad.
@@ -183,13 +183,8 @@ class GraphedCallable:
         known = () if self.module is None or holds_hooks else tuple(self.module.parameters())
         self._all_params: tuple[torch.Tensor, ...] = known
         self.params = tuple(param for param in known if param.requires_grad)
-        self._frozen = frozen = tuple(param for param in known if not param.requires_grad)
-        self._unfrozen = equal(  # of which the backward graph computes no gradient
-            [f"requires_grad of a parameter of shape {tuple(param.shape)}" for param in frozen],
-            lambda: [param.requires_grad and torch.is_grad_enabled() for param in frozen],
-            [False] * len(frozen),
-        )
-        self._snapshot = Snapshot(f"{_PARAMETERS} ({name})", *([self._unfrozen] if frozen else ()))
+        self._frozen = tuple(param for param in known if not param.requires_grad)
+        self._snapshot = self._compare([]) if self._frozen else None
         self.owner, self.quantized, self._context = owner, quantized, context
         self._hooks = hooks or CaptureTimeHooks(name, None)
         self._holds_hooks, self._copies_results = holds_hooks, copies_results
@@ -391,11 +386,11 @@ class GraphedCallable:
         self._delayed.compute(nullcontext() if capture is None or graph is None else capture.recording(graph))
 
     def detach(self) -> None:
-        """Let go of autograd's nodes and what they saved; from here on only the memory of the outputs is needed."""
+        """Release autograd's nodes and the tensors that they saved; the outputs keep only their memory."""
         self._roots = ()
 
     def drop_results(self) -> None:
-        """Let go of what a pass of warm-up computed."""
+        """Release the results of a warm-up pass."""
         self.detach()
         self.outputs = self.grad_outputs = self.grad_inputs = self.grad_params = ()
 
@@ -510,7 +505,8 @@ class GraphedCallable:
             ) from None
         if self._structure is not None or not self._expected.accepts(inputs):
             inputs = self._match(inputs)
-        self._snapshot.check()
+        if self._snapshot is not None:
+            self._snapshot.check()
         get = kwargs.get
         return self.replay(inputs, get("is_first_microbatch"), get("cuda_graph_stream"), get("cuda_graph_event"))
 
@@ -658,7 +654,7 @@ class GraphedCallable:
         raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
 
     def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
-        """Let errors about inputs speak in the words of a caller.
+        """Set the names that errors use.
 
         Args:
             names: What they call each input, positional ones first.
@@ -680,9 +676,21 @@ class GraphedCallable:
             for key, param in inner._parameters.items()
             if id(param) in used
         ]
-        replaced = identities([name for *_, name in held], lambda: [own.get(key) for own, key, _ in held])
-        frozen = [self._unfrozen] if self._frozen else []
-        self._snapshot = Snapshot(f"{_PARAMETERS} ({self.name})", *([replaced] if held else ()), *frozen)
+        if held:
+            replaced = identities([name for *_, name in held], lambda: [own.get(key) for own, key, _ in held])
+            self._snapshot = self._compare([replaced])
+
+    def _compare(self, aspects: list[Aspect]) -> Snapshot:
+        """Return a snapshot of ``aspects``, and of frozen parameters, of which the backward graph has no gradient."""
+        if frozen := self._frozen:
+            names = [f"requires_grad of a parameter of shape {tuple(param.shape)}" for param in frozen]
+            requires = equal(
+                names,
+                lambda: [param.requires_grad and torch.is_grad_enabled() for param in frozen],
+                [False] * len(names),
+            )
+            aspects = [*aspects, requires]
+        return Snapshot(f"{_PARAMETERS} ({self.name})", *aspects)
 
     def _match(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Return the inputs of a call, flattened, if they are like the static ones.
@@ -702,13 +710,13 @@ class GraphedCallable:
     # ------------------------------------------------------------------------------------------------------ life cycle
 
     def replace_methods(self, module: torch.nn.Module) -> None:
-        """Let calls of ``module`` come here until ``reset``, as TransformerEngine's engine does."""
+        """Replace ``module.forward`` until ``reset``; add ``reset`` and ``backward_dw``, as TransformerEngine does."""
         self._taken = TakenForward(module, self)
         vars(module).update(reset=self.reset, backward_dw=self.backward_dw)
         self._watch_parameters(module)
 
     def forget_delayed(self) -> None:
-        """Drop what a failed pass left for ``backward_dw``, which the next one would take for its own."""
+        """Drop the delayed weight gradients of a failed pass."""
         self._delayed.forget()
 
     def reset(self) -> None:
@@ -721,7 +729,7 @@ class GraphedCallable:
         self.drop_results()
         self.args, self.kwargs, self.inputs, self.params, self._all_params, self._frozen = (), {}, (), (), (), ()
         self._places, self._grad_places, self._grads_of_params = [], [], []
-        self._snapshot.forget()
+        self._snapshot = None
         self._delayed, self._warmup = DelayedWeightGradients((), ()), WarmupRecord()
         self._hooks, self._context = CaptureTimeHooks(self.name, None), nullcontext
         self.quantized = None
@@ -777,13 +785,13 @@ def capture_passes(
     before_warmup: Callable[[], Any] | None = None,
     after_warmup: Callable[[], Any] | None = None,
 ) -> None:
-    """Run the passes of ``plan`` some times, then record them, in the order in which they will be replayed.
+    """Warm up and capture the passes of ``plan``, in the order in which they will be replayed.
 
     Random states, buffers of modules and garbage collection are restored. After an exception there are no graphs.
 
     Args:
         graphed: The callable of each slot of the plan.
-        num_warmup_iters: How often everything runs before capture.
+        num_warmup_iters: Iterations of the whole plan before capture.
         training: Whether backward passes run.
         shares_memory: Whether graphs that are captured later may use memory that no later replay reads.
         pool: The memory pool of the graphs; None for a new one.

@@ -74,10 +74,3 @@ def test_the_error_of_a_capture_is_raised_though_nothing_can_be_cleaned_up(monke
     with pytest.raises(Failure, match="attempt 1") as error, capture.recording(graph):
         raise AssertionError("not reached")
     assert error.value.__notes__ == ["What the failed capture left could not be cleaned up: attempt 2"]
-
-
-LEGACY_STREAM = (
-    "operation would make the legacy stream depend on a capturing blocking stream",
-    "cudaErrorStreamCaptureImplicit",
-    "operation failed due to a previous error during capture",
-)

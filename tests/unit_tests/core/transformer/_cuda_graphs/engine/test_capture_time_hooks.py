@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
-from megatron.core.transformer._cuda_graphs.hooks import HOOK_KINDS, extracted_hooks, runs_outside_graphs
+from megatron.core.transformer._cuda_graphs.hooks import HOOK_KINDS
 
 from .captured_cases import device_tensor, structure
 
@@ -225,27 +225,6 @@ def test_parameters_of_a_hooks_own_keep_their_defaults(kind):
         return hook
 
     assert calls_with(kind, hook_of) == [(3, "own")] * 2
-
-
-def test_extracted_hooks_get_the_arguments_torch_gives_them():
-    module, seen = torch.nn.Linear(3, 3).cuda(), []
-    x = device_tensor(2, 3)
-
-    def noting(kind):
-        return runs_outside_graphs(lambda *given: seen.append((kind, *given)))
-
-    module.register_forward_pre_hook(noting("pre"))
-    module.register_forward_hook(noting("post"))
-    module.register_forward_pre_hook(noting("pre with kwargs"), with_kwargs=True)
-    with extracted_hooks([module]) as hooks:
-        make_graphed_callables(module, (x,), num_warmup_iters=1, capture_time_hooks=hooks)
-    half = len(seen) // 2
-    for warm_up_or_capture in (seen[:half], seen[half:]):
-        pre, with_kwargs, post = warm_up_or_capture
-        assert pre == ("pre", module, (x,))
-        assert with_kwargs == ("pre with kwargs", module, (x,), {})
-        assert post[:3] == ("post", module, (x,))
-        assert isinstance(post[3], torch.Tensor)
 
 
 def test_what_a_hook_does_to_parameters_is_what_the_graph_reads():

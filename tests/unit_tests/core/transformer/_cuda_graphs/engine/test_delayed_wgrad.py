@@ -98,53 +98,6 @@ def test_what_a_module_does_after_its_weight_gradients_is_done_at_each_replay():
     assert module.notified == before + 1
 
 
-@pytest.mark.parametrize("order", [[1, -1, -1.5], [1, 1, -1, -1.5, -1, -1.5], [1, 1, -1, -1, -1.5, -1.5]], ids=str)
-def test_gradients_of_outputs_are_shared_only_once_the_weight_gradients_have_read_them(order):
-    count = order.count(1)
-    slots = make_graphed_callables(
-        (DelayedLinear(True),),
-        [(device_tensor(4, 6),) for _ in range(count)],
-        _order=order,
-        _reuse_graph_input_output_buffers=True,
-    )
-    at_once = order == [1, 1, -1, -1, -1.5, -1.5]
-    assert len({slot.grad_outputs[0].data_ptr() for slot in slots}) == (2 if at_once else 1)
-
-
-def train_in_a_row(modules) -> list:
-    """Numbers of three steps through ``modules``, one after the other."""
-    numbers = []
-    for step in range(3):
-        hidden = x = device_tensor(4, 6, seed=step)
-        for module in modules:
-            hidden = module(hidden).tanh()
-        hidden.square().sum().backward()
-        for module in reversed(modules):
-            module.backward_dw()
-        grads = [module.weight.grad for module in modules]
-        numbers += copies([hidden, x.grad, *grads])
-        with torch.no_grad():
-            for module, grad in zip(modules, grads, strict=True):
-                module.weight -= 0.01 * grad
-                module.weight.grad = None
-    return numbers
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("clones", [True, False])
-def test_modules_graphed_without_an_order_train_with_their_own_backward_dw_bit_equal_to_eager(count, clones):
-    torch.manual_seed(5)
-    modules = tuple(DelayedLinear() for _ in range(count))
-    eager = tuple(DelayedLinear() for _ in modules)
-    for module, other in zip(modules, eager, strict=True):
-        other.load_state_dict(module.state_dict())
-    one = modules[0] if count == 1 else modules
-    samples = tuple((device_tensor(4, 6),) for _ in modules)
-    graphed = make_graphed_callables(one, samples[0] if count == 1 else samples, clone_param_grads_on_return=clones)
-    assert graphed == one
-    assert_same_bits(train_in_a_row(modules), train_in_a_row(eager))
-
-
 def test_an_order_without_the_weight_gradients_of_a_callable_is_refused_and_leaves_nothing_delayed():
     module = DelayedLinear()
     with pytest.raises(ValueError, match=r"callable 0 \(DelayedLinear\) delays its weight gradients, so _order must"):

@@ -14,15 +14,12 @@ from megatron.core.transformer._cuda_graphs.te.sample_inputs import sample_argum
 from .captured_cases import (
     CASES,
     Case,
-    Forward,
     assert_same_bits,
     copies,
     descend,
     device_tensor,
     mlp,
-    nested_outputs,
     product,
-    structure,
     train,
 )
 
@@ -112,23 +109,6 @@ def test_replays_run_no_python_of_the_callable():
     assert len(calls) == 3
 
 
-def test_outputs_keep_their_structure():
-    x = device_tensor(4, 6)
-    graphed = make_graphed_callables(Forward(nested_outputs), (x,))
-    assert structure(graphed(x)) == {"double": ((4, 6), [()]), "alone": (4, 6)}
-
-
-def test_an_output_that_the_loss_does_not_use_has_zero_gradient():
-    graphed = make_graphed_callables(lambda x: (x * 2, x * 3), (device_tensor(3),))
-    for _ in range(2):
-        x = device_tensor(3)
-        sum(graphed(x)).sum().backward()
-        assert x.grad.tolist() == [5.0] * 3
-        x = device_tensor(3)
-        graphed(x)[1].sum().backward()
-        assert x.grad.tolist() == [3.0] * 3
-
-
 def test_a_replay_under_no_grad_needs_no_backward():
     graphed = make_graphed_callables(product, (device_tensor(4, 6), device_tensor(4, 6)))
     x, y = device_tensor(4, 6, seed=5), device_tensor(4, 6, seed=6)
@@ -161,18 +141,6 @@ def train_chain(graphed):
 
 def test_a_tuple_of_modules_trains_bit_equal_to_eager():
     assert_same_bits(train_chain(graphed=True), train_chain(graphed=False))
-
-
-def test_a_tuple_of_modules_gives_the_modules_themselves():
-    modules = mlp(), mlp()
-    graphed = make_graphed_callables(modules, ((device_tensor(4, 6),), (device_tensor(4, 6),)))
-    assert len(graphed) == 2
-    assert all(one is other for one, other in zip(graphed, modules, strict=True))
-
-
-def test_a_module_alone_gives_itself():
-    module = mlp()
-    assert make_graphed_callables(module, (device_tensor(4, 6),)) is module
 
 
 INTERLEAVED, ONE_BY_ONE = [1, 2, 1, 2, -2, -1, -2, -1], [1, 2, -2, -1, 1, 2, -2, -1]
@@ -219,18 +187,6 @@ def test_chunks_and_microbatches_train_bit_equal_to_eager(order, reuse):
     assert_same_bits(graphed, train_pipeline(order, False))
 
 
-def test_shared_gradients_are_one_set_for_outputs_that_are_alike():
-    layers = mlp(), mlp(), Forward(lambda linear, x: linear(x)[:2])
-    slots = make_graphed_callables(
-        layers,
-        tuple((device_tensor(4, 6),) for _ in layers),
-        _order=[1, -1],
-        _reuse_graph_input_output_buffers=True,
-    )
-    addresses = [slot.grad_outputs[0].data_ptr() for slot in slots]
-    assert addresses[0] == addresses[1] != addresses[2]
-
-
 # ------------------------------------------------------------------------------------- functions of a module, copies
 
 
@@ -266,18 +222,6 @@ def test_a_module_that_is_there_twice_with_an_order_has_a_graph_for_each():
     samples = tuple((device_tensor(4, 6),) for _ in range(2))
     slots = make_graphed_callables((module, module), samples, _order=[1, -1])
     assert_same_bits(gradients(*slots), gradients(module, module))
-
-
-def test_a_sample_input_may_be_expanded():
-    x = device_tensor(1, 6, seed=4).detach().expand(4, 6).requires_grad_()
-    graphed = make_graphed_callables(lambda x: x * 2, (x,))
-    given = device_tensor(4, 6)
-    assert torch.equal(graphed(given), given * 2)
-
-
-def test_an_output_may_be_transposed():
-    case = Case(lambda: Forward(lambda linear, x: linear(x).t()))
-    assert_same_bits(train(case, make_graphed_callables), train(case, None))
 
 
 # ----------------------------------------------------------------------------------------------- other precisions

@@ -45,31 +45,6 @@ def test_without_numbers_the_callables_divide_evenly():
 
 
 @given(orders())
-def test_each_slot_runs_once_in_each_pass(case):
-    order, layers, microbatches = case
-    plan = ordered_plan(order, layers, sum(layers))
-    slots = range(sum(layers) * microbatches)
-    for kind in Pass:
-        delayed = [slot for slot in slots if -1.5 - _chunk(layers, microbatches, slot) in order]
-        assert sorted(run_in(plan, kind)) == (delayed if kind is Pass.WEIGHT_GRADIENTS else list(slots))
-
-
-def _chunk(layers, microbatches, slot):
-    """The model chunk, from 0, that ``slot`` belongs to."""
-    return next(c for c in range(len(layers)) if slot < sum(layers[: c + 1]) * microbatches)
-
-
-@given(orders())
-def test_each_slot_runs_forward_then_backward_then_weight_gradients(case):
-    order, layers, _ = case
-    plan = ordered_plan(order, layers, sum(layers))
-    for slot in range(len(plan.callable_of_slot)):
-        kinds = [step.kind for step in plan.steps if step.slot == slot]
-        assert kinds == list(Pass)[: len(kinds)]
-        assert len(kinds) >= 2
-
-
-@given(orders())
 def test_each_step_of_the_order_runs_the_chunk_of_its_microbatch(case):
     order, layers, _ = case
     plan = ordered_plan(order, layers, sum(layers))
@@ -96,61 +71,27 @@ def test_each_step_of_the_order_runs_the_chunk_of_its_microbatch(case):
 # --------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("step", [1.5, -1.25, -1.75, 0.5], ids=str)
-def test_a_number_that_means_nothing_is_refused(step):
-    with pytest.raises(ValueError, match=rf"_order holds {step}: it may hold c, -c and -c - 0.5"):
-        ordered_plan([1, step, -1], [1], 1)
-
-
-def test_weight_gradients_of_an_unknown_chunk_are_refused():
-    with pytest.raises(ValueError, match=r"_order names chunks \[-0.5, -2.5\]"):
-        ordered_plan([1, -1, -0.5, -2.5], [1], 1)
-
-
-@pytest.mark.parametrize("order", [[1, 1, -1, -1.5, -1], [1, -1, -1.5, -1.5]], ids=str)
-def test_weight_gradients_of_some_microbatches_are_refused(order):
-    with pytest.raises(ValueError, match=r"_order must run the weight gradients of chunk 1 \(-1.5\) after each"):
-        ordered_plan(order, [1], 1)
-
-
-def test_weight_gradients_before_their_backward_are_refused():
-    with pytest.raises(ValueError, match="_order runs the weight gradients of chunk 1 before its backward"):
-        ordered_plan([1, -1.5, -1], [1], 1)
-
-
-@pytest.mark.parametrize("order", [[], [0], [-1]], ids=str)
-def test_an_order_without_a_forward_is_refused(order):
-    with pytest.raises(ValueError, match="_order must name chunks counted from 1"):
-        ordered_plan(order, [1], 1)
-
-
-@pytest.mark.parametrize("order", [[1, 0, -1], [1, -1, -2], [1, -2, -1]], ids=str)
-def test_an_unknown_chunk_is_refused(order):
-    with pytest.raises(ValueError, match=r"_order names chunks \[(0|-2)\]"):
-        ordered_plan(order, [1], 1)
-
-
-@pytest.mark.parametrize("order", [[1, 1, -1], [1, 2, -2], [1, -1, 2, -2, 2, -2], [1, 3, -3, -1]], ids=str)
-def test_chunks_that_run_unequally_often_are_refused(order):
-    with pytest.raises(ValueError, match="_order must run every chunk's forward and backward"):
-        ordered_plan(order, 1, max(order))
-
-
-@pytest.mark.parametrize("order", [[-1, 1], [1, -1, -1, 1], [1, -2, 2, -1]], ids=str)
-def test_a_backward_before_its_forward_is_refused(order):
-    with pytest.raises(ValueError, match=r"_order runs the backward of chunk \d before its forward"):
-        ordered_plan(order, 1, max(order))
-
-
-def test_callables_that_do_not_divide_into_the_chunks_are_refused():
-    with pytest.raises(ValueError, match=r"3 callables do not divide into 2 chunks: give _num_layers_per_chunk"):
-        ordered_plan([1, 2, -2, -1], None, 3)
-
-
-@pytest.mark.parametrize("layers", [[1], [1, 1, 1], [1, 1], 1], ids=str)
-def test_numbers_of_layers_that_do_not_fit_are_refused(layers):
-    with pytest.raises(ValueError, match=r"_num_layers_per_chunk is .*2 chunks and 3 callables"):
-        ordered_plan([1, 2, -2, -1], layers, 3)
+@pytest.mark.parametrize(
+    ("order", "layers", "count", "message"),
+    [
+        ([1, 1.5, -1], [1], 1, "_order holds 1.5: it may hold c, -c and -c - 0.5"),
+        ([1, -1.25, -1], [1], 1, "_order holds -1.25: it may hold c, -c and -c - 0.5"),
+        ([1, -1, -0.5, -2.5], [1], 1, r"_order names chunks \[-0.5, -2.5\]"),
+        ([1, 1, -1, -1.5, -1], [1], 1, r"must run the weight gradients of chunk 1 \(-1.5\) after each"),
+        ([1, -1.5, -1], [1], 1, "_order runs the weight gradients of chunk 1 before its backward"),
+        ([-1], [1], 1, "_order must name chunks counted from 1"),
+        ([1, 0, -1], [1], 1, r"_order names chunks \[0\]"),
+        ([1, -2, -1], [1], 1, r"_order names chunks \[-2\]"),
+        ([1, 1, -1], 1, 1, "_order must run every chunk's forward and backward"),
+        ([1, 2, -2], 1, 2, "_order must run every chunk's forward and backward"),
+        ([1, -2, 2, -1], 1, 2, "_order runs the backward of chunk 2 before its forward"),
+        ([1, 2, -2, -1], None, 3, "3 callables do not divide into 2 chunks: give _num_layers_per_chunk"),
+        ([1, 2, -2, -1], [1], 2, r"_num_layers_per_chunk is \[1\], but there are 2 chunks and 2 callables"),
+    ],
+)
+def test_orders_that_contradict_themselves_are_refused(order, layers, count, message):
+    with pytest.raises(ValueError, match=message):
+        ordered_plan(order, layers, count)
 
 
 # -------------------------------------------------------------------------------------------- gradients that are read

@@ -163,12 +163,6 @@ def test_a_tensor_that_capture_is_given_twice_may_be_two_in_a_replay():
     assert (a.grad[0], b.grad[0]) == (2, 3)
 
 
-def test_sample_inputs_that_share_memory_may_be_apart_in_a_replay():
-    x, a, b = device_tensor(3, 4), device_tensor(4, seed=1), device_tensor(4, seed=2, grad=False)
-    graphed = make_graphed_callables(lambda x, y: 2 * x - y, (x[0], x.detach()[0]))
-    assert torch.equal(graphed(a, b), 2 * a - b)
-
-
 def run_two(calls, backwards) -> list:
     """Outputs and gradients of two calls on inputs of their own; ``backwards`` is the order of backward passes."""
     inputs = [device_tensor(4, 6, seed=seed) for seed in (1, 2)]
@@ -262,18 +256,6 @@ def test_a_missing_keyword_is_named(with_keywords):
         graphed(*case.args(1), shift=case.kwargs(1)["shift"])
 
 
-def test_another_number_of_tensors_is_refused(with_keywords):
-    graphed, case = with_keywords
-    with pytest.raises(TypeError, match="captured with 3 tensors, this call gives 4"):
-        graphed(*case.args(1), device_tensor(1), **case.kwargs(1))
-
-
-def test_an_input_that_is_no_tensor_is_refused(with_keywords):
-    graphed, case = with_keywords
-    with pytest.raises(TypeError, match=r"callable 0 \(Forward\): input 0 must be a tensor .* got None"):
-        graphed(None, **case.kwargs(1))
-
-
 @pytest.mark.parametrize(
     "other", [lambda: device_tensor(3, 6), lambda: device_tensor(4, 6).double()], ids=["shape", "dtype"]
 )
@@ -295,14 +277,14 @@ def test_an_input_that_requires_grad_and_did_not_at_capture_is_refused():
 def test_a_parameter_that_was_replaced_since_capture_is_refused_by_name():
     module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
     module[0].weight = torch.nn.Parameter(torch.zeros_like(module[0].weight))
-    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\): parameter weight of .* was replaced"):
+    with pytest.raises(RuntimeError, match=r"changed since capture: parameter weight of 0; .*callable 0 \(Sequential"):
         module(device_tensor(4, 6))
 
 
 def test_a_parameter_that_was_unfrozen_since_capture_is_refused():
     module = make_graphed_callables(frozen_mlp(), (device_tensor(4, 6),))
     module[0].weight.requires_grad_()
-    with pytest.raises(RuntimeError, match=r"a parameter of shape \(8, 6\) required no grad at capture and does now"):
+    with pytest.raises(RuntimeError, match=r"requires_grad of a parameter of shape \(8, 6\)"):
         module(device_tensor(4, 6))
     with torch.no_grad():
         module(device_tensor(4, 6))

@@ -35,12 +35,6 @@ def test_tensors_are_cloned_wherever_they_are():
     assert type(cloned["b"]) is Pair
 
 
-@pytest.mark.parametrize("kind", [set, frozenset])
-def test_sets_are_refused(kind):
-    with pytest.raises(TypeError, match="use a tuple or a list"):
-        _clone_nested_tensors([kind([torch.ones(1)])])
-
-
 def test_a_generator_keeps_its_identity_and_its_place_in_the_sequence():
     generator = torch.Generator()
     with torch.inference_mode():

@@ -135,13 +135,6 @@ def test_the_owner_surrounds_warm_up_capture_and_replays():
     assert owner.events[-1] == "forgotten"
 
 
-def test_replays_run_no_python_of_the_function():
-    model = Sums()
-    passes = captured(model)
-    model.module.register_forward_hook(lambda *_: pytest.fail("the module ran"))
-    passes.replay(inputs(1)).sum().backward()
-
-
 def test_outputs_outlive_the_next_replay():
     passes = captured(Sums())
     losses = passes.replay(inputs(1))
@@ -240,24 +233,6 @@ def test_passes_of_several_micro_batches_in_flight_are_bit_equal_to_eager_ones(s
 
 # Both forward passes, then both backward passes in the same order.
 FIRST_OUT = Plan((0, 1), tuple((Step(slot, kind),) for kind in (Pass.FORWARD, Pass.BACKWARD) for slot in (0, 1)))
-
-
-def pair_of_slots():
-    model = Sums()
-    slots = []
-    for number in range(2):
-        x, weights = inputs(number)
-        slots.append(whole(f"micro-batch {number}", model.losses, model.module, {"x": x, "weights": weights}, Owner()))
-    capture(FIRST_OUT, slots)
-    return slots
-
-
-def test_a_replay_out_of_the_order_of_capture_is_refused():
-    first, second = pair_of_slots()
-    losses = second.replay(inputs(1))
-    first.replay(inputs(2))
-    with pytest.raises(RuntimeError, match="micro-batch 1: backward of a replay whose activations a later"):
-        losses.sum().backward()
 
 
 def test_a_slot_that_fails_leaves_no_graphs_of_others():
