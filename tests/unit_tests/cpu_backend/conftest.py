@@ -19,3 +19,13 @@ def _side_stream():
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
     assert not torch.cuda.is_current_stream_capturing()
+
+
+def capture(body, *generators, **options):
+    """Return the graph of ``body``, with ``generators`` registered, and the result of ``body``."""
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph, **options):
+        result = body()
+    return graph, result

@@ -10,78 +10,7 @@ import torch
 
 from megatron_fsdp_cuda_graphs.cpu_backend import StaleAddress
 
-
-def capture(body, **options):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, **options):
-        result = body()
-    return graph, result
-
-
-def test_a_freed_input_is_an_error_that_names_operator_and_shape():
-    x = torch.ones(3, 5, device="cuda")
-    graph, _ = capture(x.clone)
-    del x
-    gc.collect()
-    with pytest.raises(StaleAddress, match=r"was freed.*aten\.clone.*\(3, 5\)"):
-        graph.replay()
-
-
-def test_a_graph_does_not_keep_its_inputs_alive():
-    x = torch.ones(4, device="cuda")
-    reference = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
-    graph, _ = capture(x.clone)
-    del x
-    gc.collect()
-    assert reference.expired()
-    assert graph.op_count == 1
-
-
-def test_a_resized_input_is_an_error():
-    x = torch.ones(4, device="cuda")
-    graph, _ = capture(lambda: x + 1)
-    x.untyped_storage().resize_(0)
-    with pytest.raises(StaleAddress, match="was resized from 16 to 0 bytes"):
-        graph.replay()
-
-
-def test_a_moved_input_is_an_error():
-    x = torch.ones(4, device="cuda")
-    graph, _ = capture(lambda: x + 1)
-    pointer = x.data_ptr()
-    x.untyped_storage().resize_(1 << 20)
-    assert x.data_ptr() != pointer
-    with pytest.raises(StaleAddress, match="was moved"):
-        graph.replay()
-
-
-def test_a_stale_replay_touches_nothing():
-    x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
-    graph, _ = capture(functools.partial(y.add_, x))
-    del x
-    gc.collect()
-    with pytest.raises(StaleAddress):
-        graph.replay()
-    assert y.tolist() == [0] * 4
-
-
-def test_an_output_freed_through_its_storage_is_an_error():
-    x = torch.ones(4, device="cuda")
-    graph, y = capture(lambda: x + 1)
-    y.untyped_storage().resize_(0)
-    with pytest.raises(StaleAddress, match="was resized from 16 to 0 bytes"):
-        graph.replay()
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_graph_cannot_be_copied(copied):
-    x = torch.ones(4, device="cuda")
-    graph, y = capture(lambda: x + 1)
-    with pytest.raises(TypeError, match="cannot pickle 'CUDAGraph' object"):
-        copied(graph)
-    graph.replay()
-    assert y.tolist() == [2] * 4
-
+from .conftest import capture
 
 # ------------------------------------------------------------------------------------ storages resized in the capture
 
@@ -149,33 +78,6 @@ def test_an_output_that_was_resized_and_let_go_is_not_overwritten():
     assert z.tolist() == [4] * 4
 
 
-def test_memory_allocated_in_a_capture_outlives_the_tensors():
-    x, out = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
-
-    def body():
-        temporary = x * 2
-        out.copy_(temporary + 1)
-
-    graph, _ = capture(body)
-    gc.collect()
-    graph.replay()
-    assert out.tolist() == [3] * 4
-
-
-def test_a_second_graph_of_a_pool_keeps_the_first_ones_memory_alive():
-    x = torch.ones(4, device="cuda")
-    pool = torch.cuda.graph_pool_handle()
-    first, y = capture(lambda: x * 2, pool=pool)
-    second, z = capture(functools.partial(torch.add, y, 1), pool=pool)
-    assert first.pool() == second.pool() == pool
-    first.replay()
-    first.reset()
-    del y
-    gc.collect()
-    second.replay()
-    assert z.tolist() == [3] * 4
-
-
 def test_reset_frees_the_memory_of_the_last_graph_of_a_pool():
     x = torch.ones(4, device="cuda")
     graph, y = capture(lambda: x * 2)
@@ -231,3 +133,59 @@ def test_a_graph_of_another_pool_overwrites_nothing():
     first.replay()
     second.replay()
     assert output.tolist() == [2.0] * 4
+
+
+def freed(x):
+    del x[0]
+    gc.collect()
+
+
+def moved(x):
+    x[0].untyped_storage().resize_(1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (freed, r"was freed.*aten\.add.*\(3, 5\)"),
+        (lambda x: x[0].untyped_storage().resize_(0), "was resized from 60 to 0 bytes"),
+        (moved, "was moved"),
+    ],
+    ids=["freed", "resized", "moved"],
+)
+def test_changed_input_is_an_error_before_anything_is_written(change, message):
+    inputs, total = [torch.ones(3, 5, device="cuda")], torch.zeros(3, 5, device="cuda")
+    graph, _ = capture(lambda: total.add_(inputs[0]))
+    assert graph.op_count == 1
+    change(inputs)
+    with pytest.raises(StaleAddress, match=message):
+        graph.replay()
+    assert not total.any()
+
+
+def test_output_resized_by_the_program_is_an_error():
+    x = torch.ones(4, device="cuda")
+    graph, y = capture(lambda: x + 1)
+    y.untyped_storage().resize_(0)
+    with pytest.raises(StaleAddress, match="was resized from 16 to 0 bytes"):
+        graph.replay()
+
+
+def test_memory_of_a_pool_lives_as_long_as_any_graph_of_it():
+    x, out = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    pool = torch.cuda.graph_pool_handle()
+    first, y = capture(lambda: x * 2, pool=pool)
+    second, _ = capture(functools.partial(torch.add, y, 1, out=out), pool=pool)
+    assert first.pool() == second.pool() == pool
+    first.replay()
+    first.reset()
+    del y
+    gc.collect()
+    second.replay()
+    assert out.tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_graph_cannot_be_copied(copied):
+    with pytest.raises(TypeError, match="cannot pickle 'CUDAGraph' object"):
+        copied(torch.cuda.CUDAGraph())

@@ -7,6 +7,8 @@ import torch
 
 from megatron_fsdp_cuda_graphs.cpu_backend import CaptureError
 
+from .conftest import capture
+
 DEVICE = {"device": "cuda"}
 
 
@@ -23,50 +25,6 @@ def dropped(x):
     return torch.nn.functional.dropout(x, 0.5)
 
 
-def capture(body, *generators):
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
-        result = body()
-    return graph, result
-
-
-def test_device_draws_leave_the_host_sequence_alone():
-    before = torch.get_rng_state()
-    torch.rand(4, **DEVICE)
-    dropped(torch.ones(8, **DEVICE))
-    torch.zeros(4, **DEVICE).normal_()
-    assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [lambda: torch.rand(4), lambda: torch.empty(4).normal_(), lambda: torch.randperm(9)],
-    ids=["rand", "normal_", "randperm"],
-)
-def test_host_draws_leave_the_device_sequence_alone(draw):
-    device, host = torch.cuda.get_rng_state(), torch.get_rng_state()
-    draw()
-    assert torch.equal(device, torch.cuda.get_rng_state())
-    assert not torch.equal(host, torch.get_rng_state())
-
-
-def test_manual_seed_seeds_both():
-    torch.manual_seed(5)
-    a, b = torch.rand(3), torch.rand(3, **DEVICE)
-    torch.manual_seed(5)
-    assert torch.equal(a, torch.rand(3))
-    assert torch.equal(b, torch.rand(3, **DEVICE))
-
-
-def test_the_state_of_the_device_can_be_saved_and_set():
-    state = torch.cuda.get_rng_state()
-    a = torch.rand(3, **DEVICE)
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(a, torch.rand(3, **DEVICE))
-
-
 def test_a_generator_of_its_own_has_its_own_sequence():
     before = torch.cuda.get_rng_state()
     generator = torch.Generator("cuda")
@@ -77,13 +35,6 @@ def test_a_generator_of_its_own_has_its_own_sequence():
     assert torch.equal(before, torch.cuda.get_rng_state())
     assert isinstance(generator, torch.Generator)
     assert generator.device.type == "cuda"
-
-
-def test_a_clone_is_apart_and_a_graph_safe_state_is_shared(default):
-    clone, shared = default.clone_state(), default.graphsafe_get_state()
-    torch.rand(3, **DEVICE)
-    assert not torch.equal(clone.get_state(), default.get_state())
-    assert torch.equal(shared.get_state(), default.get_state())
 
 
 def test_the_default_generator_advances_the_state_it_was_given(default):
@@ -101,12 +52,6 @@ def test_the_default_generator_advances_the_state_it_was_given(default):
 def test_a_generator_pickles_with_its_value(default):
     copy = pickle.loads(pickle.dumps(default))
     assert torch.equal(copy.get_state(), default.get_state())
-
-
-def test_a_capture_does_not_draw():
-    before = torch.cuda.get_rng_state()
-    capture(lambda: dropped(torch.ones(64, **DEVICE)))
-    assert torch.equal(before, torch.cuda.get_rng_state())
 
 
 RANDOM = {
@@ -179,17 +124,6 @@ def test_a_replay_draws_from_the_state_of_the_capture_whatever_is_current(defaul
     assert torch.equal(out, dropped(x))
 
 
-@pytest.mark.parametrize("call", ["get_state", "initial_seed", "seed"])
-def test_the_value_of_a_state_is_out_of_reach_in_a_capture(call, default):
-    with pytest.raises(RuntimeError, match="during CUDA graph capture"):
-        capture(lambda: getattr(default, call)())
-
-
-def test_only_generators_of_the_device_can_be_registered():
-    with pytest.raises(TypeError, match="CUDA generator"):
-        torch.cuda.CUDAGraph().register_generator_state(torch.Generator("cpu"))
-
-
 def test_megatrons_tracker_draws_the_same_in_a_replay_as_eager():
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
@@ -217,15 +151,41 @@ def test_megatrons_tracker_draws_the_same_in_a_replay_as_eager():
         assert all(map(torch.equal, eager, graphed))
 
 
-def test_megatrons_tracker_without_graph_safe_states_cannot_be_captured():
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+DRAWS = {
+    "rand": lambda where: torch.rand(4, **where),
+    "normal_": lambda where: torch.empty(4, **where).normal_(),
+    "randperm": lambda where: torch.randperm(9, **where),
+}
 
-    tracker = CudaRNGStatesTracker(use_cudagraphable_rng=False)
-    tracker.add("model-parallel-rng", 22)
 
-    def body():
-        with tracker.fork():
-            return dropped(torch.ones(4, **DEVICE))
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_host_and_device_have_separate_sequences(draw):
+    torch.manual_seed(5)
+    for where, own, other in (
+        (DEVICE, torch.cuda.get_rng_state, torch.get_rng_state),
+        ({}, torch.get_rng_state, torch.cuda.get_rng_state),
+    ):
+        before, others = own(), other()
+        drawn = draw(where)
+        assert torch.equal(other(), others)
+        assert not torch.equal(own(), before)
+        (torch.cuda.set_rng_state if where else torch.set_rng_state)(before)
+        assert torch.equal(draw(where), drawn)
 
+
+def test_clone_is_separate_and_graph_safe_state_is_shared(default):
+    clone, shared = default.clone_state(), default.graphsafe_get_state()
+    torch.rand(3, **DEVICE)
+    assert not torch.equal(clone.get_state(), default.get_state())
+    assert torch.equal(shared.get_state(), default.get_state())
+
+
+@pytest.mark.parametrize("call", ["get_state", "initial_seed", "seed"])
+def test_value_of_a_state_is_out_of_reach_in_a_capture(call, default):
     with pytest.raises(RuntimeError, match="during CUDA graph capture"):
-        capture(body)
+        capture(lambda: getattr(default, call)())
+
+
+def test_only_device_generators_can_be_registered():
+    with pytest.raises(TypeError, match="CUDA generator"):
+        torch.cuda.CUDAGraph().register_generator_state(torch.Generator("cpu"))

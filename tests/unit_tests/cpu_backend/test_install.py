@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_fsdp_cuda_graphs.cpu_backend import install, leave, patches
+from megatron_fsdp_cuda_graphs.cpu_backend import leave
 from megatron_fsdp_cuda_graphs.cpu_backend.__main__ import main
 from tests.support.sample import mostly_long
 
@@ -47,20 +46,6 @@ def test_a_visible_gpu_is_refused():
     assert lines[1] == "False True"
 
 
-def test_a_second_install_changes_nothing():
-    zeros, count = torch.zeros, len(patches.APPLIED)
-    install()
-    assert torch.zeros is zeros
-    assert len(patches.APPLIED) == count
-
-
-def test_a_setting_of_dynamo_has_its_value_after_uninstall():
-    assert output(
-        "import torch._dynamo.config as config\nfrom megatron_fsdp_cuda_graphs.cpu_backend import install, uninstall\n"
-        "print(config.disable); install(); print(config.disable); uninstall(); print(config.disable)"
-    ) == ["False", "True", "False"]
-
-
 def test_uninstall_gives_torch_its_names_back():
     assert output(
         "import torch, os\nfrom megatron_fsdp_cuda_graphs.cpu_backend import install, uninstall\n"
@@ -86,11 +71,6 @@ def test_an_operator_has_one_thread_unless_the_variable_says_how_many(variable, 
         OMP_NUM_THREADS=variable,
     )
     assert done.stdout.split() == [threads, threads, "7"], done.stderr
-
-
-def test_a_number_of_threads_that_is_none_is_refused():
-    done = python("-c", "from megatron_fsdp_cuda_graphs import cpu_backend as b; b.install()", OMP_NUM_THREADS="all")
-    assert "ValueError: OMP_NUM_THREADS is 'all': set it to a number of threads" in done.stderr
 
 
 @pytest.mark.long
@@ -119,11 +99,6 @@ def test_an_installed_transformer_engine_is_hidden_until_the_backend_is_uninstal
     assert done.stdout.split() == ["ModuleNotFoundError", "OSError"], done.stderr
 
 
-def test_every_replaced_name_has_a_reason():
-    assert len(patches.APPLIED) > 100
-    assert all(patch.reason for patch in patches.APPLIED)
-
-
 def test_the_launcher_runs_a_script_as_python_would(tmp_path: Path):
     (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'\n")
     script = tmp_path / "script.py"
@@ -134,26 +109,6 @@ def test_the_launcher_runs_a_script_as_python_would(tmp_path: Path):
     )
     done = python(*LAUNCHER, str(script), "--flag", "value")
     assert done.stdout.split("\n") == ["__main__ ['--flag', 'value'] True neighbour", "True True", ""], done.stderr
-
-
-@pytest.mark.long
-def test_the_launcher_runs_a_module(tmp_path: Path):
-    (tmp_path / "module.py").write_text("import sys, torch\nprint(__name__, sys.argv[1:], torch.cuda.is_available())\n")
-    done = python(*LAUNCHER, "-m", "module", "argument", PYTHONPATH=str(tmp_path))
-    assert done.stdout == "__main__ ['argument'] True\n", done.stderr
-
-
-@pytest.mark.long
-def test_the_launcher_passes_the_exit_code_on(tmp_path: Path):
-    (tmp_path / "script.py").write_text("import sys; sys.exit(3)\n")
-    assert python(*LAUNCHER, str(tmp_path / "script.py")).returncode == 3
-
-
-def test_the_launcher_reports_an_exception_as_python_would(tmp_path: Path):
-    (tmp_path / "script.py").write_text("raise ValueError('of the script')\n")
-    done = python(*LAUNCHER, str(tmp_path / "script.py"))
-    assert done.returncode == 1
-    assert "ValueError: of the script" in done.stderr
 
 
 def test_a_script_ends_after_its_threads_and_exit_functions_but_its_objects_are_left_alone(tmp_path: Path):
@@ -179,11 +134,6 @@ def test_leave_takes_what_sys_exit_takes(code, status, monkeypatch, capsys):
     leave(code)
     assert ends == [status]
     assert capsys.readouterr().err == ("a message\n" if isinstance(code, str) else "")
-
-
-def test_the_launcher_explains_itself(capsys):
-    main(["--help"])
-    assert "python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"]], ids=str)

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_fsdp_cuda_graphs.plan import command
 
-from .conftest import DENSE, EXPERTS, FSDP, SIZES, TRAINING
+from .conftest import DENSE, EXPERTS
 
 REST = "--num-layers 2 --world-size 2"
 
@@ -82,11 +82,6 @@ def test_experts_that_do_not_fit_one_product_are_padded(capsys, flags):
     )
 
 
-def test_a_whole_model_with_dropless_experts(capsys, flags):
-    _, parts = explained(capsys, flags(DENSE, EXPERTS, REST, "--moe-use-grouped-tensor"))
-    assert {*parts.values()} == {("graphed", "in the graphs of the whole model", None)}
-
-
 def test_shared_experts_beside_the_dispatch(capsys, flags):
     modules = "--cuda-graph-modules attn moe_router --moe-shared-expert-overlap"
     _, parts = explained(capsys, flags(DENSE, EXPERTS, REST, modules))
@@ -124,24 +119,3 @@ def test_a_hybrid_model(capsys, flags):
     )
     assert parts["final norm (1)"][0] == "eager"
     assert parts["embedding (1)"][2] == "drop --cuda-graph-modules"
-
-
-def test_flags_that_do_not_fit(capsys, flags):
-    code = command.explain(flags(DENSE, EXPERTS, REST))
-    assert code == 1
-    assert "- --num-experts with whole layers or moe in graphs" in capsys.readouterr().out
-
-
-def test_without_graphs(capsys, flags):
-    assert command.explain(flags(FSDP, SIZES, TRAINING, REST)) == 0
-    assert "--cuda-graph-impl is none" in capsys.readouterr().out
-
-
-def test_it_asks_for_the_vocabulary_of_a_tokenizer(capsys, flags, without):
-    assert command.explain(without(flags(DENSE, REST), "--vocab-size")) == 2
-    assert "add --padded-vocab-size N" in capsys.readouterr().err
-
-
-def test_usage(capsys):
-    assert command.explain([]) == 2
-    assert "give the flags of a training" in capsys.readouterr().err

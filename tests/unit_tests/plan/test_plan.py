@@ -64,19 +64,6 @@ def layers_only(monkeypatch):
     monkeypatch.setattr(capture_state, "_TABLE", ((capture_state.MODEL, "{} says so", lambda stage, chunk: "a test"),))
 
 
-@pytest.mark.parametrize(
-    "more",
-    ["", "--fp8-format hybrid", "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"],
-    ids=["as asked for", "FP8", "FP8 parameters"],
-)
-def test_the_whole_model(capsys, flags, more):
-    whole = "--num-layers 2 --cuda-graph-layers-per-graph model --world-size 2"
-    code, lines = planned(capsys, flags(DENSE, whole, more))
-    assert code == 0
-    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
-    assert lines[-1] == "- none"
-
-
 RECOMPUTE = "--num-layers 4 --world-size 2 --recompute-granularity full --recompute-method"
 
 
@@ -100,27 +87,6 @@ def test_activations_of_layers_that_are_computed_again(capsys, flags, more, inpu
     assert float(line.split()[0]) == round(expected / 2**20, 1)
 
 
-@pytest.mark.parametrize(("modules", "known"), [("core_attn", True), ("core_attn layernorm", False)])
-def test_activations_where_parts_of_layers_are_computed_again(capsys, flags, modules, known):
-    more = f"--num-layers 2 --world-size 2 --recompute-granularity selective --recompute-modules {modules}"
-    _, lines = planned(capsys, flags(DENSE, more))
-    assert ("    the graphs' pool is not estimated for these layers" in lines) is not known
-
-
-def test_layers_that_are_computed_again_and_cannot_be_in_one_graph(capsys, flags):
-    more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --mtp-num-layers 1"
-    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 2 --cuda-graph-layers-per-graph all", more))
-    assert code == 0
-    (line,) = (line for line in lines if "Nothing would be captured" in line)
-    assert "layers are computed again in their backward pass, and layers of multi-token prediction are" in line
-
-
-def test_the_whole_model_with_dropless_experts(capsys, flags):
-    code, lines = planned(capsys, flags(DENSE, EXPERTS, "--num-layers 2 --moe-use-grouped-tensor --world-size 2"))
-    assert code == 0
-    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
-
-
 @pytest.mark.parametrize(("ranks", "rows"), [(1, []), (2, [2 * 8192 * 2]), (4, [4 * 8192 * 1])])
 def test_the_room_for_tokens_of_experts_of_several_ranks(capsys, flags, ranks, rows):
     more = "--num-layers 2 --moe-use-grouped-tensor --seq-length 4096 --max-position-embeddings 4096 --world-size 4"
@@ -129,22 +95,6 @@ def test_the_room_for_tokens_of_experts_of_several_ranks(capsys, flags, ranks, r
     assert [(mib, number) for mib, _, _, number, *_ in found] == [
         (f"{each * 32 * 2 / 2**20:.1f}", str(each)) for each in rows
     ]
-
-
-def test_the_room_for_tokens_that_are_bounded(capsys, flags):
-    more = "--num-layers 2 --moe-use-grouped-tensor --expert-model-parallel-size 4 --seq-length 4096 --world-size 4"
-    bounded = "--max-position-embeddings 4096 --moe-alltoall-capacity-factor 1.25"
-    code, lines = planned(capsys, flags(DENSE, EXPERTS, more, bounded))
-    assert code == 0
-    (room,) = (line for line in lines if "rows of tokens that experts have room for" in line)
-    assert f" {8192 * 2 * 5 // 4} rows" in room
-
-
-def test_what_dropless_experts_do_not_fit_is_refused(capsys, flags):
-    more = "--moe-use-grouped-tensor --moe-single-grouped-weight --moe-expert-capacity-factor 1.0"
-    code, lines = planned(capsys, flags(DENSE, EXPERTS, "--num-layers 2 --world-size 2", more))
-    assert code == 1
-    assert sum("--moe-use-grouped-tensor" in line for line in lines) >= 2
 
 
 @pytest.mark.usefixtures("layers_only")
@@ -156,25 +106,32 @@ def test_why_the_whole_model_cannot_be_captured(capsys, flags):
     assert lines[-1].endswith("output layer and losses: not possible: a test says so")
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--num-layers 2 --mtp-num-layers 1",
-        "--hybrid-layer-pattern M*-/*M --spec tests.support.layers.hybrid_spec local",
-        "--num-layers 2 --position-embedding-type mrope --mrope-section 2 3 3",
-        "--num-layers 2 --position-embedding-type mrope --mrope-section 2 3 3 --context-parallel-size 2 "
-        "--spec tests.support.layers.gathering_attention local_layers",
-        "--num-layers 2 --cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none",
-        "--num-layers 2 --cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none "
-        "--context-parallel-size 2 --spec tests.support.layers.packed_attention local_layer",
-    ],
-    ids=[
-        *("multi-token prediction", "hybrid", "multimodal positions", "multimodal positions of parts"),
-        *("packed", "parts of packed"),
-    ],
-)
+INSTANCES = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce"
+PACKED = "--cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none"
+MROPE = "--position-embedding-type mrope --mrope-section 2 3 3"
+PARTS = "--context-parallel-size 2 --spec tests.support.layers"  # of sequences
+WHOLE = {
+    "as asked for": "--cuda-graph-layers-per-graph model",
+    "FP8": "--fp8-format hybrid",
+    "FP8 parameters": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
+    "dropless experts": f"{EXPERTS} --moe-use-grouped-tensor",
+    "multi-token prediction": "--mtp-num-layers 1",
+    "multimodal positions": MROPE,
+    "multimodal positions of parts": f"{MROPE} {PARTS}.gathering_attention local_layers",
+    "packed": PACKED,
+    "parts of packed": f"{PACKED} {PARTS}.packed_attention local_layer",
+    "HSDP": INSTANCES,
+    "HSDP with a sharded optimizer": f"{INSTANCES} --outer-dp-sharding-strategy optim",
+    "context parallelism": "--context-parallel-size 2",
+    "NCCL user buffers": "--use-nccl-ub",
+    "hybrid": "--hybrid-layer-pattern M*-/*M --spec tests.support.layers.hybrid_spec local",
+}
+
+
+@pytest.mark.parametrize("more", WHOLE.values(), ids=WHOLE)
 def test_models_that_are_captured_whole(capsys, flags, more):
-    code, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
+    layers = "" if "--hybrid" in more else "--num-layers 2"
+    code, lines = planned(capsys, flags(DENSE, layers, more, "--world-size 4"))
     assert code == 0
     assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
     assert lines[-1] == "- none"
@@ -208,28 +165,6 @@ def test_parts_to_add_are_those_that_explain_names(capsys, flags):
     assert command.explain(given) == 0
     named = {line.partition("to graph it: ")[2] for line in capsys.readouterr().out.splitlines()} - {""}
     assert {line.rpartition(": ")[2] for line in added} == named
-
-
-def test_instances_that_shard_among_them(capsys, flags):
-    """The ranks of instances are numbers that are read, unlike the values of other tensors."""
-    more = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim"
-    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 4", more))
-    assert code == 0
-    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
-
-
-def test_the_whole_model_of_instances(capsys, flags):
-    more = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --cuda-graph-layers-per-graph model"
-    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 4", more))
-    assert code == 0
-    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
-
-
-@pytest.mark.parametrize("more", ["--context-parallel-size 2", "--use-nccl-ub"])
-def test_what_only_gpus_have_is_planned_without_one(capsys, flags, more):
-    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 4", more))
-    assert code == 0
-    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
 
 
 def test_what_layers_do_not_take(capsys, flags):
@@ -271,13 +206,6 @@ def test_virtual_pipeline_stages(capsys, flags, layers_per_graph, first):
     assert graphs(lines)[0] == first
 
 
-def test_where_another_stage_is_not_captured_as_a_whole_layers_are(capsys, flags, monkeypatch):
-    monkeypatch.setattr("megatron_fsdp_cuda_graphs.plan.text.blocker_elsewhere", lambda args: "of another")
-    more = "--num-layers 4 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
-    _, lines = planned(capsys, flags(DENSE, more, "--world-size 2 --global-batch-size 4"))
-    assert graphs(lines)[0] == "forward of layer 1"
-
-
 def test_all_refusals_come_at_once(capsys, flags):
     fsdp = FSDP.replace("--fsdp-double-buffer ", "").replace("--fsdp-db-use-persist-buf-on-alloc-fail ", "")
     more = "--num-layers 2 --cuda-graph-warmup-steps -1 --cuda-graph-layers-per-graph 0"
@@ -292,18 +220,6 @@ def test_all_refusals_come_at_once(capsys, flags):
     ):
         assert sum(line.startswith(f"- {flag}") for line in lines) == 1, flag
     assert not any("Graphs" in line for line in lines)
-
-
-def test_what_megatron_core_refuses(capsys, flags):
-    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --global-batch-size 3 --world-size 2"))
-    assert code == 1
-    assert [line for line in lines if line.startswith("- megatron-core: ")]
-
-
-def test_remarks(capsys, flags):
-    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --cuda-graph-warmup-steps 10 --world-size 2"))
-    assert code == 0
-    assert [line for line in lines if line.startswith("- --cuda-graph-warmup-steps is not less than --train-iters")]
 
 
 def test_without_graphs_it_says_what_to_add(capsys, flags):

@@ -14,12 +14,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_session
-from megatron.core.transformer._cuda_graphs.te.capture_state import known_class, other_method
 from tests.support.sample import each_once
-from tests.support.trainings.hybrid_training import HybridTraining
 from tests.support.trainings.training import Training, train
 
 from .captured_training import CapturedTraining, captured, graphed, in_use, trained
@@ -357,7 +354,7 @@ def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_
     def fails(*args, **kwargs):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(capture_session, "capture_whole_models", fails)
+    monkeypatch.setattr(capture_session, "capture_models", fails)
     case = replace(graphed(None, dropout=0.1), warmup=1, steps=3)
     eager, graphs = train(case, False), train(case, True)
     assert eager.differences(graphs) == []
@@ -405,29 +402,6 @@ def test_a_model_in_which_a_module_gets_a_hook_runs_eagerly_until_it_is_removed(
     training.delete()
 
 
-def test_a_model_with_a_method_of_its_own_may_compute_something_else_in_every_step(one_rank):
-    training = CapturedTraining(graphed(ALL))
-    model = training.fsdp.module
-    assert other_method(model) == ""
-    model.compute_language_model_loss = lambda labels, logits: logits
-    assert other_method(model) == "compute_language_model_loss is not GPTModel's own"
-    del model.compute_language_model_loss
-
-    model.__class__ = type("Other", (type(model),), {"_postprocess": lambda self, *args, **kwargs: None})
-    assert other_method(model) == "_postprocess is not GPTModel's own"
-    training.delete()
-
-
-def test_the_methods_of_a_hybrid_model_count_likewise(one_rank):
-    training = HybridTraining(graphed(MODEL, pattern="M*"), graphs=False)
-    model = training.chunks[0].module.module
-    assert (known_class(model), other_method(model)) == (HybridModel, "")
-    model.preprocess_for_paged_stash = lambda: None
-    assert other_method(model) == "preprocess_for_paged_stash is not HybridModel's own"
-    model.forward = model.forward
-    assert known_class(model) is None
-
-
 def test_multi_token_prediction_is_in_graphs_of_the_whole_model(one_rank):
     eager, graphs = (trained(graphed(MODEL, mtp=1, dropout=0.1), on) for on in (False, True))
     assert eager.differences(graphs) == []
@@ -472,7 +446,7 @@ def test_an_interrupted_capture_of_the_whole_model_is_not_followed_by_one_of_lay
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(capture_session, "capture_whole_models", interrupted)
+    monkeypatch.setattr(capture_session, "capture_models", interrupted)
     monkeypatch.setattr(capture_session, "capture_decoder", lambda *args: pytest.fail("captures layers"))
     with pytest.raises(KeyboardInterrupt):
         CapturedTraining(graphed(None))

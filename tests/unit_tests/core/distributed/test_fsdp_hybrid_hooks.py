@@ -16,14 +16,3 @@ def test_hooks_are_those_of_megatron_core_with_hybrid_sharding(hybrid_ranks, str
     theirs, ours = (variant.build(upstream=upstream).module for upstream in (True, False))
     assert ours.dist_index.use_hybrid_fsdp
     assert hooks_of(ours) == translated(hooks_of(theirs))
-
-
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_units_that_are_reduced_in_two_levels_have_plans(hybrid_ranks, outer):
-    sharding = {"num_distributed_optimizer_instances": hybrid_ranks, "outer_dp_sharding_strategy": outer}
-    fsdp = Variant(sharding=sharding).build().module
-    assert fsdp.ddp_config.fsdp_double_buffer
-    layers = list(fsdp.module.decoder.layers)
-    with fsdp.graphs.capture_graphs(layers):
-        assert all(fsdp.graphs.gradient_sinks(layers, whole=True))
-    assert fsdp.graphs.recorded_collectives() == 2 * len(layers)

@@ -57,18 +57,6 @@ def test_gradients_of_a_bucket_share_a_storage_and_keep_their_values(grads, stor
     assert first == second != third
 
 
-def test_memory_is_given_back_and_allocated_again_for_the_same_tensors(grads, storages):
-    before, full = [id(tensor) for tensor in local_tensors(grads)], sizes(grads)
-    storages.free()
-    assert sizes(grads) == [0, 0, 0]
-    storages.allocate()
-    assert sizes(grads) == full
-    assert [id(tensor) for tensor in local_tensors(grads)] == before
-    fill(grads, 1, 7.0)
-    storages.allocate()  # it is there already
-    assert values(grads)[1] == [7.0] * 200
-
-
 def test_adopted_memory_stays_until_it_is_detached(grads, storages):
     full = sizes(grads)
     storages.free()
@@ -82,15 +70,6 @@ def test_adopted_memory_stays_until_it_is_detached(grads, storages):
     assert addresses(grads) == adopted
     storages.detach()
     assert sizes(grads) == [0, 0, 0]
-
-
-def test_a_second_capture_adopts_it_anew(grads, storages):
-    storages.free()
-    for _ in range(2):
-        storages.reserve()
-        assert sizes(grads) == [0, 0, 0]
-        storages.adopt()
-        assert 0 not in sizes(grads)
 
 
 def test_gradients_in_use_are_never_lost(grads, storages):

@@ -68,44 +68,12 @@ def test_after_the_first_round_the_same_parameters_are_exchanged_without_names(r
         assert held(fsdp) == raw
 
 
-def test_an_exchange_that_is_not_needed_changes_nothing(ranks):
-    fsdp = VARIANTS["tied"].build().module
-    by_megatron_core(fsdp)
-    before = held(fsdp)
-    exchange(fsdp, False)
-    assert held(fsdp) == before
-
-
 def test_a_class_that_sets_its_parameters_itself_goes_on_doing_so(ranks):
     fsdp = Variant(change=add_own_setter).build().module
     by_megatron_core(fsdp)
     fsdp.module.extra.registered.clear()
     assert not exchange(fsdp, True)
     assert fsdp.module.extra.registered == ["weight"]
-
-
-def test_a_class_of_transformer_engine_is_not_asked_again(ranks):
-    fsdp = Variant(change=add_own_setter).build().module
-    with mock.patch.object(OwnSetter.register_parameter, "__module__", "transformer_engine.pytorch.module.base"):
-        distributed, raw = by_megatron_core(fsdp)
-        assert not exchange(fsdp, True)
-    fsdp.module.extra.registered.clear()
-    assert not exchange(fsdp, False)
-    assert held(fsdp) == raw
-    assert not exchange(fsdp, True)
-    assert held(fsdp) == distributed
-    assert fsdp.module.extra.registered == []
-
-
-def test_a_replaced_module_is_found(ranks):
-    fsdp = VARIANTS["tied"].build().module
-    distributed, _ = by_megatron_core(fsdp)
-    layers = fsdp.module.decoder.layers
-    layers[0].mlp.activation = torch.nn.GELU()  # has no parameters
-    assert exchange(fsdp, True)
-    assert held(fsdp) == distributed
-    assert exchange(fsdp, False)
-    assert not exchange(fsdp, True)
 
 
 def test_a_parameter_that_a_user_replaced_is_replaced_as_by_megatron_core(ranks):

@@ -100,18 +100,6 @@ def test_gradients_are_those_of_megatron_core(buffer):
     assert not own.called
 
 
-def test_gradients_that_a_graph_reads_stay_where_they_are(buffer):
-    name = "decoupled_grad" if buffer.use_decoupled_grad else "grad"
-    buffer.keep_gradients_in_place()
-    buffer.update_main_grads()
-    grads = [getattr(param, name, None) for _, param in buffer.optimizer_named_parameters]
-    addresses = [grad is None or grad._local_tensor.data_ptr() for grad in grads]
-    buffer.zero_grad()
-    buffer.update_main_grads()
-    assert [getattr(param, name, None) for _, param in buffer.optimizer_named_parameters] == grads
-    assert [grad is None or grad._local_tensor.data_ptr() for grad in grads] == addresses
-
-
 def test_gradients_of_all_parameters_take_one_launch_if_they_are_cast(buffer):
     buffer.update_main_grads()
     main_grads = {group.main_grad_buffer.dtype for group in buffer.parameter_groups if group.main_grad_buffer}
@@ -146,15 +134,6 @@ def test_gradients_of_replaced_memory_are_read_there(buffer):
     seen = attached(buffer)
     upstream_kind().update_main_grads(buffer)
     assert same(seen, attached(buffer))
-
-
-def test_without_graphs_gradients_are_freed_between_steps(ranks):
-    buffer = Variant(small(dtype="bf16")).build().module.param_and_grad_buffer
-    for _ in range(2):
-        buffer.update_main_grads()
-        assert any(grad is not None for grad in attached(buffer))
-        buffer.zero_grad()
-        assert all(param.grad is None for _, param in buffer.optimizer_named_parameters)
 
 
 def test_weights_are_those_of_megatron_core(buffer):

@@ -1,6 +1,5 @@
 """A backward pass that an exception ends leaves a model that trains on as if the pass had not been."""
 
-import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -102,29 +101,6 @@ def test_everything_that_it_held_is_released(one_rank):
     for buffer in (unit.model_weight_buffer, unit.main_grad_buffer):
         assert dict(buffer.temporary_bucket_allocator.using_buffer) == {}
     assert {module._training_state.name for module in training.fsdp.module.modules()} == {"IDLE"}
-
-
-def test_gradients_that_no_hook_has_handled_are_dropped(one_rank):
-    training = built("optim_grads_params")
-    interrupted_backward(training)
-    params, backward = list(training.fsdp.raw_param.values()), training.fsdp.fsdp_hooks.backward
-    for param in params:
-        param.grad, param.grad_added_to_main_grad = torch.zeros_like(param), True
-    layer = training.fsdp.module.decoder.layers[0]
-    backward.collected[training.fsdp.graphs.runner_of(layer)] += params
-    with warns():
-        backward.drop_unfinished()
-    assert [param.grad for param in params] == [None] * len(params)
-    assert not any(param.grad_added_to_main_grad for param in params)
-    assert (backward.collected, backward.takers, backward.runners) == ({}, {}, {})
-
-
-def test_a_training_without_exceptions_is_not_warned_of(one_rank):
-    training = built("optim_grads_params")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Megatron-FSDP: an exception")
-        step(training)
-        step(training)
 
 
 def test_a_forward_pass_inside_backward_is_left_alone(one_rank):

@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -152,20 +151,6 @@ def waits():
         yield found
 
 
-@RECORDED
-def test_graphs_of_forward_passes_wait_for_each_bucket_of_units_by_itself(hybrid_ranks, kind):
-    with trained(kind, hybrid_ranks, "optim") as training:
-        training.helper.delete_cuda_graphs()
-        with waits() as waited:
-            training.helper.create_cudagraphs()
-        gathers, groups = training.fsdp.all_gather_pipeline, training.fsdp.param_and_grad_buffer.parameter_groups
-        assert set(gathers.between_instances) == set(range(len(groups)))
-        units = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is not None]
-        of_gathers = [event for stream, event in waited if stream is gathers.ag_stream and event.external]
-        assert of_gathers == [gathers.between_instances[bucket] for bucket in units]
-        assert not gathers.recording
-
-
 def test_a_replay_waits_for_what_is_outside_of_units_and_an_eager_pass_for_all(hybrid_ranks):
     with trained(MODEL, hybrid_ranks, "optim") as training:
         gathers, groups = training.fsdp.all_gather_pipeline, training.fsdp.param_and_grad_buffer.parameter_groups
@@ -187,44 +172,6 @@ def test_a_replay_waits_for_what_is_outside_of_units_and_an_eager_pass_for_all(h
             assert awaited(training.model.train) == set()
             training.fsdp.finish_grad_sync()
         assert begun == [1, 0, 0] * 2
-
-
-def test_transposed_weights_are_gathered_too(hybrid_ranks):
-    with trained(MODEL, hybrid_ranks, "optim") as training:
-        gathers, (first, *_) = training.fsdp.all_gather_pipeline, training.fsdp.param_and_grad_buffer.parameter_groups
-        transposed = SimpleNamespace(data=torch.zeros_like(first.hfsdp_helper_wbuf.data))
-        with (
-            mock.patch.multiple(first, transpose_weight_buffer=transposed, hfsdp_helper_wtbuf=transposed),
-            sent_between_instances(training.fsdp) as sent,
-        ):
-            gathers.gather_between_instances()
-            first_of_all, then = sorted(sent.index((GATHER, shard)) for shard in own_shards(first, transposed))
-        assert then == first_of_all + 1
-        assert len(sent) == len(training.fsdp.param_and_grad_buffer.parameter_groups) + 1
-
-
-def own_shards(group, transposed):
-    """Where the first instance's shards of weights are."""
-    return group.hfsdp_helper_wbuf.data.data_ptr(), transposed.data.data_ptr()
-
-
-@RECORDED
-def test_after_a_replay_reductions_wait_for_their_bucket_and_after_an_eager_pass_for_its_end(hybrid_ranks, kind):
-    with trained(kind, hybrid_ranks, "no_shard") as training:
-        reductions = training.fsdp.grad_reduce_pipeline
-        groups = training.fsdp.param_and_grad_buffer.parameter_groups
-        in_graph = [group for group in groups if kind == MODEL or group.fsdp_unit_id is not None]
-        for mode, replayed in ((training.model.train, True), (training.model.eval, False)):
-            mode()
-            with waits() as waited:
-                run(training, last=True)
-            own = [event for stream, event in waited if stream is reductions.outer_fsdp_group_grad_reduce_stream]
-            external = [event for event in own if event.external]
-            assert len(set(external)) == len(external) == (len(in_graph) if replayed else 0)
-            assert {event.stream for event in external} <= {reductions.rs_stream}
-            assert bool(len(own) - len(external)) == (not replayed or kind == DECODER)
-            assert reductions.marked is None
-            training.fsdp.finish_grad_sync()
 
 
 @RECORDED
@@ -263,13 +210,3 @@ def test_a_replay_that_an_exception_ended_leaves_no_event_to_wait_for(hybrid_ran
             run(training, last=False)
         assert not fsdp.grad_reduce_pipeline.replayed
         training.model.train()
-
-
-def test_a_reduction_that_is_waited_for_goes_on_between_instances(hybrid_ranks):
-    with trained(LAYER, hybrid_ranks, "no_shard") as training:
-        pipeline = training.fsdp.grad_reduce_pipeline
-        with sent_between_instances(training.fsdp) as sent:
-            assert pipeline._bucket_group_gradient_reduce([0], outer_fsdp_group_grad_reduce=True)
-        assert names(sent) == [SUM]
-        assert pipeline.grad_reduce_queue == []
-        training.fsdp.zero_grad_buffer()

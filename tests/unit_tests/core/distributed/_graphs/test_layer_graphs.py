@@ -1,7 +1,7 @@
 """Captures of layers under Megatron-FSDP, and their replays: gradients, gathers, moved buffers, what is left over."""
 
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -204,33 +204,16 @@ def test_gradients_that_autograd_makes_while_capturing_are_withheld(fsdp, layers
         param.grad = None
 
 
-def test_the_backward_of_a_captured_layer_opens_no_backward_pass(fsdp, layers):
-    with fsdp.graphs.capture_graphs(layers):
-        fsdp.fsdp_hooks.start_backward(layers[0])
-        assert not fsdp.fsdp_hooks.backward.is_open
-
-
 @ERRORS
 def test_nothing_is_left_of_a_capture(fsdp, error):
     for param in fsdp.raw_param.values():
-        param.grad = torch.zeros_like(param)
+        param.grad, param.grad_added_to_main_grad = torch.zeros_like(param), True
     outcome(fsdp, error)
     assert fsdp.graphs.captured is None
     assert in_use(fsdp) == NOTHING
     assert not fsdp.all_gather_pipeline.param_gather_event_map
     assert {module._training_state.name for module in fsdp.module.modules()} == {"IDLE"}
-    assert all(param.grad is None for param in fsdp.raw_param.values())
-
-
-@ERRORS
-def test_no_parameter_counts_as_accumulated_after_capture(fsdp, layers, error):
-    params = list(fsdp.raw_param.values())
-    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.graphs.capture_graphs(layers):
-        for param in params:
-            param.grad_added_to_main_grad = True
-        if error:
-            raise error
-    assert not any(param.grad_added_to_main_grad for param in params)
+    assert not any(param.grad is not None or param.grad_added_to_main_grad for param in fsdp.raw_param.values())
 
 
 def test_reductions_in_flight_end_before_capture(fsdp, layers):
@@ -243,18 +226,6 @@ def test_reductions_in_flight_end_before_capture(fsdp, layers):
 
 
 # --------------------------------------------------------------------------------------------------- moved parameters
-
-
-def test_units_take_turns_with_the_two_buffers(fsdp, layers):
-    capture(fsdp, layers)
-    with replaying(fsdp, layers, "forward") as hooks:
-        places = []
-        for layer in layers:
-            hooks.unshard_for_forward(layer)
-            places.append(layer.mlp.linear_fc1.weight.data_ptr())
-            hooks.release_after_forward(layer)
-    assert len(set(places)) == 2
-    assert places[:2] == places[2:]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -296,13 +267,6 @@ def test_fused_gradients_are_claimed_where_the_graph_writes_before_backward(fsdp
         assert [layers[3].get_parameter(name).main_grad.data_ptr() for name in FUSED] == places[layers[3]]
 
 
-def test_the_backward_of_a_unit_that_is_not_captured_notes_nothing_while_capturing(fsdp, layers):
-    with fsdp.graphs.capture_graphs(layers[2:]):
-        backward_of(fsdp.fsdp_hooks, layers[0])
-        assert fsdp.fsdp_hooks.backward.collected == {}
-    assert layers[0] not in fsdp.graphs.layers
-
-
 def test_a_moved_main_gradient_is_an_error_that_names_it_and_the_flags(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
@@ -327,50 +291,6 @@ def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, la
         assert fused.main_grad.unique().tolist() == [3.0]
         assert plain.main_grad.unique().tolist() == [5.0]
         assert fused.grad is None
-
-
-def test_gradients_of_a_graph_are_handled_together_at_the_end_of_its_units_backward(fsdp, layers):
-    capture(fsdp, layers)
-    with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
-        params = list(layers[3].parameters())
-        handled = []
-        with mock.patch.object(
-            fsdp.grad_reduce_pipeline, "reduce_gradients", lambda params, **_: handled.append(params)
-        ):
-            for param in params:
-                param.grad = torch.full_like(param, 5.0)
-                hooks.handle_gradient(param)
-            assert handled == []
-            hooks.release_after_backward(layers[3])
-        assert [list(map(id, some)) for some in handled] == [list(map(id, params))]
-        assert all(param.main_grad.unique().tolist() == [5.0] for param in params)
-
-
-def test_gradients_that_wait_for_a_unit_without_end_are_handled_at_the_end_of_backward(fsdp, layers):
-    capture(fsdp, layers)
-    with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
-        params = list(layers[3].parameters())
-        hooks.graphs.gradients.awaited = set(params)
-        for param in params:
-            param.grad = torch.full_like(param, 5.0)
-            hooks.handle_gradient(param)
-        hooks.backward.finish_backward()
-        assert all(param.grad is None for param in params)
-        with mock.patch.object(fsdp.grad_reduce_pipeline, "reduce_gradients") as reduce:
-            hooks.release_after_backward(layers[3])
-        assert not reduce.called  # a second time
-
-
-def test_gradients_are_written_anew_once_graphs_are_forgotten(fsdp, layers):
-    capture(fsdp, layers, fused=FUSED)
-    fsdp.graphs.forget_graphs(layers)
-    with replaying(fsdp, layers) as hooks:
-        param = layers[3].mlp.linear_fc1.weight
-        param.grad = torch.full_like(param, 5.0)
-        hooks.handle_gradient(param)
-        assert param.main_grad.unique().tolist() == [5.0]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -76,13 +76,6 @@ def gather(fsdp, layer):
 # ------------------------------------------------------------------------------------------------------- all-gathers
 
 
-def test_all_units_are_gathered_without_megatron_core(fsdp, layers):
-    with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
-        for layer in layers:
-            gather(fsdp, layer)
-    assert not gathered.called
-
-
 def test_where_the_buffer_is_taken_megatron_core_gathers_and_the_moved_parameter_is_named(fsdp, layers):
     unit, pipeline = group_of(fsdp, layers[2]), fsdp.all_gather_pipeline
     with without_buffer(unit.model_weight_buffer):
@@ -105,15 +98,6 @@ def test_after_an_eager_gather_elsewhere_parameters_are_where_graphs_read_them_a
         with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
             gather(fsdp, layers[2])
         assert [call.args[0] for call in gathered.call_args_list] == expected
-
-
-def test_a_unit_that_is_gathered_already_is_not_gathered_again(fsdp, layers):
-    (bucket,) = unit_of(fsdp, layers[0]).buckets
-    fsdp.fsdp_hooks.unshard_for_forward(layers[0])
-    with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
-        assert not fsdp.all_gather_pipeline.recorded[bucket].launch()
-        fsdp.fsdp_hooks.unshard_for_forward(layers[0])
-    assert not gathered.called
 
 
 # -------------------------------------------------------------------------------------------------------- reductions

@@ -11,9 +11,8 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.collectives import
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import prepared
 from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import GradientStorages
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import AllGatherPipeline
-from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 
-from ..captured_training import WARMED_UP, captured, graphed, in_use
+from ..captured_training import WARMED_UP, captured, graphed
 from ..fsdp_variants import small
 
 FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
@@ -29,14 +28,6 @@ def taken(fsdp, kind):
     idle.append((0, 0))
 
 
-def test_after_a_step_nothing_is_held(ranks):
-    with captured(graphed()) as training:
-        training.step()
-        assert in_use(training.fsdp) == [{}, {}]
-        assert training.fsdp.graphs.gradients.awaited == set()
-        assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
-
-
 def test_the_hooks_of_layers_do_not_run_in_a_replay(ranks):
     with captured(graphed()) as training:
         training.step()
@@ -46,26 +37,6 @@ def test_the_hooks_of_layers_do_not_run_in_a_replay(ranks):
         modules = {call.args[0] for call in asked.call_args_list}
         assert modules  # the embedding, say
         assert modules.isdisjoint(training.layers)
-
-
-def test_layers_whose_parameters_would_go_elsewhere_are_an_error(ranks):
-    with captured(graphed()) as training:
-        with (
-            taken(training.fsdp, "model_weight_buffer"),
-            pytest.raises(ChangedSinceCaptureError, match="parameters of bucket") as error,
-        ):
-            training.step()
-        assert all(flag in str(error.value) for flag in FLAGS)
-
-
-def test_layers_whose_gradients_would_go_elsewhere_are_an_error(ranks):
-    with captured(graphed()) as training:
-        with (
-            taken(training.fsdp, "main_grad_buffer"),
-            pytest.raises(ChangedSinceCaptureError, match="gradients of bucket") as error,
-        ):
-            training.step()
-        assert all(flag in str(error.value) for flag in FLAGS)
 
 
 def test_only_recorded_layers_are_prefetched_by_them(ranks):
@@ -149,27 +120,6 @@ def test_kernels_that_are_captured_before_a_first_step_overwrite_gradients_as_in
         with mock.patch.object(runners.Eager, "before_backward", before_backward):
             training.helper.create_cudagraphs()
         assert {*marked} == {*params}
-
-
-def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
-    with captured(graphed()) as training:
-        fsdp, layer = training.fsdp, training.layers[1]
-        (bucket,) = fsdp.graphs.units[layer].buckets
-        status = []
-
-        def gather(*_):
-            fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
-            status.append(fsdp.all_gather_pipeline.bucket_status[bucket, False].name)
-
-        def look(*_):
-            status.append(fsdp.all_gather_pipeline.bucket_status[bucket, False].name)
-
-        decoder = fsdp.module.decoder
-        handles = decoder.register_forward_pre_hook(gather), decoder.register_forward_hook(look)
-        training.step()
-        for handle in handles:
-            handle.remove()
-        assert status == ["READY_TO_USE", "EMPTY"]
 
 
 @pytest.mark.parametrize("mtp", [None, 1])

@@ -1,7 +1,6 @@
 """Graphs of a whole model under Megatron-FSDP: what they find before a replay and leave, and what prevents them."""
 
 import logging
-import warnings
 import weakref
 from typing import Any
 from unittest import mock
@@ -11,14 +10,13 @@ import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
     AllGatherPipeline,
-    GradReducePipeline,
 )
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 
 from ..captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
 from ..fsdp_variants import Variant, run_backward, small
-from ..test_captured_training import Unused, failing
+from ..test_captured_training import Unused
 from .test_recorded_layers import FLAGS, taken
 
 MODEL = "model"
@@ -62,18 +60,6 @@ def test_no_hook_inside_the_model_runs_in_a_replay(ranks):
         assert modules == {training.fsdp.module}
 
 
-def test_a_replayed_pass_has_no_hook_at_its_output(ranks):
-    with captured(graphed(MODEL)) as training:
-        hooks = training.fsdp.fsdp_hooks
-        training.step()
-        with (
-            mock.patch.object(torch.autograd.graph, "register_multi_grad_hook") as hooked,
-            mock.patch.object(hooks.backward, "finish_backward", wraps=hooks.backward.finish_backward) as ended,
-        ):
-            training.step()
-        assert (hooked.call_count, ended.call_count) == (0, 1)
-
-
 def main_grads(training):
     return [group.main_grad_buffer.data.clone() for group in training.fsdp.param_and_grad_buffer.parameter_groups]
 
@@ -95,22 +81,6 @@ def test_a_pass_in_evaluation_mode_with_gradients_is_complete(ranks, monkeypatch
             training.step()
         assert (passes.replays, expected.call_count) == (replays, 1)
         assert all(torch.equal(*each) for each in zip(main_grads(training), replayed, strict=True))
-
-
-def test_buckets_are_reset_after_eager_passes_only(ranks):
-    with captured(graphed(MODEL)) as training:
-        training.step()
-        pipeline = training.fsdp.grad_reduce_pipeline
-        with mock.patch.object(pipeline, "reset", wraps=pipeline.reset) as reset:
-            training.step()
-            assert not reset.called
-            training.model.eval()
-            training.step()
-            assert reset.called
-            training.model.train()
-            reset.reset_mock()
-            training.step()
-            assert not reset.called
 
 
 def test_parameters_outside_of_units_are_gathered_once_in_a_step(ranks):
@@ -135,21 +105,6 @@ def test_start_param_sync_starts_the_recorded_gathers(ranks):
         assert status(training.fsdp) == {"PRESERVED"}
 
 
-def test_gradients_of_a_unit_are_copied_at_once(ranks):
-    copied = []
-    foreach_copy = torch._foreach_copy_
-
-    def note(targets, sources):
-        if torch.cuda.is_current_stream_capturing():
-            copied.append(len(targets))
-        return foreach_copy(targets, sources)
-
-    with mock.patch.object(torch, "_foreach_copy_", note), captured(graphed(MODEL)) as training:
-        of_layers = [len(list(layer.parameters())) for layer in training.layers]
-        assert sorted(copied)[-len(of_layers) :] == of_layers
-        assert sum(copied) == sum(of_layers) + len(outside(training.fsdp)[1])
-
-
 def add_unused(model):
     model.decoder.layers[0].mlp = Unused(model.decoder.layers[0].mlp)
 
@@ -163,26 +118,6 @@ def test_a_bucket_that_a_pass_of_one_layer_leaves_incomplete_is_an_error_after_r
         training.layers[0](torch.ones(case.sequence, case.micro_batch, case.hidden, device="cuda"))[0].sum().backward()
         with pytest.raises(AssertionError, match="parameters that are ready"):
             training.fsdp.finish_grad_sync()
-
-
-def test_every_bucket_is_reduced_in_the_graph(ranks):
-    """Also that of a layer with a parameter that nothing reads: only the end of the backward pass completes it."""
-    reduced = []
-    reduce = GradReducePipeline._bucket_group_gradient_reduce
-
-    def note(pipeline, buckets, **options):
-        if torch.cuda.is_current_stream_capturing():
-            reduced.extend(buckets)
-        return reduce(pipeline, buckets, **options)
-
-    case = graphed(MODEL)
-    with (
-        mock.patch.object(GradReducePipeline, "_bucket_group_gradient_reduce", note),
-        captured(case, Variant(case, change=add_unused)) as training,
-    ):
-        assert sorted(reduced) == list(range(len(training.fsdp.param_and_grad_buffer.parameter_groups)))
-        training.step()
-        assert training.fsdp.graphs.gradients.awaited == set()
 
 
 def test_the_first_unit_is_gathered_beside_what_runs_before_it(ranks):
@@ -281,18 +216,6 @@ def test_deleted_graphs_leave_nothing_behind(ranks):
 def test_a_capture_counts_as_no_micro_batch(ranks):
     with captured(graphed(MODEL)) as training:
         assert training.fsdp.microbatch_count == 0
-
-
-def test_after_a_failed_capture_no_backward_pass_is_open(ranks):
-    with captured(graphed(MODEL)) as training, warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Megatron-FSDP: an exception ended the last backward pass")
-        training.helper.delete_cuda_graphs()
-        with failing(training.layers[0], in_backward=True), pytest.raises(RuntimeError, match="is capturing"):
-            capture_again(training)
-        graphs = training.fsdp.graphs
-        assert (graphs.backward.is_open, graphs.gradients.awaited, graphs.passes) == (False, set(), None)
-        training.step()
-        capture_again(training)
 
 
 def test_a_model_that_is_synchronized_in_every_micro_batch_is_not_captured_whole(ranks):

@@ -4,7 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from enum import Enum, IntEnum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,10 +12,6 @@ from ..param_and_grad_buffer import _check_nan_in_grad, to_local_if_dtensor
 from ..unsharded_gradients import REDUCES_EVERY_BACKWARD
 from .pipelines import release_all
 from .unit import TrainingState, shown_in_profiles
-
-if TYPE_CHECKING:
-    from .fsdp_graphs import FsdpGraphs
-    from .runners import Eager
 
 
 class Progress(IntEnum):
@@ -35,7 +31,7 @@ class Gradients:
         final: Whether the last backward pass was known to be a step's last, and has reduced what no other does.
     """
 
-    def __init__(self, graphs: "FsdpGraphs"):
+    def __init__(self, graphs: Any):
         self._graphs, self._fsdp = graphs, graphs.fsdp
         self.awaited: set[torch.nn.Parameter] = set()
         self.progress = Progress.ACCUMULATED
@@ -188,14 +184,14 @@ class BackwardPass:
         collected: Parameters whose gradient a runner has collected and not handled yet.
     """
 
-    def __init__(self, graphs: "FsdpGraphs"):
+    def __init__(self, graphs: Any):
         self._graphs, self._fsdp = graphs, graphs.fsdp
         self.module_names: dict[torch.nn.Module, str] = {}
         self.trainable: dict[torch.nn.Parameter, None] = {}
         self.phase = Phase.CLOSED
         self.runners: dict[torch.nn.Module, Any] = {}
-        self.takers: dict[torch.nn.Parameter, Eager] = {}
-        self.collected: defaultdict[Eager, list[torch.nn.Parameter]] = defaultdict(list)
+        self.takers: dict[torch.nn.Parameter, Any] = {}
+        self.collected: defaultdict[Any, list[torch.nn.Parameter]] = defaultdict(list)
         self._caller_ends_it = False
         self._before: tuple[int, torch.nn.Parameter] | None = None  # see ``note_beside_graphs``
 

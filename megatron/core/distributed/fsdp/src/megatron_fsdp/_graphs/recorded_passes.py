@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from . import collectives
 from .collectives import TO_GATHER
 from .pipelines import drop_collectives, prepared, prepared_for_evaluation, release_all, take_back_unlaunched
 from .unit import ADVICE, Direction, TrainingState, Unit
-
-if TYPE_CHECKING:
-    from .fsdp_graphs import FsdpGraphs
 
 
 class RecordedPasses(GraphOwner):
@@ -34,6 +31,7 @@ class RecordedPasses(GraphOwner):
     step, so they are gathered before a replay.
 
     Args:
+        graphs: The ``FsdpGraphs`` that owns it.
         units: The units, by module, in the order of forward.
         begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         whole: Whether they are all of the model.
@@ -45,9 +43,7 @@ class RecordedPasses(GraphOwner):
 
     _last: Direction = "backward"  # of the phases that are recorded
 
-    def __init__(
-        self, graphs: "FsdpGraphs", units: Mapping[torch.nn.Module, Unit], begin: Callable[[str], object], whole: bool
-    ):
+    def __init__(self, graphs: Any, units: Mapping[torch.nn.Module, Unit], begin: Callable[[str], object], whole: bool):
         self._graphs, self._fsdp = graphs, graphs.fsdp
         self._backward, self._gradients = graphs.backward, graphs.gradients
         self._begin, self.whole = begin, whole

@@ -5,7 +5,7 @@ one module, and while these are captured. Whoever runs a pass forward writes its
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from .collectives import TO_GATHER, RecordedReduction
 from .pipelines import free_gradients, release_all
 from .unit import ADVICE, Direction, TrainingState, Unit, shown_in_profiles
 
-if TYPE_CHECKING:
-    from .fsdp_graphs import FsdpGraphs
-
 _ORDERS: dict[Direction, PrefetchOrder] = {
     "forward": PrefetchOrder.FORWARD_PASS_ORDER,
     "backward": PrefetchOrder.BACKWARD_PASS_ORDER,
@@ -30,6 +27,9 @@ _ORDERS: dict[Direction, PrefetchOrder] = {
 class Eager:
     """The runner of a module's eager passes.
 
+    Args:
+        graphs: The ``FsdpGraphs`` that owns it.
+
     Attributes:
         frames_backward: Whether replays of the backward graph call ``before_backward`` and ``after_backward``;
             otherwise autograd does.
@@ -37,7 +37,7 @@ class Eager:
 
     frames_backward = False
 
-    def __init__(self, graphs: "FsdpGraphs", module: torch.nn.Module):
+    def __init__(self, graphs: Any, module: torch.nn.Module):
         self.module = module
         self._graphs, self._fsdp, self._backward = graphs, graphs.fsdp, graphs.backward
         self._unit = graphs.units.get(module)
@@ -151,7 +151,7 @@ class Replayed(Eager, GraphOwner):
         takes_gradients: Whether the backward graph writes gradients to their buckets.
     """
 
-    def __init__(self, graphs: "FsdpGraphs", module: torch.nn.Module, reads_experts: bool):
+    def __init__(self, graphs: Any, module: torch.nn.Module, reads_experts: bool):
         super().__init__(graphs, module)
         self.params, self.kept = list(module.parameters()), frozenset[int]()
         self.takes_gradients = False
