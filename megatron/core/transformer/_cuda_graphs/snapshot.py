@@ -618,7 +618,7 @@ class PassState:
         self._before = [
             (module, name, value, kept(value))
             for module in modules
-            if is_third_party(type(module))
+            if is_third_party(type(module))  # type: ignore[arg-type]
             for name, value in (_declared(module) | module._buffers).items()
         ]
         self.volatile: frozenset[tuple[int, str]] = frozenset()

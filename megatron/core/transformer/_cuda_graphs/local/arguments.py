@@ -206,7 +206,8 @@ def _compare(given: Any, captured: Any, where: tuple[str, ...], grad_enabled: bo
         _check_supported_type(ArgMetadata(given))
         problem = f"{type(given).__name__}, captured with {type(captured).__name__}"
     elif isinstance(given, (tuple, list, dict)) or dataclasses.is_dataclass(given):
-        parts, captured_parts = given, captured
+        parts: Any = given
+        captured_parts: Any = captured
         if not isinstance(given, dict):
             parts, captured_parts = _parts(given), _parts(captured)
         for key, value in captured_parts.items():

@@ -286,7 +286,7 @@ def test_ctrl_c_within_a_vote_leaves_no_rank_waiting(store, layout, ballot, at, 
         agreed = agreement_of(rank, layout)
         interrupted = agreed._ballots[ballot]
         if rank == 1:
-            interrupted._store = Interrupted(interrupted._store, at, before)  # type: ignore[assignment]
+            interrupted._store = Interrupted(interrupted._store, at, before)
         with agreed.together(lambda: None):
             for layer in range(5):
                 join(agreed, f"layer {layer}")

@@ -95,7 +95,7 @@ def stage_of(*layers, modules=None, stages=1, **options):
     return Stage(config(**options), groups, None, chunks, Role())
 
 
-def capture(stage, order, engine=capture_session.make_graphed_callables):
+def capture(stage, order, engine=capture_session.make_graphed_callables):  # type: ignore[attr-defined]
     """Capture the layers of ``stage`` for one micro-batch, in ``order``, by ``engine``."""
     graphs = CaptureState(stage, TrainingCalls((), ()))
     graphs.choice = Choice(Holds.LAYER)
