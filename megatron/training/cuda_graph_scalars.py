@@ -67,9 +67,8 @@ class CudaGraphScalars:
     def _since_last_values(self, helper: Any) -> dict[str, float]:
         use = helper.graph_use()
         scalars: dict[str, float] = {f"{PREFIX}/captures": use.captures}
-        if use.replays is not None:
-            scalars[f"{PREFIX}/replays"] = use.replays - self._replays
-            self._replays = use.replays
+        scalars[f"{PREFIX}/replays"] = use.replays - self._replays
+        self._replays = use.replays
         if use.pool_bytes is not None:
             scalars[f"{PREFIX}/memory-mib"] = use.pool_bytes / 2**20
         for reason, steps in self._eager_steps.items():

@@ -268,9 +268,7 @@ class TECudaGraphHelper:
 
     def graph_use(self) -> GraphUse:
         """Return what became of the graphs on this rank so far."""
-        replays = self._state.replays()
-        if replays is not None:
-            replays += self._replays_before
+        replays = self._replays_before + self._state.replays()
         return GraphUse(replays, self._captures, self._state.pool_bytes())
 
     # ------------------------------------------------------------------------------------------------ before a step
@@ -573,7 +571,7 @@ class TECudaGraphHelper:
         if not self.graphs_created():
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
         self._log_step(deleting=True)
-        self._replays_before = self.graph_use().replays or 0
+        self._replays_before = self.graph_use().replays
         self._drop_graphs()
         self.stage.log(logging.INFO, "deleted all CUDA graphs")
 

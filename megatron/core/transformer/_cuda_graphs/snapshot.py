@@ -22,6 +22,8 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from megatron.core.model_parallel_config import ModelParallelConfig
+
 from .errors import ArgumentTypeError, ChangedSinceCaptureError, UnsupportedError
 from .hooks import HOOK_KINDS, is_of_ddp
 
@@ -41,6 +43,10 @@ _OF_ANY_MODULE = frozenset(
         "replaying",
         "current_microbatch",
         "is_first_microbatch",
+        "input_tensor",  # of a later pipeline stage: graphs take it as an input
+        "cuda_graph_manual_hooks",  # set after capture
+        "backward_dw_wrapper",
+        "cuda_graph_backward_dw_wrapper",
     )
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
@@ -721,7 +727,7 @@ def differ(now: Any, then: Any) -> bool:
 
 def _is_options(value: Any) -> bool:
     kind: Any = type(value)
-    if kind.__name__.endswith("Config") or not hasattr(value, "__dict__"):
+    if isinstance(value, ModelParallelConfig) or kind.__name__.endswith("Config") or not hasattr(value, "__dict__"):
         return False  # configurations are aspects of their own
     return issubclass(kind, (types.SimpleNamespace, Namespace)) or (is_third_party(kind) and is_dataclass(kind))
 

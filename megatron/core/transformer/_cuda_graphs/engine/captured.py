@@ -199,7 +199,7 @@ class GraphedCallable:
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
         self._memory: PoolMemory | None = None
-        self._roots: Sequence[torch.Tensor | GradientEdge] = ()  # where the backward pass begins
+        self.roots: Sequence[torch.Tensor | GradientEdge] = ()  # where the backward pass begins
         self.outputs: Tensors = ()
         self.differentiable: tuple[bool, ...] = ()
         self.grad_outputs: Tensors = ()
@@ -245,10 +245,11 @@ class GraphedCallable:
         for leaf in outputs:
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"{self.name} returned {leaf!r}, which is neither a tensor nor None")
-        self.differentiable = tuple(leaf is not None and leaf.requires_grad for leaf in outputs)
-        self._roots = list(compress(outputs, self.differentiable))
+        with_grad = torch.is_grad_enabled()  # without, an output may still require grad: megatron-core sets it in stages
+        self.differentiable = tuple(leaf is not None and with_grad and leaf.requires_grad for leaf in outputs)
+        self.roots = list(compress(outputs, self.differentiable))
         if self._holds_hooks:  # an edge does not keep the memory of an output
-            self._roots = list(map(get_gradient_edge, self._roots))
+            self.roots = list(map(get_gradient_edge, self.roots))
         self.outputs = tuple(leaf if leaf is None else leaf.detach() for leaf in outputs)
         self.forward_graph = graph
         if self._copies_results:
@@ -298,7 +299,7 @@ class GraphedCallable:
                 a parameter that is neither an input nor the module's; or gradients arrive on the legacy default stream.
         """
         self._hooks.run("backward_pre_hooks", self.func)
-        if self._roots:
+        if self.roots:
             graph = None if capture is None else capture.new_graph()
             outputs: Sequence[Any] = list(compress(self.outputs, self.differentiable))
             grad_outputs = new_grads(outputs)
@@ -323,7 +324,7 @@ class GraphedCallable:
         running = self._running("backward", capture, graph)
         with hide_grads_and_hooks(self._all_params), check, allow_nested_backward(), running:
             grads = torch.autograd.grad(
-                self._roots, leaves, grad_outputs, retain_graph=self._retain_graph, allow_unused=True
+                self.roots, leaves, grad_outputs, retain_graph=self._retain_graph, allow_unused=True
             )
             param_grads: Grads = tuple(map(_with_nested, self.params, grads[len(inputs) :]))
             used = [grad is not None for grad in param_grads]
@@ -337,7 +338,7 @@ class GraphedCallable:
         params = () if self.module is None else self.module.parameters()
         check = self._refuse_what_cannot_be_captured([param for param in params if param.requires_grad])
         with check, self._running("backward", capture, graph):
-            torch.autograd.backward(self._roots, grad_outputs)
+            torch.autograd.backward(self.roots, grad_outputs)
         grads = [tensor.grad for tensor in self.inputs if tensor.requires_grad]
         for tensor in self.inputs:
             tensor.grad = None
@@ -352,7 +353,7 @@ class GraphedCallable:
         if self._warmup.backward_ran:
             return nullcontext()
         known = set(map(id, leaves))
-        for leaf in () if self._holds_hooks else connected_leaves(self._roots, stops=leaves):
+        for leaf in () if self._holds_hooks else connected_leaves(self.roots, stops=leaves):
             # Modules may make leaves in forward.
             if id(leaf) not in known and (self.module is None or isinstance(leaf, torch.nn.Parameter)):
                 raise RuntimeError(
@@ -387,7 +388,7 @@ class GraphedCallable:
 
     def detach(self) -> None:
         """Release autograd's nodes and the tensors that they saved; the outputs keep only their memory."""
-        self._roots = ()
+        self.roots = ()
 
     def drop_results(self) -> None:
         """Release the results of a warm-up pass."""
@@ -859,9 +860,12 @@ def run_passes(
                     each.backward(capture, partial(lend, step.slot))
         if not training:
             each.detach()
+        returned = step.slot in lent and shares_memory and step in last_steps
         if capture is None:
             if kind is Pass.BACKWARD or not training:
                 each.drop_results()
+            if returned:
+                static_grads.release(lent.pop(step.slot))
             continue
         if shares_memory and kind is Pass.BACKWARD:
             # Without training it did not run; nothing reads the outputs after its place in the plan.
@@ -869,7 +873,7 @@ def run_passes(
             for read in gradients_read.get(step, ()):
                 graphed[read].release_gradients()
         # Gradients that backward returns unchanged would be overwritten before they are read.
-        if shares_memory and step in last_steps and step.slot in lent and not each.returns_static_gradients:
+        if returned and not each.returns_static_gradients:
             static_grads.release(lent.pop(step.slot))
 
 

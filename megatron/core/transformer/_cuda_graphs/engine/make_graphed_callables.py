@@ -55,7 +55,7 @@ def make_graphed_callables(
         allow_unused_input: Whether an input that requires grad may get no gradient.
         sample_kwargs: Keyword inputs, one dict for each entry of ``sample_args``.
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: megatron-core's spellings of the next
-            five.
+            five, which they win over.
         enabled: Whether callables are quantized (FP8, FP4); a bool, or a tuple with one for each callable. Needs
             TransformerEngine, whose modules do it.
         calibrating: Whether callables that are not quantized collect the statistics for it.

@@ -63,12 +63,14 @@ class Recording:
             self._warm_up(record)
             release_cached_memory()
             self._capture_passes(record)
-        self.capturing = None
+            self.capturing = None
         for runner in runners:
             for known in {id(metadata_of(meta)) for meta in (*runner.inputs, *runner.outputs)}:
                 self.users[known].append(runner)
         for function, runner in {runner.function: runner for runner in runners}.items():
-            ran = {runner.module, *runner.parts}
+            # A fused MLP runs TransformerEngine's operations on parameters of modules that it does not call.
+            fused = (module for part in runner.parts if hasattr(part, "_fused_impl") for module in part.modules())
+            ran = {runner.module, *runner.parts, *fused}
             modules = {module: name for module, name in named(runner.module, runner.name).items() if module in ran}
             self.snapshots[function] = Snapshot(
                 _ADVICE,
@@ -102,6 +104,7 @@ class Recording:
         for (_, param), together in users.items():
             for runner in together if len(together) > 1 else ():
                 runner.shared_params += (param,)
+        self.capturing = None
 
     def _capture_passes(self, record: Sequence[tuple]) -> None:
         last_backward: dict[Hashable, Any] = {}

@@ -351,9 +351,9 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         outputs = tensors_of(graphs.outputs)
         metas = list(compress(self.outputs, graphs.differentiable))
         grads = buffers.grads_of_outputs(metas)
-        if self.sharded:  # parameters without a gradient here may have one that is reduced elsewhere
+        if self.sharded:  # autograd's graph does not show parameters of what is computed again in backward
             own = (param for part in self.parts for param in part.parameters(recurse=False))
-            self.sharded.note_backward((*graphs.params, *own))
+            self.sharded.note_backward((*self.get_connected_params(graphs.roots), *own))
         with (
             self._passes(),
             replaced_attribute(self._having(_ADDED, graphs.params), _ADDED, lambda flag: False),

@@ -223,13 +223,13 @@ class GraphUse:
     """Graph usage counters of this rank, since the helper was made.
 
     Attributes:
-        replays: How often forward graphs of training were replayed; None where the engine does not count.
+        replays: How often forward graphs of training were replayed.
         captures: How often training was captured.
         pool_bytes: The memory pools of the graphs that there are, those for evaluation included; None where the engine
             does not show them.
     """
 
-    replays: int | None
+    replays: int
     captures: int
     pool_bytes: int | None
 
@@ -359,10 +359,9 @@ class CaptureState:
         seen, self._eager_passes_seen = self._eager_passes_seen, self.shapes.passes.total
         return OTHER_INPUTS if seen != self._eager_passes_seen else ""
 
-    def replays(self) -> int | None:
-        """How often forward graphs of training were replayed; None where the engine does not count."""
-        counts: list[Any] = [getattr(graphed, "replays", None) for graphed in self._of_training()]
-        return None if None in counts else sum(counts)
+    def replays(self) -> int:
+        """How often forward graphs of training were replayed."""
+        return sum(getattr(graphed, "replays", 0) for graphed in self._of_training())
 
     def pool_bytes(self) -> int | None:
         """The memory pools of all graphs; None where the engine does not show them."""

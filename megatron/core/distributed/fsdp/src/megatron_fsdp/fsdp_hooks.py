@@ -276,7 +276,10 @@ class FsdpHooks:
         self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
         """Forward-pre hook that makes autograd call ``handler(module)`` once ``module``'s backward pass is over."""
-        if not torch.is_grad_enabled() or self.graphs.runner_of(module).frames_backward:
+        if not torch.is_grad_enabled():
+            return None
+        if self.graphs.runner_of(module).frames_backward:
+            self._refuse_at_capture(module, "forward_pre_hooks", BACKWARD_HANDLER)
             return None
         return call_after_backward(partial(handler, module), args, kwargs)
 
@@ -293,11 +296,23 @@ class FsdpHooks:
         if handler == self.unshard_for_backward:
             runner = runner or self.graphs.runner_of(module)
             if runner.frames_backward:
+                self._refuse_at_capture(module, "forward_hooks", BACKWARD_PRE_HANDLER)
                 return None
             call = partial(call, runner=runner)
         elif (passes := self.graphs.passes) is not None and passes.whole and passes.replayed:
             return None  # which starts the backward pass
         return call_before_backward(call, output)
+
+    def _refuse_at_capture(self, module: torch.nn.Module, kind: str, sentinel: str) -> None:
+        """Refuse to run as a hook of a module whose own graph is being captured: the engine gets the handler instead.
+
+        Raises RuntimeError: the hook has lost its sentinel, so that capture cannot tell it from others.
+        """
+        if self.graphs.captured and module in self.graphs.captured:
+            raise RuntimeError(
+                f"Megatron-FSDP's {kind} hook of {type(module).__name__} ran in a capture, as it has no {sentinel}: do "
+                "not copy or change Megatron-FSDP's hooks"
+            )
 
     def around_part(self, module: torch.nn.Module, runner: Eager) -> Callable[..., Any] | None:
         """Return what replays ``module`` for a schedule that does not call it, so that no hooks run; None for nothing.
