@@ -9,10 +9,14 @@ import runpy
 import sys
 from typing import Any
 
-from tests.support.pretraining.pretrain import SCRIPT  # isort: split
+# Import before megatron-core, whose layers look up the stand-in kernel at import.
+import tests.support.ranks.rank_backend  # noqa: F401
+
+# isort: split
 
 from megatron.training import argument_utils, arguments
-from tests.support.trainings import compare_runs, inject_faults  # noqa: F401  # these install the CPU backend
+from tests.support.pretraining.pretrain import SCRIPT
+from tests.support.trainings import compare_runs, inject_faults  # noqa: F401
 
 _read = argument_utils.ArgumentGroupFactory._get_field_docstrings
 _docstrings: dict[type, dict[str, str]] = {}
