@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ..replacements import TakenForward
-from ..snapshot import Aspect, InputSignature, Snapshot, equal, identities, named
+from ..snapshot import Aspect, InputSignature, Snapshot, equal, identities, named, replays
 from .capture_time_hooks import CaptureTimeHooks
 from .graph import (
     Capture,
@@ -245,7 +245,9 @@ class GraphedCallable:
         for leaf in outputs:
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"{self.name} returned {leaf!r}, which is neither a tensor nor None")
-        with_grad = torch.is_grad_enabled()  # without, an output may still require grad: megatron-core sets it in stages
+        with_grad = (
+            torch.is_grad_enabled()
+        )  # without, an output may still require grad: megatron-core sets it in stages
         self.differentiable = tuple(leaf is not None and with_grad and leaf.requires_grad for leaf in outputs)
         self.roots = list(compress(outputs, self.differentiable))
         if self._holds_hooks:  # an edge does not keep the memory of an output
@@ -506,7 +508,7 @@ class GraphedCallable:
             ) from None
         if self._structure is not None or not self._expected.accepts(inputs):
             inputs = self._match(inputs)
-        if self._snapshot is not None:
+        if self._snapshot is not None and not replays.suspended_by:  # what is suspended may run eagerly, this may not
             self._snapshot.check()
         get = kwargs.get
         return self.replay(inputs, get("is_first_microbatch"), get("cuda_graph_stream"), get("cuda_graph_event"))

@@ -401,10 +401,15 @@ def capture_models(
         own.append(whole_passes(name, forward, inputs, model, owners[index], quantized[index]))
     kept: list[Any] = []
     with _captured(slots, owners, plan, num_warmup_iters, _around_passes(models, kept), training) as snapshots:
-        return [
-            ModelGraphs(model, own, eager_passes, snapshots[model], kept=kept, stands=training)
-            for model, own in slots.items()
-        ]
+        graphs: list[ModelGraphs] = []
+        try:
+            for model, own in slots.items():
+                graphs.append(ModelGraphs(model, own, eager_passes, snapshots[model], kept=kept, stands=training))
+        except BaseException:
+            for made in graphs:  # gives their models' own forward back
+                made.reset()
+            raise
+        return graphs
 
 
 def inputs_of_slots(

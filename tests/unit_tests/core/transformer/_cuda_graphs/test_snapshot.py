@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError, UnsupportedError
 from megatron.core.transformer._cuda_graphs.snapshot import (
     PassState,
@@ -41,6 +42,13 @@ class Config:
     modules: list[str] = field(default_factory=lambda: ["attn"])
     cuda_graph_impl: str = "local"
     timers: object = None
+
+
+@dataclass
+class Provider(ModelParallelConfig):
+    """A configuration of a package beside megatron-core, whose name does not say so."""
+
+    scale: float = 2.0
 
 
 @dataclass
@@ -170,11 +178,14 @@ def test_a_change_is_noticed_and_named(root, snapshot, name):
         lambda root: setattr(root.own, "cache", torch.zeros(3)),
         lambda root: setattr(root.own, "limits", {"low": [0.0]}),
         lambda root: setattr(root.own, "flags", Flags()),
+        lambda root: setattr(root.own, "input_tensor", torch.zeros(2)),
+        lambda root: setattr(root.own, "cuda_graph_manual_hooks", [(abs, ())]),
     ],
     ids=[
         *("a hook around replays", "a counter of megatron-core's", "the micro-batch", "an option of graphs", "timers"),
         *("a recorded result", "a parameter in place", "a tensor in place", "a cache that grows"),
         *("a buffer that is made later", "an equal dictionary", "equal options"),
+        *("the input of a pipeline stage", "hooks of layer graphs"),
     ],
 )
 def test_what_replays_do_not_rely_on_is_no_change(root, snapshot, change):
@@ -182,6 +193,15 @@ def test_what_replays_do_not_rely_on_is_no_change(root, snapshot, change):
     assert not snapshot.changed()
     root.core.dropout.eval()
     assert snapshot.changed()
+
+
+def test_a_configuration_of_another_package_is_compared_once(root):
+    root.core.config = Provider()
+    snapshot = snapshot_of(root)
+    root.core.config.timers = object()
+    assert not snapshot.changed()
+    root.core.config.scale = 3.0
+    assert "scale of Provider (2.0 at capture, 3.0 now)" in snapshot.reason()
 
 
 def test_what_is_changed_back_is_no_change(root, snapshot):

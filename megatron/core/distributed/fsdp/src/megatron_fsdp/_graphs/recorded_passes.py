@@ -99,15 +99,16 @@ class RecordedPasses(GraphOwner):
         """The context in which a phase is warmed up or recorded. At its end all work has joined its stream."""
         self._begin(phase)
         gathers = self._fsdp.all_gather_pipeline
-        with self._graphs.capturing({}), self._recording(phase), gathers.only(self._all_buckets):
+        with self._graphs.capturing({}), self._recording(phase):
             if phase == "backward":
-                self._backward.start(caller_ends_it=True)
-            self.gather_first_unit(phase)
-            yield
-            if phase == "backward":
-                self._gradients.handle_rest(self._params)
-                self._backward.close()
-            gathers.settle()
+                self._backward.start(caller_ends_it=True)  # releases all units: `only` must not be in effect yet
+            with gathers.only(self._all_buckets):
+                self.gather_first_unit(phase)
+                yield
+                if phase == "backward":
+                    self._gradients.handle_rest(self._params)
+                    self._backward.close()
+                gathers.settle()
 
     @contextmanager
     def _recording(self, phase: Direction) -> Iterator[None]:
