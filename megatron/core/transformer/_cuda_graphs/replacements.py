@@ -8,7 +8,7 @@ _ABSENT = object()
 
 
 class Replacements:
-    """Attributes of objects, classes and modules that have another value in its context, or while installed.
+    """Attributes of objects, classes and modules that have another value in its context.
 
     Other than with ``mock.patch.object``, an attribute of a tensor (``grad``) comes back too, and ``torch.nn.Module``
     is not asked to register what is set.
@@ -19,7 +19,7 @@ class Replacements:
         self._computed: set[tuple[type, str]] = set()
 
     def add(self, owner: Any, name: str, value: Any) -> None:
-        """Give ``owner`` the attribute ``name`` of this ``value``, when installed."""
+        """Give ``owner`` the attribute ``name`` of this ``value`` in the context."""
         kind = type(owner)
         # Set by a descriptor, as a tensor's ``grad`` is.
         if hasattr(type(getattr(kind, name, None)), "__set__"):
@@ -31,21 +31,13 @@ class Replacements:
 
     def __enter__(self) -> None:
         try:
-            self.install()
+            for owner, name, value, _ in self._all:
+                self._set(owner, name, value)
         except BaseException:  # Ctrl-C
-            self.remove()
+            self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
-        self.remove()
-
-    def install(self) -> None:
-        """Set all."""
-        for owner, name, value, _ in self._all:
-            self._set(owner, name, value)
-
-    def remove(self) -> None:
-        """Set what there was, or nothing."""
         for owner, name, _, before in reversed(self._all):
             if before is not _ABSENT:
                 self._set(owner, name, before)
