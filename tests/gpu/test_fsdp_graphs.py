@@ -18,6 +18,8 @@ LAYOUTS = {
     "TP2 with sequence parallelism": (["--tp", "2"], {"sequence_parallel": True}, 2),
     "EP2 with ETP2": (["--tp", "2", "--ep", "2", "--etp", "2"], {"sequence_parallel": True}, 4),
     "EP of all": (["--ep", str(GPUS)], {}, 2),
+    "EP2 with DP2": (["--ep", "2"], {}, 4),
+    "CP2 with TP2": (["--tp", "2", "--cp", "2"], {"sequence_parallel": True}, 4),
 }
 MOE: list[dict] = [
     {"dtype": dtype, "experts": 4, "shared_experts": 256, "modules": modules}
@@ -185,13 +187,25 @@ QUANTIZED += [
 ]
 
 
+# The whole model in a graph, dense and with padded experts, where several groups of ranks communicate.
+DENSE_MODELS: list[dict] = [
+    {"dtype": dtype, "holds": "model", "dropout": 0.1, "microbatches": 2} for dtype in ("bf16", "fp32")
+]
+PADDED_MODELS: list[dict] = [
+    {"dtype": dtype, "holds": "model", "experts": 4, "capacity": 1.0, "microbatches": 2} for dtype in ("bf16", "fp32")
+]
+
+
 def cases_of(layout: str) -> list[dict]:
-    if layout == "EP of all":
-        return EXCHANGED
-    dense = {"data parallel": MORE, "EP2 with ETP2": []}  # dense models have no experts to spread
-    grouped = GROUPED if layout == "data parallel" else []
-    quantized = QUANTIZED if layout == "data parallel" else []
-    return [*MOE, *grouped, *dense.get(layout, MORE[1:2]), *quantized]
+    """Return the cases of one of ``LAYOUTS``."""
+    return {
+        "data parallel": [*MOE, *GROUPED, *MORE, *QUANTIZED],
+        "TP2 with sequence parallelism": [*MOE, MORE[1], *DENSE_MODELS, *PADDED_MODELS],
+        "EP2 with ETP2": [*MOE, *PADDED_MODELS],
+        "EP of all": EXCHANGED,
+        "EP2 with DP2": EXCHANGED,
+        "CP2 with TP2": [MORE[1], MORE[3], *DENSE_MODELS],
+    }[layout]
 
 
 RUNS = [layout for layout in LAYOUTS if LAYOUTS[layout][2] <= max(GPUS, 1)]

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -167,10 +168,14 @@ def main() -> int:
     parser.add_argument("--share", default="1/1", metavar="PART/PARTS", help="every so many'th launch, from which on")
     known = [*jobs()]
     layouts, files = ({*names} for names in zip(*((job.layout, job.tests) for job in known), strict=True))
+    parser.add_argument("--cases", type=int, help="train only the first cases of each layout, this many")
     parser.add_argument("--layouts", nargs="+", choices=sorted(layouts), default=layouts, help="layouts of ranks")
     parser.add_argument("--tests", nargs="+", choices=sorted(files), default=files, help="files of tests")
     args = parser.parse_args()
     named = [job for job in known if job.layout in args.layouts and job.tests in args.tests]
+    if args.cases:
+        by_layout = groupby(named, key=lambda job: (job.tests, job.layout))
+        named = [job for _, group in by_layout for job in [*group][: args.cases]]
     part, parts = map(int, args.share.split("/"))
     launches = [*together(named)][part - 1 :: parts]
     chosen = [job for each in launches for job in each]
