@@ -24,7 +24,7 @@ def test_report(flag, eager, tmp_path):
     folder = tmp_path / "new" / "report"
     steps = pretrain(tmp_path / "run", f"{TRAIN} {flag} --cuda-graph-report {folder}", graphs=True)
     assert numbers(steps) == numbers(eager)
-    assert sorted(file.name for file in folder.iterdir()) == ["capture.html", "capture.json"]
+    assert sorted(file.name for file in folder.iterdir()) == ["capture.json"]
     report = json.loads((folder / "capture.json").read_text())
 
     whole_model, apart = flag.endswith("model"), flag.endswith("1")
@@ -32,13 +32,11 @@ def test_report(flag, eager, tmp_path):
     expected = [["the whole model"]] if whole_model else [[layer] for layer in layers] if apart else [layers]
     assert [part["names"] for part in report["captured"]] == expected
     for part in report["captured"]:
-        assert part["graphs"] == {"forward": 1, "backward": 1, "weight_gradients": 0}
+        assert part["graphs"] == {"forward": 1, "backward": 1, "weight-gradient": 0}
     # An all-gather and a reduction of each layer; for the whole model an all-gather of what is outside of layers.
     assert report["collectives"] == (2 * LAYERS if apart else int(whole_model))
-    assert report["seconds"]["waiting"] > 0  # two ranks vote
 
-    log, page = (tmp_path / "run" / "log").read_text(), (folder / "capture.html").read_text()
-    assert log.count("CUDA graphs, rank 0:") == 1
+    log = (tmp_path / "run" / "log").read_text()
+    assert log.count("Captured CUDA graphs in ") == 1
     for part in report["eager"]:
         assert part["what"] in log and f"because {part['why']}" in log
-        assert part["what"] in page

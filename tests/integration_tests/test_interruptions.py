@@ -45,7 +45,7 @@ def test_a_step_that_is_run_again_computes_the_same_from_its_graphs(tmp_path):
     run.ended()
     log = run.log.read_text()
     assert "exit code 16" in log, run.log_tail()
-    assert re.search("Captured the whole model.*Unexpected result", log, re.DOTALL), run.log_tail()
+    assert re.search("the whole model: 1 forward.*Unexpected result", log, re.DOTALL), run.log_tail()
     (unexpected,) = re.findall(r"Unexpected result ([0-9.]+) on rank", log)
     (again,) = re.findall(r"First rerun: .*\(([0-9.]+) = ", log)
     assert again == unexpected
@@ -85,11 +85,11 @@ def diverging_eagerly(diverging):
     [
         pytest.param(
             "--cuda-graph-layers-per-graph all",
-            "the 3 layers of the decoder in one graph",
+            ", in one graph: 1 forward",
             id="layers",
             marks=pytest.mark.long,
         ),
-        pytest.param("", "Captured the whole model", id="model"),
+        pytest.param("", "the whole model: 1 forward", id="model"),
     ],
 )
 def test_a_loss_that_is_nan_is_the_error_that_it_is_eagerly(diverging, diverging_eagerly, flags, captured):

@@ -61,9 +61,8 @@ from ._cuda_graphs.local.memory import TensorReusePool
 from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
 from ._cuda_graphs.local.runner import _CudagraphRecordNode, _CudagraphReplayNode, _CudaGraphRunner, _GraphStatus
 from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_runner_streams
-from ._cuda_graphs.report import CaptureRecorder
 from ._cuda_graphs.te.capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
-from ._cuda_graphs.te.capture_observer import report_capture
+from ._cuda_graphs.te.capture_report import report_capture
 from ._cuda_graphs.te.capture_session import CaptureSession, InputData
 from ._cuda_graphs.te.capture_state import (
     BEFORE_CAPTURE,
@@ -419,22 +418,20 @@ class TECudaGraphHelper:
         """Capture, or leave no graphs and raise what every rank raises."""
         stage, graphs = self.stage, self._state
         planned = self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches
-        recorder = CaptureRecorder.of_rank_0()
-        agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language, recorder=recorder)
+        agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language)
 
         def undo() -> None:
             self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches = planned
             self._drop_graphs()
 
         with agreement.together(undo), self._capture_mode() as start_time:
-            recorder.sample("start")
             shape = self.seq_length, self.micro_batch_size
             graphs.choose(agreement, *shape)  # stages without layers vote, too
             if not stage.layers:
                 logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                 graphs.eager_because = NO_LAYERS
             elif graphs.choice.holds:
-                session = CaptureSession(stage, graphs, agreement, recorder, self._recaptures, shape)
+                session = CaptureSession(stage, graphs, agreement, self._recaptures, shape)
                 session.capture(self._planned_input_data)
             else:
                 graphs.eager_because = graphs.choice.eager_because
@@ -442,7 +439,6 @@ class TECudaGraphHelper:
             graphs.microbatches = get_num_microbatches()
         self._captures += self.graphs_created()
         self._finish_capturing(start_time)
-        report_capture(stage, graphs, recorder, graphs.choice.not_model, self._recaptures.done + 1)
 
     @contextmanager
     def _capture_mode(self) -> Iterator[float]:
@@ -495,17 +491,9 @@ class TECudaGraphHelper:
         reset_model_temporary_tensors(self.config, self.model)
 
     def _finish_capturing(self, start_time: float) -> None:
-        """Release cached memory and log how long capture took."""
+        """Release cached memory and report the capture that began at ``start_time``."""
         release_cached_memory()
-        if not self.graphs_created():
-            return
-        captured = f"{sum(len(layer.cuda_graphs) for layer in self.stage.layers)} layer graphs"
-        if self.model_graphs is not None:
-            captured = "the whole model"
-        elif self.decoder_graphs is not None:
-            captured += f" and the {len(self.decoder_graphs.module.layers)} layers of the decoder in one graph"
-        seconds = time.time() - start_time
-        log_single_rank(logger, logging.INFO, f"Captured {captured} in {seconds:.2f} s")
+        report_capture(self.stage, self._state, start_time, self._recaptures.done + 1)
 
     # ------------------------------------------------------------------------------------------ arguments of a capture
 

@@ -23,7 +23,6 @@ from megatron.core.utils import log_single_rank
 
 from .errors import CaptureFailedError, CaptureInterruptedError
 from .replacements import Replacements
-from .report import CaptureRecorder
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -165,14 +164,10 @@ class CaptureAgreement:
             those of ``tp_dp_cp``, or of ``tp`` and ``dp_cp`` if there is no such group. With two groups, ranks may
             raise different ones of several failures.
         with_other_stages: Whether all pipeline stages capture together.
-        recorder: Records each pass, and the time spent waiting.
     """
 
-    def __init__(
-        self, groups: ProcessGroupCollection, *, with_other_stages: bool, recorder: CaptureRecorder | None = None
-    ):
+    def __init__(self, groups: ProcessGroupCollection, *, with_other_stages: bool):
         together = getattr(groups, "tp_dp_cp", None)
-        self._recorder = recorder or CaptureRecorder(active=False)
         self._of_stage = [Ballot(group) for group in ((groups.tp, groups.dp_cp) if together is None else (together,))]
         self._ballots = [*self._of_stage, *([Ballot(groups.pp)] if with_other_stages else [])]
         self._where = "before the first layer"
@@ -184,7 +179,6 @@ class CaptureAgreement:
             phase: ``forward`` or ``backward`` if it is a pass.
         """
         self._where = f"{where}, {phase}" if phase else where
-        self._recorder.begin(where, phase)
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Return capture-time ``hooks`` of a layer, by kind, with a first one that notes which of its passes begins."""
@@ -216,7 +210,7 @@ class CaptureAgreement:
             CaptureInterruptedError: another rank was interrupted. That rank raises its own exception.
         """
         try:
-            with _before_each_collective(lambda: self._recorder.wait(lambda: self._vote(self._of_stage))):
+            with _before_each_collective(lambda: self._vote(self._of_stage)):
                 yield
             self._where = "after the last layer"
             self._vote(self._ballots)
@@ -237,7 +231,6 @@ class CaptureAgreement:
 
     def _failed(self, error: BaseException) -> CaptureFailedError | CaptureInterruptedError:
         """Let all ranks know that this one failed with ``error``; return what every rank raises."""
-        self._recorder.end()
         agreed = next((ballot.failure for ballot in self._ballots if ballot.failure is not None), None)
         if agreed is None or not isinstance(error, Exception):
             cause = f"{type(error).__name__}: {error}".removesuffix(": ")

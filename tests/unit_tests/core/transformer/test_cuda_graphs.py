@@ -17,10 +17,10 @@ import torch
 
 import megatron.core
 from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer._cuda_graphs import agreement, for_callers, report, state
+from megatron.core.transformer._cuda_graphs import agreement, for_callers, state
 from megatron.core.transformer._cuda_graphs.engine import rng
 from megatron.core.transformer._cuda_graphs.local import manager, memory, record, runner
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_report, capture_session
 from tests.support.sample import asked, mostly_long
 from tools.upstream_check import bound_names
 
@@ -160,7 +160,7 @@ PATCHED: dict[str, tuple[str, list[ModuleType]]] = {
     "constant": ("FREEZE_GC", [state]),
     "flag of an optional package": ("HAVE_TE_GRAPHS", [for_callers]),
     "logger": ("logger", [record, agreement]),
-    "module": ("time", [report, record]),
+    "module": ("time", [capture_report, record]),
     "variable": ("_IS_GRAPH_CAPTURING", [state]),
     "another variable": ("fwd_buffer_reuse_ref_count", [memory]),
 }

@@ -94,8 +94,8 @@ FLAGS = {
         arguments={"type": float, "metavar": "F"},
     ),
     "--cuda-graph-report": Flag(
-        "With --cuda-graph-impl transformer_engine: rank 0 writes capture.json and capture.html to this folder: what "
-        "was captured in which order, its time and memory, and what stays eager.",
+        "With --cuda-graph-impl transformer_engine: rank 0 writes capture.json to this folder: "
+        "captured layers, memory of the graphs, and what runs eagerly.",
         arguments={"metavar": "DIR"},
     ),
 }

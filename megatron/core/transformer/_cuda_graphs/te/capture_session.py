@@ -17,11 +17,10 @@ from ..eager_passes import EagerPasses
 from ..engine.graph import preserve_buffers
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
-from ..engine.plan import Pass, ordered_plan
+from ..engine.plan import ordered_plan
 from ..engine.rng import preserve_rng
 from ..hooks import extracted_hooks, recorded_hooks
 from ..replacements import between
-from ..report import CaptureRecorder
 from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named
 from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
@@ -47,7 +46,6 @@ class CaptureSession:
     stage: Stage
     graphs: CaptureState
     agreement: CaptureAgreement
-    recorder: CaptureRecorder
     recaptures: Recaptures
     shape: tuple[int, int]
 
@@ -94,7 +92,6 @@ class CaptureSession:
                 models, owners, order.plan, self.shape, warmup_iters, eager_passes, quantized
             )
         self._warn_of_hooks((model, named(model)) for model in models)
-        self.recorder.end()
 
     def _capture_decoder(self) -> None:
         """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""
@@ -112,7 +109,6 @@ class CaptureSession:
             )
             self.graphs.whole = [graphs]
         self._warn_of_hooks([(decoder, named(decoder, parts=[decoder.layers]))])
-        self.recorder.end()
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -149,8 +145,6 @@ class CaptureSession:
         sample_args, arguments = input_data()
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(layers))
-        with_hooks = [step for step in plan.steps if step.kind is not Pass.WEIGHT_GRADIENTS]
-        self.recorder.expect(len(with_hooks), arguments["num_warmup_iters"])
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
         elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # have other parameters in calls
@@ -163,7 +157,6 @@ class CaptureSession:
                 if all(chunk.fsdp is not None for chunk in stage.chunks):
                     arguments["owners"] = self._gradient_sinks()
                 graphs = make_graphed_callables(layers, sample_args, **arguments)
-                self.recorder.end()
             held = [
                 named(layer, name, layer._get_submodules_under_cudagraphs())
                 for layer, name in zip(layers, names, strict=True)

@@ -13,7 +13,6 @@ from ..engine.memory import PoolMemory
 from ..engine.rng import GraphStates
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import calls_weakly, has_other_hooks
-from ..report import Pool
 from .attached_graphs import detach_graphs
 from .capture_arguments import WARMUP_ITERATIONS
 from .changed_shapes import ChangedShapes
@@ -368,7 +367,7 @@ class CaptureState:
         graphs = [*self._of_training()]
         graphs += [each.evaluation.passes for each in self.models if each.evaluation is not None]
         if len(graphs) != self._pools[0]:  # a look at the allocator takes long, and pools do not grow after capture
-            sizes = [pool.bytes for pool in pools_of(graphs)]
+            sizes = [size for _, size in pools_of(graphs)]
             self._pools = len(graphs), sum(sizes) if sizes else None
         return self._pools[1]
 
@@ -390,13 +389,13 @@ class CaptureState:
         detach_graphs(self._stage.chunks)
 
 
-def pools_of(graphs: Sequence[Any]) -> list[Pool]:
-    """Return the memory pools of an engine's callables."""
+def pools_of(graphs: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the number of graphs and the size in bytes of each memory pool of an engine's callables."""
     of_pool: dict[tuple, list[torch.cuda.CUDAGraph]] = {}
     for graphed in graphs:
         for graph in filter(None, graphs_of(graphed)):
             of_pool.setdefault(tuple(graph.pool()), []).append(graph)
-    return [Pool(len(own), PoolMemory.of(own[0]).size()) for own in of_pool.values()]
+    return [(len(own), PoolMemory.of(own[0]).size()) for own in of_pool.values()]
 
 
 def graphs_of(graphed: Any) -> list[torch.cuda.CUDAGraph | None]:

@@ -11,7 +11,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
-from megatron.core.transformer._cuda_graphs.report import CaptureRecorder
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session, changed_shapes
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
@@ -35,7 +34,6 @@ class Alone(CaptureAgreement):
     """The agreement of one rank that is in no process group."""
 
     def __init__(self):
-        self._recorder = CaptureRecorder(active=False)
         self._of_stage = self._ballots = []
 
     def _vote(self, ballots, objections=None):
@@ -106,7 +104,7 @@ def capture(stage, order, engine=capture_session.make_graphed_callables):  # typ
         args, kwargs = zip(*arguments.samples(order), strict=True)
         return list(args), arguments.of_engine(passes, kwargs)
 
-    session = CaptureSession(stage, graphs, Alone(), CaptureRecorder(active=False), Recaptures(stage), (2, 1))
+    session = CaptureSession(stage, graphs, Alone(), Recaptures(stage), (2, 1))
     with ExitStack() as stack:
         for module in (capture_arguments, changed_shapes):
             stack.enter_context(mock.patch.object(module, "get_num_microbatches", return_value=1))
