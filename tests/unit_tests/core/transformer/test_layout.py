@@ -26,7 +26,6 @@ LAYERS = (
             *("replacements", "snapshot"),
         )
     },
-    {f"{PACKAGE}.report"},
     {f"{PACKAGE}.engine"},
     {f"{PACKAGE}.layer_graph", f"{PACKAGE}.agreement"},
     {f"{TRANSFORMER}.module"},

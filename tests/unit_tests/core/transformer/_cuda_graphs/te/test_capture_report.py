@@ -122,8 +122,11 @@ def report(folder, number=1, eager_because=""):
     report_capture(stage_of([], cuda_graph_report=str(folder)), graphs, time.time(), number)
 
 
-@pytest.mark.usefixtures("one_stage")
 class TestFiles:
+    @pytest.fixture(autouse=True)
+    def rank_0(self, monkeypatch):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+
     def test_later_captures_have_their_own(self, tmp_path):
         report(tmp_path)
         report(tmp_path, number=2)
