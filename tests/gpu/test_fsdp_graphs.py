@@ -204,7 +204,7 @@ def cases_of(layout: str) -> list[dict]:
         "EP2 with ETP2": [*MOE, *PADDED_MODELS],
         "EP of all": EXCHANGED,
         "EP2 with DP2": EXCHANGED,
-        "CP2 with TP2": [MORE[1], MORE[3], *DENSE_MODELS],
+        "CP2 with TP2": [MORE[1], MORE[3], DENSE_MODELS[0]],  # no attention backend of TransformerEngine has fp32
     }[layout]
 
 

@@ -75,8 +75,8 @@ def jobs() -> Iterator[Job]:
             yield Job("test_ddp_graphs", layout, test_ddp_graphs.DDP | case, tuple(options), variables)
     for case in test_changed_steps.CASES:
         yield Job("test_changed_steps", "data parallel", test_changed_steps.TWICE | case)
-    for most in 0, -1:
-        case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": most}
+    for holds in "model", "decoder":
+        case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": holds}
         yield Job("test_fsdp_graphs", "data parallel", case)
     instances = ("--instances", str(min(max(GPUS, 1), 2)))
     for case in test_hybrid_sharding.CASES:
