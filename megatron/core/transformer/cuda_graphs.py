@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,16 +44,6 @@ from ._cuda_graphs.engine.rng import _clone_nested_tensors, _ensure_generator_st
 from ._cuda_graphs.errors import CallOrderError, CaptureFailedError, OptionsError
 from ._cuda_graphs.flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
 from ._cuda_graphs.flags.table import allocator_problem, check
-from ._cuda_graphs.for_callers import *  # noqa: F403
-from ._cuda_graphs.for_callers import (
-    _backup_grads_before_capture,
-    _determine_if_first_last_layer_of_this_vp_chunk,
-    _restore_grads_after_capture,
-    _set_skip_fp8_weight_update_tensor,
-    annotate_first_last_layer,
-    create_strong_ref,
-    make_weakref,
-)
 from ._cuda_graphs.local import memory as _memory
 from ._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
 from ._cuda_graphs.local.manager import CudaGraphManager, alloc_tensor_from_graph_mempool, delete_cuda_graphs
@@ -74,7 +64,9 @@ from ._cuda_graphs.te.capture_state import (
 )
 from ._cuda_graphs.te.changed_shapes import Recaptures
 from ._cuda_graphs.te.layers import (
+    _determine_if_first_last_layer_of_this_vp_chunk,
     _layer_is_graphable,
+    annotate_first_last_layer,
     fsdp_of,
     mtp_layers,
     set_current_microbatch,
@@ -105,16 +97,13 @@ __all__ = [
     "_CudagraphRecordNode",
     "_CudagraphReplayNode",
     "_GraphStatus",
-    "_backup_grads_before_capture",
     "_check_supported_type",
     "_clone_nested_tensors",
     "_determine_if_first_last_layer_of_this_vp_chunk",
     "_ensure_generator_state_is_cudagraph_safe",
     "_layer_is_graphable",
-    "_restore_grads_after_capture",
     "_set_capture_end",
     "_set_capture_start",
-    "_set_skip_fp8_weight_update_tensor",
     "_set_warmup_end",
     "_set_warmup_start",
     "_wrap_graph_for_vision",
@@ -122,7 +111,6 @@ __all__ = [
     "annotate_first_last_layer",
     "convert_schedule_table_to_order",
     "create_cudagraphs",
-    "create_strong_ref",
     "delete_cuda_graphs",
     "get_gtp_runner_streams",
     "get_overlap_moe_expert_parallel_comm_order",
@@ -131,7 +119,6 @@ __all__ = [
     "is_graph_warmup",
     "logger",
     "make_graphed_callables",
-    "make_weakref",
     "set_current_microbatch",
     "tree_map",
 ]
@@ -727,9 +714,5 @@ def _variable_of(file: ModuleType, name: str) -> property:
 
 for _name, _file in _VARIABLES.items():
     setattr(_Face, _name, _variable_of(_file, _name))
-# Pickles refer to classes and functions by module; without the patch only this one exists.
-for _name in __all__:
-    if isinstance(globals()[_name], type | FunctionType):
-        globals()[_name].__module__ = __name__
 del _name, _file
 sys.modules[__name__].__class__ = _Face

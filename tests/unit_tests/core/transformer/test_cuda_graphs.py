@@ -17,7 +17,7 @@ import torch
 
 import megatron.core
 from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer._cuda_graphs import agreement, for_callers, state
+from megatron.core.transformer._cuda_graphs import agreement, state
 from megatron.core.transformer._cuda_graphs.engine import rng
 from megatron.core.transformer._cuda_graphs.local import manager, memory, record, runner
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_report, capture_session
@@ -55,7 +55,6 @@ def test_every_name_that_megatron_core_imports_is_there():
 
 IMPORTED_FIRST = [
     "megatron.core.transformer.cuda_graphs",
-    "megatron.core.transformer._cuda_graphs.for_callers",
     "megatron.core.transformer._cuda_graphs.local.runner",
     "megatron.core.transformer.module",
     "megatron.core.distributed",
@@ -154,11 +153,10 @@ def test_the_reuse_pool_is_that_of_the_session(no_graphs):
 # Kinds of names, with files of the package whose functions use them.
 PATCHED: dict[str, tuple[str, list[ModuleType]]] = {
     "function": ("is_graph_capturing", [state]),
-    "imported function": ("get_num_microbatches", [for_callers, capture_arguments]),
+    "imported function": ("get_num_microbatches", [capture_arguments]),
     "function of several files": ("make_graphed_callables", [capture_session]),
     "class": ("_CudaGraphRunner", [runner, manager]),
     "constant": ("FREEZE_GC", [state]),
-    "flag of an optional package": ("HAVE_TE_GRAPHS", [for_callers]),
     "logger": ("logger", [record, agreement]),
     "module": ("time", [capture_report, record]),
     "variable": ("_IS_GRAPH_CAPTURING", [state]),
@@ -241,41 +239,3 @@ def test_a_new_name_stays_in_the_module():
 def test_deleting_what_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="something_new"):
         delattr(cuda_graphs, "something_new")
-
-
-# --------------------------------------------------------------------------------------------------------- pickles
-
-
-OWN = [name for name in cuda_graphs.__all__ if isinstance(getattr(cuda_graphs, name), type | FunctionType)]
-
-
-def test_classes_and_functions_are_of_this_module():
-    modules = {name: getattr(cuda_graphs, name).__module__ for name in OWN}
-    assert modules == dict.fromkeys(OWN, "megatron.core.transformer.cuda_graphs")
-
-
-def test_source_is_found_in_the_files_that_define_it():
-    without_methods = {"CudagraphBufferMetadata", "_CudagraphReplayNode", "_GraphStatus"}  # no code says where they are
-    found = {name: inspect.getsource(getattr(cuda_graphs, name)) for name in {*OWN} - without_methods}
-    assert {name for name, text in found.items() if re.search(rf"^(class|def) {name}\b", text, re.MULTILINE)} == {
-        *found
-    }
-
-
-def test_pickles_load_without_the_patch(tmp_path):
-    metadata = cuda_graphs.CudagraphBufferMetadata(is_cudagraph_input=True, input_use_count=3)
-    upstream = {*bound_names(ast.parse(UPSTREAM.read_text()).body)} - {"make_graphed_callables"}  # TransformerEngine's
-    own = [getattr(cuda_graphs, name) for name in OWN if name in upstream]
-    file = tmp_path / "pickle"
-    file.write_bytes(pickle.dumps((metadata, cuda_graphs.ArgMetadata(3), cuda_graphs._GraphStatus.BWD_READY, own)))
-    code = f"""
-import pickle, torch
-metadata, argument, status, own = pickle.load(open({str(file)!r}, "rb"))
-from megatron.core.transformer import cuda_graphs
-assert not hasattr(cuda_graphs, "_Face"), "the patch is on"
-assert (metadata.is_cudagraph_input, metadata.input_use_count) == (True, 3)
-assert (argument.type, argument.value, status) == (int, 3, cuda_graphs._GraphStatus.BWD_READY)
-assert len(own) == {len(own)}
-"""
-    environment = os.environ | {"MEGATRON_FSDP_CUDA_GRAPHS": "0"}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment)

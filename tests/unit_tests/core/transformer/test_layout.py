@@ -29,7 +29,7 @@ LAYERS = (
     {f"{PACKAGE}.engine"},
     {f"{PACKAGE}.layer_graph", f"{PACKAGE}.agreement"},
     {f"{TRANSFORMER}.module"},
-    {f"{PACKAGE}.te", f"{PACKAGE}.local", f"{PACKAGE}.for_callers"},
+    {f"{PACKAGE}.te", f"{PACKAGE}.local"},
     {f"{TRANSFORMER}.cuda_graphs"},
 )
 

@@ -319,7 +319,6 @@ def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
     finally:
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)  # drops the use count that beginAllocate added
-    vars(tensor)["is_from_global_mempool"] = True  # for make_weakref
     return tensor
 
 
