@@ -1,15 +1,11 @@
 """cuda_graphs: every documented name, and every name that megatron-core imports, is there and can be patched."""
 
 import ast
-import inspect
 import json
-import os
-import pickle
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -22,9 +18,7 @@ from megatron.core.transformer._cuda_graphs.engine import rng
 from megatron.core.transformer._cuda_graphs.local import manager, memory, record, runner
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_report, capture_session
 from tests.support.sample import asked, mostly_long
-from tools.upstream_check import bound_names
 
-UPSTREAM = Path(megatron.core.__path__[0]) / "transformer" / "cuda_graphs.py"
 VARIABLES = {
     "_IS_GRAPH_CAPTURING": state,
     "_IS_GRAPH_WARMUP": state,
