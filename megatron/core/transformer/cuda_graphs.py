@@ -1,9 +1,7 @@
-"""CUDA graphs of Megatron-Core: ``TECudaGraphHelper``, and every public name, over the files of ``_cuda_graphs``.
+"""Replace ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper``, and the names of ``_cuda_graphs``.
 
-``docs/cuda_graphs_names.md`` says where each name is defined. Nothing here is megatron-core's own.
-
-megatron-core has all of this in one file, where assigning to a name, or patching it, affects every function that uses
-it. ``_Face`` makes the same true here.
+``docs/cuda_graphs_names.md`` lists where each name is defined. Assigning to a name, or patching it, affects every
+function in ``_cuda_graphs`` that uses it (``_Face``).
 """
 
 import gc
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-# First, because the imports below load modules of megatron-core that import these from this module.
+# First: the imports below load modules of megatron-core that import these names from here.
 from ._cuda_graphs import state as _state
 from ._cuda_graphs.state import (
     FREEZE_GC,
@@ -51,7 +49,7 @@ from ._cuda_graphs.local.memory import TensorReusePool
 from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
 from ._cuda_graphs.local.runner import _CudagraphRecordNode, _CudagraphReplayNode, _CudaGraphRunner, _GraphStatus
 from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_runner_streams
-from ._cuda_graphs.te.capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
+from ._cuda_graphs.te.capture_arguments import CaptureArguments, offload_interface
 from ._cuda_graphs.te.capture_report import report_capture
 from ._cuda_graphs.te.capture_session import CaptureSession, InputData
 from ._cuda_graphs.te.capture_state import (
@@ -125,31 +123,32 @@ __all__ = [
 
 
 class TECudaGraphHelper:
-    """Captures per-layer CUDA graphs of a model and attaches them to its layers.
+    """Capture the CUDA graphs of a model and attach them to its modules.
 
-    ``create_cudagraphs`` captures; ``cuda_graph_set_manual_hooks`` then gives layers under ``DistributedDataParallel``
-    the hooks that gather parameters before a replay. Under Megatron-FSDP the layers' own hooks do that.
-    ``before_step``, which training loops call before each step, captures again where steps have changed.
+    ``create_cudagraphs`` captures. ``cuda_graph_set_manual_hooks`` then adds the hooks that gather parameters before a
+    replay under ``DistributedDataParallel``; under Megatron-FSDP the layers' own hooks gather. ``before_step``, which
+    training loops call before each step, recaptures when needed.
 
     Args:
         model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
-        config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. An attribute
-            ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture or recapture does:
-            ``error`` raises CaptureFailedError, ``eager`` warns, and training goes on. Another one,
-            ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``before_step`` capture together.
-            ``cuda_graph_report`` names a folder to which rank 0 writes what was captured. ``cuda_graph_step_log`` is a
-            factory for a callback ``(helper, deleting)``, called before graphs are deleted and before each
-            step, by ``before_step``.
+        config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. Optional attributes:
+
+            - ``cuda_graph_fallback``: ``error`` (the default) to raise CaptureFailedError when a capture fails,
+              ``eager`` to warn and train without graphs.
+            - ``cuda_graph_max_captures``: The number of captures, recaptures included.
+            - ``cuda_graph_report``: The folder for reports of captures.
+            - ``cuda_graph_step_log``: Factory for a callback ``(helper, deleting)``, called before each step and before
+              graphs are deleted.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
-        optimizers: Their gradients are zeroed after capture.
-        pg_collection: The process groups; by default those of ``parallel_state``.
+        optimizers: Optimizers whose gradients are zeroed after capture.
+        pg_collection: The process groups; ``parallel_state``'s by default.
 
     Raises:
         OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, ``config.cuda_graph_fallback`` is
-            unknown, whole layers are to be captured that run in parts (``overlap_moe_expert_parallel_comm``), or the
-            allocator uses expandable segments while NCCL registers memory of graphs.
-        ValueError: an option that Megatron-FSDP needs for graphs is missing, or one does not fit.
+            unknown, whole layers are selected with ``overlap_moe_expert_parallel_comm``, or the allocator uses
+            expandable segments while NCCL registers the memory of graphs.
+        ValueError: An option that Megatron-FSDP needs for graphs is missing, or an option is incompatible.
     """
 
     _role = Role()
@@ -175,12 +174,11 @@ class TECudaGraphHelper:
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self.tp_group = self.pg_collection.tp
-        self.dp_cp_group = self.pg_collection.dp_cp
-        self.pp_group = self.pg_collection.pp
+        # For subclasses written for megatron-core's helper.
+        self.tp_group, self.dp_cp_group = self.pg_collection.tp, self.pg_collection.dp_cp
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # imports this module
 
-        self.p2p_communicator = P2PCommunicator(pp_group=self.pp_group, config=config)
+        self.p2p_communicator = P2PCommunicator(pp_group=self.pg_collection.pp, config=config)
         self.num_model_chunks = len(model)
         self.num_microbatches: int | None = None
         make_log = getattr(config, "cuda_graph_step_log", None) if self._role.language else None
@@ -193,20 +191,18 @@ class TECudaGraphHelper:
         self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
         self._state = self._new_state()
         self._recaptures = Recaptures(self.stage)
-        self._captures = self._replays_before = 0  # successful ones; those of graphs that were deleted
+        self._captures = self._replays_before = 0  # successful captures; replays of deleted graphs
 
     # --------------------------------------------------------------------------------------------- layers
 
     def _discover_layers(self) -> None:
-        """Set the attributes that name the layers to capture, as megatron-core's helper has them.
-
-        A subclass may find others. ``callables_per_chunk`` is what is captured.
+        """Set megatron-core's attributes that list the layers to capture. A subclass may select others.
 
         Attributes:
-            chunks_with_decoder: The model of each chunk; None if none of its layers can be captured.
-            callables_per_chunk, flattened_callables: The layers to capture, of each chunk and of all.
+            chunks_with_decoder: The model of each chunk; None if no layer of it can be captured.
+            callables_per_chunk, flattened_callables: The layers to capture, by chunk and of all chunks.
             callables_per_chunk_is_mtp, flattened_callables_is_mtp: Whether each belongs to multi-token prediction.
-            num_layers_per_chunk: The number of layers to capture of each chunk.
+            num_layers_per_chunk: The number of layers to capture in each chunk.
         """
         models = [self._role.model_of(chunk) for chunk in self.model]
         self.callables_per_chunk = [
@@ -232,35 +228,35 @@ class TECudaGraphHelper:
     def _new_state(self, eager_because: str = BEFORE_CAPTURE, not_model: str = "") -> CaptureState:
         return CaptureState(self.stage, self._calls, eager_because, not_model)
 
-    # -------------------------------------------------------------------------------------------- what there is now
+    # -------------------------------------------------------------------------------------------- current graphs
 
     @property
     def model_graphs(self) -> ModelGraphs | None:
-        """The graphs of the whole model, or of its first chunk, in which case layers have none; None otherwise."""
+        """The graphs of the whole model, or of its first chunk; None if graphs hold less."""
         return next(iter(self._state.models), None)
 
     @property
     def decoder_graphs(self) -> DecoderGraphs | None:
-        """The graphs of all layers of the decoder, in which case these have none; None otherwise."""
+        """The graphs of all layers of the decoder; None if graphs hold more or less."""
         return self._state.decoder
 
     def graphs_created(self) -> bool:
-        """Whether the layers have graphs now."""
+        """Return whether there are graphs."""
         return not self._state.eager_because
 
     def eager_reason(self) -> str:
-        """Say why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
+        """Return why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
         return self._state.eager_reason()
 
     def graph_use(self) -> GraphUse:
-        """Return what became of the graphs on this rank so far."""
+        """Return the graph usage counters of this rank."""
         replays = self._replays_before + self._state.replays()
         return GraphUse(replays, self._captures, self._state.pool_bytes())
 
     # ------------------------------------------------------------------------------------------------ before a step
 
     def capture_finished(self) -> bool:
-        """Call ``before_step``, as Megatron's training loop asks for this before each step."""
+        """Call ``before_step``: Megatron's training loop calls this method before each step."""
         return self.before_step()
 
     def before_step(self) -> bool:
@@ -388,7 +384,7 @@ class TECudaGraphHelper:
         self._state = self._new_state(CAPTURE_FAILED)
 
     def _capture_largest(self) -> None:
-        """Capture; if the whole model was chosen by default and fails, capture its layers."""
+        """Capture; if capturing the whole model by default fails, capture its layers."""
         state = self._state
         try:
             self._capture()
@@ -402,16 +398,10 @@ class TECudaGraphHelper:
         self._capture()
 
     def _capture(self) -> None:
-        """Capture, or leave no graphs and raise what every rank raises."""
+        """Capture once. If any rank fails, leave no graphs and raise the same error on all ranks."""
         stage, graphs = self.stage, self._state
-        planned = self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches
         agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language)
-
-        def undo() -> None:
-            self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches = planned
-            self._drop_graphs()
-
-        with agreement.together(undo), self._capture_mode() as start_time:
+        with agreement.together(self._drop_graphs), self._capture_mode() as start_time:
             shape = self.seq_length, self.micro_batch_size
             graphs.choose(agreement, *shape)  # stages without layers vote, too
             if not stage.layers:
@@ -419,7 +409,7 @@ class TECudaGraphHelper:
                 graphs.eager_because = NO_LAYERS
             elif graphs.choice.holds:
                 session = CaptureSession(stage, graphs, agreement, self._recaptures, shape)
-                session.capture(self._planned_input_data)
+                session.capture(self._get_cuda_graph_input_data)
             else:
                 graphs.eager_because = graphs.choice.eager_because
         if not stage.one_graph_serves_all:
@@ -429,7 +419,7 @@ class TECudaGraphHelper:
 
     @contextmanager
     def _capture_mode(self) -> Iterator[float]:
-        """The context of a capture, which ends capture mode also if it fails; yields when it began."""
+        """Turn capture mode on in this context, and yield the start time."""
         offloads = self.config.fine_grained_activation_offloading
         try:
             start_time = self._start_capturing()
@@ -449,11 +439,11 @@ class TECudaGraphHelper:
             self._reset_after_capture()
 
     def _start_capturing(self) -> float:
-        """Release cached memory and let all of megatron-core know that graphs are captured; return ``time.time()``."""
+        """Release cached memory, turn capture mode on, and return ``time.time()``."""
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # these import this module
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-        if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step: schedules will copy to it
+        if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step; schedules copy to it
             MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
         MTPLossAutoScaler.set_loss_scale(MTPLossAutoScaler.main_loss_backward_scale.cuda())
         release_cached_memory()
@@ -464,7 +454,7 @@ class TECudaGraphHelper:
         return time.time()
 
     def _reset_after_capture(self) -> None:
-        """Zero what capture accumulated: gradients, and metrics and token counts of MoE layers and of MTP."""
+        """Zero what capture accumulated: gradients, and the metrics and token counts of MoE and MTP layers."""
         from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -482,7 +472,7 @@ class TECudaGraphHelper:
         release_cached_memory()
         report_capture(self.stage, self._state, start_time, self._recaptures.done + 1)
 
-    # ------------------------------------------------------------------------------------------ arguments of a capture
+    # ------------------------------------------------------------------------------------------ capture arguments
 
     def _arguments(self) -> CaptureArguments:
         return CaptureArguments(self.stage, self._state.layers_apart, self.seq_length, self.micro_batch_size)
@@ -490,16 +480,15 @@ class TECudaGraphHelper:
     def _order(self) -> PassOrder:
         return self._arguments().order()
 
-    def _planned_input_data(self) -> InputData:
-        """Note how many passes are about to be captured, for whoever makes inputs, and return the inputs."""
+    def _get_cuda_graph_input_data(self) -> InputData:
+        """Return the positional inputs and the keyword arguments of ``make_graphed_callables``.
+
+        Set ``num_layers_per_chunk``, ``num_model_chunks`` and ``num_microbatches`` first, for subclasses that make
+        inputs.
+        """
         passes = self._order()
         self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
         self.num_microbatches = passes.num_microbatches
-        return self._get_cuda_graph_input_data()
-
-    def _get_cuda_graph_input_data(self) -> InputData:
-        """Return the positional inputs and the keyword arguments of ``make_graphed_callables``."""
-        passes = self._order()
         sample_args, sample_kwargs = self._get_sample_arguments(passes.order, passes.chunk_id_list)
         return sample_args, self._arguments().of_engine(passes, sample_kwargs)
 
@@ -514,34 +503,20 @@ class TECudaGraphHelper:
         samples = self._arguments().samples(order, chunk_id_list)
         return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 
-    def _get_amax_reduction_group(
-        self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
-    ) -> torch.distributed.ProcessGroup:
-        """Return the process group over which FP8 and FP4 reduce amaxes (largest absolute values).
-
-        Args:
-            with_context_parallel: Whether the group includes context-parallel ranks.
-            tp_only_amax_red: Whether the group excludes data-parallel ranks.
-
-        Raises:
-            ArgumentError: ``pg_collection`` has no such group.
-        """
-        return amax_reduction_group(self.pg_collection, with_context_parallel, tp_only_amax_red)
-
     # ------------------------------------------------------------------------------------------ afterwards
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Set the hooks by which layers under ``DistributedDataParallel`` gather parameters before each replay."""
+        """Set the hooks that gather parameters before each replay under ``DistributedDataParallel``."""
         for chunk in self.stage.chunks:
             if chunk.fsdp is None:
                 for layer in chunk.layers:
                     layer.setup_manual_hooks(chunk.module._make_forward_pre_hook)
 
     def delete_cuda_graphs(self) -> None:
-        """Free all graphs, those for evaluation too; the layers then run eagerly, and can be captured again.
+        """Free all graphs. The model then runs eagerly and can be captured again.
 
         Raises:
-            CallOrderError: there are no graphs.
+            CallOrderError: There are no graphs.
         """
         if not self.graphs_created():
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
@@ -559,10 +534,10 @@ def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int
     """Return the number of vision tokens for which graphs are captured.
 
     Args:
-        vision_config: The vision encoder's configuration. The first of these attributes that it has is used:
+        vision_config: The vision encoder's configuration. Its first attribute of these counts:
             ``max_vision_cuda_graph_seq_length``, in tokens, unless None or 0; ``num_position_embeddings``, in patches,
-            of which ``spatial_merge_size ** 2`` (by default 1) make one token.
-        default_seq_length: The number of tokens if it has neither.
+            with ``spatial_merge_size ** 2`` (1 by default) patches per token.
+        default_seq_length: The number of tokens without these attributes.
     """
     longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)
     if longest:
@@ -573,55 +548,39 @@ def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int
     return patches // getattr(vision_config, "spatial_merge_size", 1) ** 2
 
 
-def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Any:
-    """Return ``graph_fn`` without the None outputs that a layer without context returns beside its hidden states.
+def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``graph_fn`` without the None outputs of layers without context; its other attributes are not kept."""
 
-    Args:
-        graph_fn: Any callable. The result has its attributes, such as ``reset`` and ``backward_dw``.
-    """
-    return _WithoutNone(graph_fn)
-
-
-class _WithoutNone:
-    """Removes None from tuples that a callable returns, unless nothing else is in them; has its attributes."""
-
-    def __init__(self, graphed: Callable[..., Any]):
-        self.graphed = graphed
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.graphed(*args, **kwargs)
+    def without_none(*args: Any, **kwargs: Any) -> Any:
+        output = graph_fn(*args, **kwargs)
         if not isinstance(output, tuple):
             return output
         return tuple(item for item in output if item is not None) or output
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "graphed":  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.graphed, name)
+    return without_none
 
 
 class VisionTECudaGraphHelper(TECudaGraphHelper):
-    """Captures graphs of the layers in ``vision_model.decoder.layers`` and attaches them to the layers.
+    """Capture the layers of ``vision_model.decoder`` and attach the graphs to them.
 
-    Use it beside the language model's ``TECudaGraphHelper``, and capture with this one first: only the other one zeroes
-    gradients and metrics after capture. It does not communicate with other pipeline stages, so it may be called only on
-    ranks with a vision model; on others it captures nothing. Under pipeline parallelism call both helpers'
-    ``before_step`` before each step: where the number of micro-batches changes, each captures again.
+    Use it beside the language model's ``TECudaGraphHelper``, and capture with this helper first: only the other one
+    zeroes gradients and metrics after capture. It does not communicate with other pipeline stages, so ranks without a
+    vision model need not call it. Under pipeline parallelism, call ``before_step`` of both helpers before each step:
+    each recaptures when the number of micro-batches changes.
 
-    Inputs are ``[vision_seq_length, 1, hidden]``: all images of a micro-batch, one after the other. There are no rotary
-    embeddings among them.
+    Inputs are ``[vision_seq_length, 1, hidden]``, with all images of a micro-batch one after the other, and without
+    rotary embeddings.
 
     Args:
         model: The model's chunks, wrapped as for training; the first with a ``vision_model`` is used.
         vision_config: The vision encoder's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``.
         vision_seq_length: Vision tokens in a micro-batch; see ``get_vision_cuda_graph_seq_length``.
-        micro_batch_size: Not used: the batch dimension is 1.
-        num_microbatches: Micro-batches that sample arguments are made for. Capture sets it: to 1 without pipeline
-            parallelism, where one graph serves all, otherwise to that of the num_microbatches calculator.
-        pg_collection: The process groups; by default those of ``parallel_state``.
+        micro_batch_size: Unused: the batch dimension is 1.
+        num_microbatches: Unused: each capture takes it from Megatron's calculator.
+        pg_collection: The process groups; ``parallel_state``'s by default.
 
     Raises:
-        OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
+        OptionsError, ValueError, RuntimeError: As for ``TECudaGraphHelper``.
     """
 
     _role = Role(language=False, model_of=vision_model_of, report="capture_vision", wrap=_wrap_graph_for_vision)
@@ -640,40 +599,19 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         self.num_microbatches = num_microbatches
         self._interleaved = len(model) > 1
 
-    def _discover_layers(self) -> None:
-        """Set the attributes of ``TECudaGraphHelper._discover_layers`` for the vision encoder, and three more.
-
-        Attributes:
-            vision_model: The vision model, or None.
-            callables, num_layers: Its layers to capture, and their number.
-        """
-        super()._discover_layers()
-        self.vision_model = vision_model_of(self.model[0]) if self.model else None
-        if self.vision_model is None:
-            logger.warning("VisionTECudaGraphHelper: the model has no vision_model, nothing will be captured")
-        self.callables, self.num_layers = self.flattened_callables, len(self.flattened_callables)
-
     def _order(self) -> PassOrder:
         passes = super()._order()
-        # With virtual stages more micro-batches of this chunk are in flight than if it were the only one: keep all.
+        # With virtual stages, more micro-batches are in flight than this chunk alone would have: keep all.
         return replace(passes, order=sorted(passes.order, reverse=True)) if self._interleaved else passes
 
-    def _get_sample_arguments(
-        self, order: Sequence[float], chunk_id_list: list | None = None
-    ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
-        """Make inputs for every layer and micro-batch, whatever the order."""
-        arguments, layers = self._arguments(), [layer for own in self._state.layers_apart for layer in own]
-        samples = [arguments.inputs_of(layer, None) for _ in range(self.num_microbatches or 1) for layer in layers]
-        return [args for args, _ in samples], [kwargs for _, kwargs in samples]
-
     def _reset_after_capture(self) -> None:
-        """Do nothing: the language model's helper zeroes gradients and metrics, on all ranks."""
+        """Do nothing: the language model's helper zeroes gradients and metrics."""
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Do nothing: hooks of ``DistributedDataParallel`` do not gather the parameters of vision encoders."""
+        """Do nothing: ``DistributedDataParallel`` does not gather parameters of vision encoders in hooks."""
 
 
-# Variables that functions reassign: reading and writing them here goes through to their file.
+# Variables that functions reassign. Reading and writing them here reads and writes those of their file.
 _IS_GRAPH_CAPTURING: bool
 _IS_GRAPH_WARMUP: bool
 fwd_buffer_reuse_ref_count: int
@@ -688,9 +626,9 @@ _FOLDER = f"{__package__}._cuda_graphs."
 
 
 class _Face(ModuleType):
-    """Assigns to a name in every file of ``_cuda_graphs`` that has the same object under it.
+    """Forward assignments to every file of ``_cuda_graphs`` that has the same object under the same name.
 
-    Plain assignment, ``mock.patch`` and ``monkeypatch.setattr`` thus affect the functions there, as does undoing them.
+    This covers plain assignment, ``mock.patch`` and ``monkeypatch.setattr``, and undoing these.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -699,9 +637,6 @@ class _Face(ModuleType):
                 if key.startswith(_FOLDER) and name in vars(file) and vars(file)[name] is vars(self)[name]:
                     setattr(file, name, value)
         super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_VARIABLES})
 
 
 def _variable_of(file: ModuleType, name: str) -> property:

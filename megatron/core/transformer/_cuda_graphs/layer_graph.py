@@ -1,4 +1,4 @@
-"""What ``layer.cuda_graphs`` holds: graphs of a layer, and which calls they fit."""
+"""Graphs of one layer, as ``layer.cuda_graphs`` holds them, and the calls that they fit."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from .errors import ArgumentError, ChangedSinceCaptureError
 from .inputs import DefaultInputs, PackedUse
 from .snapshot import Snapshot
 
-# Inputs that only attention reads; layers without attention receive them too.
+# Inputs that only attention reads. Layers without attention receive them, too.
 ATTENTION_INPUTS = frozenset(
     (
         "attention_mask",
@@ -28,31 +28,30 @@ ATTENTION_INPUTS = frozenset(
 )
 logger = logging.getLogger(__name__)
 
-# Not inputs of the layer: they tell the engine how to replay.
+# Options of the engine, not inputs of the layer.
 _REPLAY_OPTIONS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
 
 
 @dataclass(eq=False)
 class LayerGraph:
-    """Replays the graphs of one layer for one micro-batch.
+    """Replay the graphs of one layer for one micro-batch.
 
     Attributes:
         graphed: The engine's callable.
-        run: Called with the arguments of a replay in the place of ``graphed``.
+        run: Replays ``graphed``, with the gathers that hooks would run where a schedule bypasses them.
         shape: The shape of hidden states at capture; None if passes of other shapes may not run eagerly.
         num_args: The number of positional inputs.
-        keywords: The values of keyword inputs that are missing or None at a replay.
-        defaults: Restores ``keywords`` after replays that were given other values; one object for all layers of the
-            same type of attention mask.
-        ignored: Keywords that the graphs do without.
-        num_microbatches: The number of micro-batches that every step must have; None for any number.
-        snapshot: What the graphs rely on, compared before the layer's hooks run.
-        gathered: The same of what hooks gather, compared behind them at the first micro-batch of each step.
-        may_run_eagerly: Whether a pass that the graphs do not fit may run eagerly among replays. Passes without
-            gradients then do: without them routers, for example, neither count tokens nor add up losses.
-        eager_passes: Counts passes that run eagerly; one object for all layers.
-        packed: What the graphs do with packed sequences; None if there are none, or attention is not captured.
-        runner: Gathers and releases parameters around replays, for Megatron-FSDP's hooks; None without them.
+        keywords: Default values of keyword inputs, by name.
+        defaults: Restores ``keywords`` after replays with other values; shared by layers with the same mask type.
+        ignored: Keywords that the graphs do not need.
+        num_microbatches: The required number of micro-batches of a step; None for any number.
+        snapshot: State that the graphs rely on, compared before the layer's hooks run.
+        gathered: The same for memory that hooks gather, compared after the hooks at the first micro-batch of a step.
+        may_run_eagerly: Whether passes that the graphs do not fit run eagerly, and all passes without gradients:
+            replays of routers would count their tokens.
+        eager_passes: Counts passes that run eagerly; shared by all layers.
+        packed: How the graphs use packed sequences; None if there are none, or attention is not captured.
+        runner: Gathers and releases parameters around replays, for Megatron-FSDP's hooks; None without Megatron-FSDP.
     """
 
     name: str
@@ -71,15 +70,11 @@ class LayerGraph:
     packed: PackedUse | None
     runner: Any
 
-    def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
-        """Replay on ``args`` and ``kwargs``: see ``replay``."""
-        return self.replay(args, kwargs)
-
     def fits(self, hidden_states: Any) -> bool:
-        """Whether a replay on ``hidden_states`` computes what the layer would. If not, log why, once for each reason.
+        """Return whether a replay on ``hidden_states`` computes what the layer would. Log each reason against it once.
 
         Raises:
-            ChangedSinceCaptureError: it does not, and the layer must not run eagerly among replays.
+            ChangedSinceCaptureError: The state changed, and the layer cannot run eagerly among replays.
         """
         if self.may_run_eagerly and not torch.is_grad_enabled():
             return False
@@ -108,21 +103,18 @@ class LayerGraph:
             log_single_rank(logger, logging.WARNING, f"{self.name} was {reason}")
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay on ``args`` and ``kwargs``, which is emptied of what the graphs take.
+        """Replay on ``args`` and ``kwargs``; remove from ``kwargs`` the entries that the graphs take.
 
-        A keyword may be None. If the layer was captured with it, the graph then reads the value at capture: the causal
-        mask, for example.
+        For a keyword that is missing or None, the graph reads the value at capture: the causal mask, for example.
 
         Raises:
-            TypeError: an input is not a tensor.
-            ValueError: the graph was captured without an input, or an input has another shape or dtype, or requires
-                grad and did not at capture.
-            ChangedSinceCaptureError: a parameter, or a main gradient that the graphs write, has moved since capture.
+            TypeError: An input is not a tensor.
+            ValueError: The graph was captured without an input, or an input has another shape or dtype than at
+                capture, or requires grad unlike at capture.
+            ChangedSinceCaptureError: A parameter, or a main gradient that the graphs write, moved since capture.
         """
         if len(args) != self.num_args:
-            raise ArgumentError(
-                f"{self.name} was captured with {self.num_args} positional inputs and is called with {len(args)}"
-            )
+            raise ArgumentError(f"{self.name} was captured with {self.num_args} positional inputs, got {len(args)}")
         if kwargs.get("is_first_microbatch"):
             self.gathered.check()
         given: dict[str, Any] = {}
@@ -140,13 +132,13 @@ class LayerGraph:
         for name, value in kwargs.items():
             if value is not None and name not in self.ignored:
                 raise ArgumentError(
-                    f"{self.name} was captured without {name}, so its CUDA graph cannot take it. Train with "
-                    f"--cuda-graph-impl none, or leave out what makes {name} necessary."
+                    f"{self.name} was captured without {name}, so its CUDA graph cannot take it: remove the option "
+                    f"that adds {name}, or train with --cuda-graph-impl none"
                 )
         return self.run(*args, **given)
 
     def backward_dw(self) -> None:
-        """Replay the weight gradients that the backward pass delayed."""
+        """Replay the delayed weight gradients."""
         self.graphed.backward_dw()
 
     def reset(self) -> None:
@@ -166,10 +158,10 @@ class LayerGraphs(list[LayerGraph]):
 
 @contextmanager
 def unchanged_dispatcher(layer: Any) -> Iterator[None]:
-    """Restore the attributes of the token dispatcher of ``layer``, if it has one: shapes, counts, splits.
+    """Restore the attributes (shapes, counts, splits) of the layer's token dispatcher afterwards, if it has one.
 
-    A replay runs no code of the parts that the graph holds, so what is eager after it reads what they set at capture,
-    and not in an eager pass of another shape.
+    A replay runs no Python code, so eager code after it must read the values of the capture, not those of an eager pass
+    with another shape.
     """
     dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
     owners = (dispatcher, getattr(dispatcher, "_comm_manager", None))

@@ -1,7 +1,7 @@
-"""Graphs attached to layers, with the snapshots that guard them, and taken away again."""
+"""Attach graphs to layers, with the snapshots that guard them, and detach them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,14 +30,13 @@ def attach_graphs(
     snapshots: Sequence[Snapshot],
     eager_passes: EagerPasses | None,
 ) -> None:
-    """Give layers their graphs. Megatron-FSDP guards parameters itself.
-
-    Where a schedule does not call layers, so that no hooks run, replays gather parameters under Megatron-FSDP.
+    """Attach graphs to layers. Megatron-FSDP guards the addresses of its parameters itself.
 
     Args:
         layers: The captured layers of each chunk.
         graphs: The engine's callables, one for each slot of ``plan``.
-        snapshots: For each layer what its graphs rely on.
+        samples: The static inputs of each slot.
+        snapshots: One for each layer.
         eager_passes: Counts passes of other shapes; None if these may not run eagerly.
     """
     wrappers = [chunk.fsdp for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
@@ -56,13 +55,14 @@ def attach_graphs(
         layer.cuda_graphs = LayerGraphs()
         for slot in slots:
             args, kwargs = samples[slot]
-            graphed = stage.role.wrap(graphs[slot])
+            graphed = graphs[slot]
+            run = stage.role.wrap(graphed)
             graphed.name_inputs(name, _input_names(args, kwargs), _INPUTS)
             layer.cuda_graphs.append(
                 LayerGraph(
                     name,
                     graphed,
-                    run=graphed if around is None else partial(_run_around, around, graphed),
+                    run=run if around is None else partial(around, run),
                     shape=None if eager_passes is None else args[0].shape,
                     num_args=len(args),
                     keywords={key: absent[slot][key] for key in kwargs},
@@ -79,22 +79,17 @@ def attach_graphs(
             )
 
 
-def _run_around(around: Callable[..., Any], graphed: Any, *args: Any, **kwargs: Any) -> Any:
-    return around(graphed, args, kwargs)
-
-
 def _input_names(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
     return (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(args))), *kwargs)
 
 
 def detach_graphs(chunks: Sequence[Chunk]) -> None:
-    """Free the graphs that layers have, and let Megatron-FSDP run its units eagerly."""
+    """Free the graphs of all layers, and return Megatron-FSDP's units to eager mode."""
     for chunk in chunks:
         for layer in chunk.layers:
-            if getattr(layer, "cuda_graphs", None):
-                for graph in layer.cuda_graphs:
-                    graph.reset()
-                layer.cuda_graphs = []
-                layer.cuda_graph_manual_hooks = []
+            for graph in layer.cuda_graphs:
+                graph.reset()
+            layer.cuda_graphs = []
+            layer.cuda_graph_manual_hooks = []
         if chunk.fsdp is not None:
             chunk.fsdp.graphs.forget_graphs(chunk.layers)

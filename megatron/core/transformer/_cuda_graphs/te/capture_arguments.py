@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import CudaGraphModule
 
 from ..engine.plan import ordered_plan
@@ -158,7 +157,7 @@ def quantization_arguments(stage: Stage, layers: Iterable[torch.nn.Module]) -> d
         "recipe": get_fp8_recipe(config) if config.fp8 else get_fp4_recipe(config),
         # Cached copies of FP8 weights would outlive the buffers that Megatron-FSDP gathers them to.
         "cache_quantized_params": not (config.fp8_param and any(chunk.fsdp for chunk in stage.chunks)),
-        "amax_reduction_group": amax_reduction_group(stage.groups, True, config.tp_only_amax_red),
+        "amax_reduction_group": _amax_reduction_group(stage),
     }
 
 
@@ -179,12 +178,14 @@ def recorded_quantization(stage: Stage, module: torch.nn.Module) -> RecordedQuan
     return RecordedQuantization(quantization, module, config.fp8_recipe == "delayed")
 
 
-def amax_reduction_group(
-    groups: ProcessGroupCollection, with_context_parallel: bool, tp_only_amax_red: bool
-) -> torch.distributed.ProcessGroup:
-    """Return the group of ``groups`` over which FP8 and FP4 reduce amaxes; see ``TECudaGraphHelper``."""
-    name = "tp" + ("" if tp_only_amax_red else "_dp") + ("_cp" if with_context_parallel else "")
-    group = getattr(groups, name, None)
+def _amax_reduction_group(stage: Stage) -> torch.distributed.ProcessGroup:
+    """Return the process group over which FP8 and FP4 reduce amaxes (largest absolute values).
+
+    Raises:
+        ArgumentError: ``pg_collection`` lacks this group.
+    """
+    name = "tp_cp" if stage.config.tp_only_amax_red else "tp_dp_cp"
+    group = getattr(stage.groups, name, None)
     if group is None:
         raise ArgumentError(f"quantization reduces over the process group {name}, which pg_collection does not have")
     return group

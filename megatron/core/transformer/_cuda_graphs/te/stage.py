@@ -27,7 +27,7 @@ class Role:
             zeroes gradients, captures for evaluation and again for other shapes; only its layers get rotary embeddings.
         model_of: Returns the model with the layers inside the wrappers of a chunk, or None.
         report: What the files of its report are called.
-        wrap: What replays run in place of a callable of the engine, called with it.
+        wrap: Wraps a callable of the engine; replays run the result.
     """
 
     language: bool = True

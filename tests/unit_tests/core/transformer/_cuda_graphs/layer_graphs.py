@@ -1,4 +1,4 @@
-"""Graphs of layers without an engine."""
+"""Layer graphs without an engine."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
 
 
 class Graphed:
-    """An engine's callable that keeps what it was called with."""
+    """An engine's callable that records its calls."""
 
     def __init__(self, output: Any = "output"):
         self.output = output
@@ -25,12 +25,9 @@ class Graphed:
     def reset(self):
         self.was_reset = True
 
-    def backward_dw(self):
-        self.calls.append(((), {}))
-
 
 def layer_graph(graphed: Any = None, keywords: dict[str, torch.Tensor] | None = None, **changes: Any) -> LayerGraph:
-    """A graph of "layer 3" with one positional input and no conditions, but for ``changes`` of attributes."""
+    """Return a graph of "layer 3" with one positional input, with ``changes`` to its attributes."""
     graphed = graphed or Graphed()
     attributes: dict[str, Any] = {
         "name": "layer 3",

@@ -1,4 +1,4 @@
-"""layer_graph: which calls a layer's graphs fit, and what reaches the engine."""
+"""Graphs of one layer: the calls that they fit, and the arguments of the engine."""
 
 import copy
 import weakref
@@ -14,7 +14,7 @@ from megatron.core.transformer._cuda_graphs.inputs import DefaultInputs
 from megatron.core.transformer._cuda_graphs.layer_graph import ATTENTION_INPUTS, LayerGraphs, unchanged_dispatcher
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot, module_aspects, named
 
-from .layer_graphs import Graphed, layer_graph
+from .layer_graphs import layer_graph
 
 HIDDEN, MASK = torch.zeros(8, 2, 4), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
 
@@ -24,11 +24,11 @@ def masked(**changes):
 
 
 def replayed_with(graph, *args, **kwargs):
-    assert graph(*args, **kwargs) == "output"
+    assert graph.replay(args, kwargs) == "output"
     return graph.graphed.calls[-1]
 
 
-def test_captured_arguments_and_options_reach_the_engine():
+def test_arguments_and_options_reach_the_engine():
     hidden, mask = HIDDEN + 1, ~MASK
     options = {"is_first_microbatch": True, "cuda_graph_stream": "stream", "cuda_graph_event": "event"}
     args, kwargs = replayed_with(masked(), hidden, attention_mask=mask, **options)
@@ -37,16 +37,16 @@ def test_captured_arguments_and_options_reach_the_engine():
 
 
 @pytest.mark.parametrize("given", [{}, {"attention_mask": None}], ids=["left out", "None"])
-def test_a_keyword_never_given_keeps_its_captured_value(given):
+def test_missing_keyword_keeps_captured_value(given):
     _, kwargs = replayed_with(masked(), HIDDEN, **given)
     assert kwargs["attention_mask"] is MASK
 
 
-def test_a_keyword_left_out_after_it_was_given_is_restored():
+def test_keyword_is_restored_after_other_value():
     static, defaults = MASK.clone(), DefaultInputs()
     first, second = (layer_graph(keywords={"attention_mask": static}, defaults=defaults) for _ in range(2))
     for _ in range(2):
-        first(HIDDEN, attention_mask=~MASK)
+        replayed_with(first, HIDDEN, attention_mask=~MASK)
         static.copy_(~MASK)  # as a replay does
         for layer in (second, first):
             _, kwargs = replayed_with(layer, HIDDEN)
@@ -54,7 +54,7 @@ def test_a_keyword_left_out_after_it_was_given_is_restored():
             assert torch.equal(static, MASK)
 
 
-def test_a_captured_value_is_kept_once_for_all_layers():
+def test_layers_share_one_copy_of_captured_value():
     defaults, statics = DefaultInputs(), [MASK.clone() for _ in range(3)]
     copied: list[torch.Tensor] = []
 
@@ -68,36 +68,36 @@ def test_a_captured_value_is_kept_once_for_all_layers():
     assert [tensor.data_ptr() for tensor in copied] == [statics[0].data_ptr()]
 
 
-def test_an_unknown_keyword_is_refused_unless_none():
+def test_unknown_keyword_is_refused_unless_none():
     _, kwargs = replayed_with(masked(), HIDDEN, inference_context=None)
     assert "inference_context" not in kwargs
     with pytest.raises(ValueError, match=r"layer 3 was captured without packed_seq_params.*--cuda-graph-impl none"):
-        masked()(HIDDEN, packed_seq_params=object())
+        replayed_with(masked(), HIDDEN, packed_seq_params=object())
 
 
-def test_graphs_without_attention_ignore_what_it_reads():
+def test_graphs_without_attention_ignore_its_inputs():
     graph = masked(ignored=ATTENTION_INPUTS)
     _, kwargs = replayed_with(graph, HIDDEN, attention_mask=MASK, rotary_pos_emb=HIDDEN)
     assert kwargs == {"attention_mask": MASK}
     with pytest.raises(ValueError, match="captured without padding_mask"):
-        graph(HIDDEN, padding_mask=MASK)
+        replayed_with(graph, HIDDEN, padding_mask=MASK)
 
 
 @pytest.mark.parametrize("args", [(), (HIDDEN, MASK)], ids=["too few", "too many"])
-def test_another_number_of_positional_inputs_is_refused(args):
-    with pytest.raises(ValueError, match=rf"captured with 1 positional inputs and is called with {len(args)}"):
-        masked()(*args)
+def test_other_number_of_positional_inputs_is_refused(args):
+    with pytest.raises(ValueError, match=rf"captured with 1 positional inputs, got {len(args)}"):
+        replayed_with(masked(), *args)
 
 
-def test_gathered_parameters_are_compared_once_a_step():
+def test_gathered_parameters_are_compared_once_per_step():
     gathered = mock.Mock()
     graph = layer_graph(gathered=gathered)
     for first in (True, False, False):
-        graph(HIDDEN, is_first_microbatch=first)
+        replayed_with(graph, HIDDEN, is_first_microbatch=first)
     assert gathered.check.call_count == 1
 
 
-def test_reset_frees_the_graphs_and_static_inputs():
+def test_reset_frees_graphs_and_static_inputs():
     static = [torch.zeros(1)]
     graph = layer_graph(keywords={"mask": static[0]})
     alive = weakref.ref(static.pop())
@@ -107,13 +107,7 @@ def test_reset_frees_the_graphs_and_static_inputs():
     assert alive() is None
 
 
-def test_delayed_weight_gradients_are_the_engines():
-    graph = layer_graph(Graphed())
-    graph.backward_dw()
-    assert graph.graphed.calls == [((), {})]
-
-
-def test_a_deep_copy_of_a_layer_has_no_graphs():
+def test_deep_copy_has_no_graphs():
     layer = torch.nn.Module()
     layer.cuda_graphs = LayerGraphs([layer_graph()])
     assert copy.deepcopy(layer).cuda_graphs == []
@@ -134,12 +128,12 @@ def test_another_shape_runs_eagerly_and_is_logged_once(caplog):
     assert "(2, 2, 4)" in second
 
 
-def test_every_shape_reaches_graphs_that_need_theirs():
+def test_engine_gets_shapes_that_cannot_run_eagerly():
     assert layer_graph().fits(HIDDEN[:4])  # the engine refuses it
 
 
 @pytest.mark.parametrize("may_run_eagerly", [True, False])
-def test_a_change_since_capture_runs_eagerly_or_raises(caplog, may_run_eagerly):
+def test_change_since_capture_runs_eagerly_or_raises(caplog, may_run_eagerly):
     layer = torch.nn.Sequential(torch.nn.Dropout(0.1))
     snapshot = Snapshot("change it back", *module_aspects(named(layer, "layer 3")))
     graph = layer_graph(snapshot=snapshot, may_run_eagerly=may_run_eagerly)
@@ -153,13 +147,13 @@ def test_a_change_since_capture_runs_eagerly_or_raises(caplog, may_run_eagerly):
             graph.fits(HIDDEN)
 
 
-def test_a_pass_without_gradients_runs_eagerly_if_it_may():
+def test_pass_without_gradients_runs_eagerly():
     with torch.no_grad():
         assert not layer_graph(may_run_eagerly=True).fits(HIDDEN)
         assert layer_graph().fits(HIDDEN)
 
 
-def test_the_token_dispatcher_is_restored_after_an_eager_pass():
+def test_token_dispatcher_is_restored_after_eager_pass():
     manager = SimpleNamespace(routing_map="captured")
     dispatcher = SimpleNamespace(hidden_shape=(8, 2), _comm_manager=manager)
     layer = SimpleNamespace(mlp=SimpleNamespace(token_dispatcher=dispatcher))

@@ -324,7 +324,7 @@ class FsdpHooks:
         if self.fsdp.data_parallel_sharding_strategy == "no_shard":
             return None  # nothing is ever gathered
 
-        def replay(graphed: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        def replay(graphed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.unshard_for_forward(module, runner=runner)
             output = graphed(*args, **kwargs)
             if not self.graphs.shards_params:
