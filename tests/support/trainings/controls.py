@@ -45,7 +45,7 @@ def hooks_left(training: Training) -> None:
         training.helper.create_cudagraphs()
 
 
-def _keep_hooks(module):
+def _keep_hooks(module, outside_only=False):
     from megatron.core.transformer._cuda_graphs.hooks import ModuleHooks
 
     names = [name for name in vars(module) if name.endswith("_hooks") or "_hooks_" in name]

@@ -1,6 +1,6 @@
-"""Inputs of graphs: those that a call leaves out, and packed sequences.
+"""Static inputs of graphs that calls may omit, and offsets of packed sequences.
 
-Of packed sequences attention reads the offsets from static inputs, and all else of them is fixed.
+Attention reads the offsets of packed sequences from static inputs; the other fields of ``PackedSeqParams`` are fixed.
 """
 
 from typing import Any, Literal
@@ -10,7 +10,7 @@ import torch
 from .errors import ArgumentError
 from .flags.options import PACKED_FLAG
 
-# What the graphs of a layer do with packed sequences: read their offsets, or do without, having no attention.
+# Graphs with attention read the offsets of packed sequences; graphs without attention do not use them.
 PackedUse = Literal["read", "unused"]
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 ADVICE = (
@@ -20,9 +20,9 @@ ADVICE = (
 
 
 class DefaultInputs:
-    """Restores static inputs to their values at capture, for calls that leave them out.
+    """Restore static inputs to their values at capture for calls that omit them.
 
-    Share one object among graphs whose static inputs of a name were equal at capture. Values are kept on the host.
+    Graphs whose static inputs had equal values at capture share one object. The values are kept on the host.
     """
 
     def __init__(self) -> None:
@@ -30,24 +30,24 @@ class DefaultInputs:
         self._overwritten: set[int] = set()  # the ids of static inputs
 
     def will_overwrite(self, name: str, static: torch.Tensor) -> None:
-        """Keep the value at capture of ``static``, which the next replay overwrites."""
+        """Save the captured value of ``static`` before the first replay that overwrites it."""
         if id(static) not in self._overwritten:
             self._overwritten.add(id(static))
             if name not in self._captured:
                 self._captured[name] = static.detach().to("cpu", copy=True)
 
     def restore(self, name: str, static: torch.Tensor) -> None:
-        """Restore ``static`` if a replay has overwritten it."""
+        """Restore ``static`` if a replay overwrote it."""
         if id(static) in self._overwritten:
             self._overwritten.remove(id(static))
             static.detach().copy_(self._captured[name])
 
 
 def static_offsets(sequences: int, seq_length: int) -> dict[str, torch.Tensor]:
-    """Make static inputs for the offsets of ``sequences`` sequences, of which the first has all tokens.
+    """Make static inputs for the offsets of ``sequences`` sequences; the first sequence has all tokens.
 
     Args:
-        sequences: Sequences in a micro-batch, those of no tokens included.
+        sequences: Sequences in a micro-batch, including those without tokens.
         seq_length: Tokens in a micro-batch.
 
     Returns:
@@ -59,7 +59,7 @@ def static_offsets(sequences: int, seq_length: int) -> dict[str, torch.Tensor]:
 
 
 def from_static_offsets(kwargs: dict[str, Any], seq_length: int) -> dict[str, Any]:
-    """Return ``kwargs`` at capture with ``packed_seq_params`` in the place of offsets, if there are any."""
+    """Return capture-time ``kwargs`` with offsets, if there are any, replaced by ``packed_seq_params``."""
     if OFFSETS[0] not in kwargs:
         return kwargs
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -73,14 +73,16 @@ def from_static_offsets(kwargs: dict[str, Any], seq_length: int) -> dict[str, An
 
 
 def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int) -> dict[str, Any]:
-    """Return ``kwargs`` of a layer at a replay without ``packed_seq_params``, and with its offsets if graphs read them.
+    """Return ``kwargs`` of a replay with ``packed_seq_params`` replaced by the offsets, if the graphs read them.
 
     Args:
-        kwargs: The keywords that the layer is called with.
+        name: The layer's name in errors.
+        kwargs: The keyword arguments of the layer.
+        use: How the graphs use packed sequences.
         seq_length: Tokens in a micro-batch.
 
     Raises:
-        ArgumentError: there are no packed sequences, or they are others than graphs were captured for.
+        ArgumentError: ``packed_seq_params`` is missing, or differs from the captured format.
     """
     kwargs = dict(kwargs)
     if reason := unpack(kwargs, seq_length, use):
@@ -89,15 +91,16 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
 
 
 def unpack(given: dict[str, Any], seq_length: int, use: PackedUse = "read") -> str:
-    """Put offsets in the place of ``packed_seq_params`` in ``given``, or say of graphs why they do not fit them.
+    """Replace ``packed_seq_params`` in ``given`` by its offsets; return why graphs do not fit, or an empty string.
 
     Args:
-        given: The arguments of a call by name.
+        given: The arguments of a call, by name.
         seq_length: Tokens in a micro-batch.
+        use: How the graphs use packed sequences.
     """
     params = given.pop("packed_seq_params", None)
     if params is None:
-        return "was captured for packed sequences, and is given none"
+        return "was captured for packed sequences, got none"
     expected = {
         "qkv_format": "thd",
         "max_seqlen_q": seq_length,
@@ -109,7 +112,7 @@ def unpack(given: dict[str, Any], seq_length: int, use: PackedUse = "read") -> s
     for field, value in expected.items():
         has = getattr(params, field)
         if isinstance(has, torch.Tensor) or has != value:
-            return f"was captured for packed sequences with {field} {value}, and is given {has}"
+            return f"was captured for packed sequences with {field} {value}, got {has}"
     if use == "read":
         given |= {name: getattr(params, name) for name in OFFSETS}
     return ""

@@ -1,4 +1,4 @@
-"""cuda_graphs: every documented name, and every name that megatron-core imports, is there and can be patched."""
+"""Names of ``cuda_graphs`` exist and can be patched."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ VARIABLES = {
 
 
 def imported_by_megatron_core():
-    """What the installed megatron-core imports from ``cuda_graphs``, with one file that does."""
+    """Return the names that megatron-core imports from ``cuda_graphs``, each with an importing file."""
     root = Path(megatron.core.__path__[0]).parent
     found: dict[str, Path] = {}
     for file in root.rglob("*.py"):
@@ -41,7 +41,7 @@ def imported_by_megatron_core():
     return found
 
 
-def test_every_name_that_megatron_core_imports_is_there():
+def test_names_imported_by_megatron_core_exist():
     imported = imported_by_megatron_core()
     assert "is_graph_capturing" in imported
     assert {name: file for name, file in imported.items() if not hasattr(cuda_graphs, name)} == {}
@@ -61,7 +61,7 @@ IMPORTED_FIRST = [
 
 @pytest.fixture(scope="module")
 def imported(request):
-    """By what a process imports first of Megatron's, as far as it is asked for: the names of all its modules."""
+    """Return the loaded modules of processes, by the first import of each."""
     code = """
 import importlib, json, os, sys
 import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor  # once for all
@@ -84,7 +84,7 @@ for first in sys.argv[1:]:
 
 
 @pytest.mark.parametrize("first", mostly_long(IMPORTED_FIRST, IMPORTED_FIRST[0], "megatron.core.distributed"))
-def test_nothing_comes_from_megatron_core_whatever_is_imported_first(imported, first):
+def test_patch_is_used_whatever_is_imported_first(imported, first):
     assert "megatron.core.transformer.cuda_graphs" in imported[first]
 
 
@@ -134,7 +134,7 @@ def test_every_documented_name_exists(owner):
     assert [name for name in DOCUMENTED[owner].split() if not hasattr(where, name)] == []
 
 
-def test_the_reuse_pool_is_that_of_the_session(no_graphs):
+def test_reuse_pool_belongs_to_the_recording(no_graphs):
     record = cuda_graphs._CudagraphGlobalRecord
     pools = [record.tensor_reuse_pool]
     record.forget_graphs()
@@ -164,7 +164,7 @@ def values(name, files):
 
 @pytest.fixture(params=list(PATCHED.values()), ids=list(PATCHED))
 def patched_name(request):
-    """A name and files of it, which must be as before at the end."""
+    """Return a name and its files, and check at the end that these are unchanged."""
     name, files = request.param
     namespaces = [vars(cuda_graphs), *map(vars, files)]
     before = [dict(namespace) for namespace in namespaces]
@@ -174,20 +174,13 @@ def patched_name(request):
         assert all(namespace[key] is original[key] for key in original)
 
 
-def test_mock_patch_reaches_every_file_and_is_undone(patched_name):
+def test_mock_patch_reaches_every_file(patched_name):
     name, files = patched_name
     with mock.patch(f"megatron.core.transformer.cuda_graphs.{name}", "new"):
         assert set(values(name, files)) == {"new"}
 
 
-def test_monkeypatch_reaches_every_file_and_is_undone(patched_name):
-    name, files = patched_name
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(cuda_graphs, name, "new")
-        assert set(values(name, files)) == {"new"}
-
-
-def test_assignment_is_seen_at_once_and_can_be_repeated(patched_name):
+def test_repeated_assignment_reaches_every_file(patched_name):
     name, files = patched_name
     original = getattr(cuda_graphs, name)
     for value in ("first", "second", original):
@@ -195,26 +188,26 @@ def test_assignment_is_seen_at_once_and_can_be_repeated(patched_name):
         assert all(found is value for found in values(name, files))
 
 
-def test_functions_call_what_a_name_was_patched_with():
+def test_functions_call_the_patched_name():
     called = KeyError("called")
     patch = mock.patch("megatron.core.transformer.cuda_graphs._clone_nested_tensors", side_effect=called)
     with patch, pytest.raises(KeyError, match="called"):
         rng._ensure_generator_state_is_cudagraph_safe(torch.Generator())
 
 
-def test_a_variable_that_is_assigned_is_what_functions_return():
+def test_functions_return_the_assigned_variable():
     with mock.patch("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", True):
         assert cuda_graphs.is_graph_capturing()
     assert not cuda_graphs.is_graph_capturing()
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_variables_have_their_value_of_the_moment(name, monkeypatch):
+def test_variables_have_their_current_value(name, monkeypatch):
     monkeypatch.setattr(VARIABLES[name], name, 7)
     assert getattr(cuda_graphs, name) == 7
 
 
-def test_a_name_of_the_same_spelling_that_is_something_else_is_left_alone():
+def test_other_object_of_the_same_name_stays():
     from megatron.core.transformer._cuda_graphs.engine import plan
 
     before = dict(vars(plan))
@@ -223,13 +216,13 @@ def test_a_name_of_the_same_spelling_that_is_something_else_is_left_alone():
         assert vars(plan) == before
 
 
-def test_a_new_name_stays_in_the_module():
+def test_new_name_stays_in_the_module():
     with mock.patch("megatron.core.transformer.cuda_graphs.something_new", 1, create=True):
         assert vars(cuda_graphs)["something_new"] == 1
         assert not hasattr(state, "something_new")
     assert not hasattr(cuda_graphs, "something_new")
 
 
-def test_deleting_what_is_not_there_is_an_attribute_error():
+def test_deleting_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="something_new"):
         delattr(cuda_graphs, "something_new")

@@ -1,4 +1,4 @@
-"""What is captured, in which order, with which inputs: the arguments of ``make_graphed_callables``."""
+"""Arguments of ``make_graphed_callables``: the order of passes, sample inputs, and options."""
 
 import logging
 import math
@@ -18,16 +18,18 @@ from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_e
 from .sample_inputs import LayerInputs, SampleArguments, attention_mask_type, sample_arguments
 from .stage import Layers, Stage
 
-# Iterations that a layer should have had before it is captured, training steps included: as many as torch's own
-# make_graphed_callables runs. (The ten or eleven that are asked for elsewhere are for torch's DistributedDataParallel.)
+# Iterations of a layer before capture, training steps included: as many as torch's make_graphed_callables runs. (Ten or
+# eleven, as recommended elsewhere, are for torch's DistributedDataParallel.)
 WARMUP_ITERATIONS = 3
 
 
 class CaptureArguments:
-    """Makes the arguments of one capture of layers.
+    """Make the arguments of one capture of layers.
 
     Args:
-        layers: The layers of each chunk that get graphs of their own.
+        layers: The layers of each chunk with graphs of their own.
+        seq_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a micro-batch.
     """
 
     def __init__(self, stage: Stage, layers: Sequence[Layers], seq_length: int, micro_batch_size: int):
@@ -35,7 +37,7 @@ class CaptureArguments:
         self._inputs = LayerInputs(stage.config, seq_length, micro_batch_size)
 
     def order(self) -> PassOrder:
-        """Return the order of forward and backward passes of this pipeline stage."""
+        """Return the order of passes of this pipeline stage."""
         from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
         stage, config = self.stage, self.stage.config
@@ -70,7 +72,7 @@ class CaptureArguments:
 
         Args:
             order: The order of passes over model chunks, or over layers if there is a ``chunk_id_list``.
-            chunk_id_list: For each forward pass of ``order`` its ``[model chunk, layer of the chunk]``, counted from 0.
+            chunk_id_list: ``[model chunk, layer of the chunk]``, counted from 0, for each forward pass of ``order``.
 
         Returns:
             Positional and keyword inputs, by chunk of ``order``, then micro-batch, then layer.
@@ -91,11 +93,11 @@ class CaptureArguments:
         )
 
     def inputs_of(self, layer: torch.nn.Module, model: Any) -> SampleArguments:
-        """Return new inputs for a layer of ``model``."""
+        """Make new inputs for a layer of ``model``."""
         return self._inputs.make(layer, model if self.stage.role.language else None)
 
     def of_decoder(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
-        """Make static inputs, by keyword, for all layers of the decoder; return also which each of them reads."""
+        """Return static inputs of the decoder's layers, by keyword, and the keywords that each layer reads."""
         model = self.stage.chunks[0].model
         inputs: dict[str, torch.Tensor] = {}
         read: list[tuple[str, ...]] = []
@@ -106,7 +108,7 @@ class CaptureArguments:
         return inputs, read
 
     def of_engine(self, passes: PassOrder, sample_kwargs: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
-        """Return the keyword arguments of ``make_graphed_callables``, but those that take gradients and hooks."""
+        """Return the keyword arguments of ``make_graphed_callables`` other than hooks and owners of gradients."""
         stage, config = self.stage, self.stage.config
         arguments = {
             "sample_kwargs": sample_kwargs,
@@ -118,8 +120,8 @@ class CaptureArguments:
             "num_warmup_iters": num_warmup_iterations(config, passes.num_microbatches),
         }
         if all(chunk.fsdp is not None and not _shares_parameters(chunk.fsdp) for chunk in stage.chunks):
-            # Megatron-FSDP copies each gradient to its bucket as soon as it is complete: before any other replay,
-            # unless autograd keeps it to add another module's.
+            # Megatron-FSDP copies each gradient to its bucket before any other replay, unless autograd keeps it to add
+            # the gradient of another module.
             arguments["clone_param_grads_on_return"] = False
         arguments |= quantization_arguments(stage, [layer for own in self.layers for layer in own])
         if config.fine_grained_activation_offloading:
@@ -130,19 +132,19 @@ class CaptureArguments:
 
 
 def _shares_parameters(model: torch.nn.Module) -> bool:
-    """Whether a parameter of ``model`` has several places in it, so that autograd adds up several gradients."""
+    """Return whether modules of ``model`` share a parameter, so that autograd sums its gradients."""
     places = [param for _, param in model.named_parameters(remove_duplicate=False)]
     return len(places) > len(set(places))
 
 
 def num_warmup_iterations(config: Any, num_microbatches: int) -> int:
-    """Return how often passes run before a capture that runs each for ``num_microbatches``, after training steps."""
+    """Return the number of warm-up iterations, each with ``num_microbatches``, given the training steps before."""
     done = config.cuda_graph_warmup_steps * get_num_microbatches()
     return max(1, math.ceil((WARMUP_ITERATIONS - done) / num_microbatches))
 
 
 def quantization_arguments(stage: Stage, layers: Iterable[torch.nn.Module]) -> dict[str, Any]:
-    """Return the engine's arguments that say how ``layers``, of ``stage``, are quantized."""
+    """Return the engine's quantization arguments for ``layers`` of ``stage``."""
     config = stage.config
     if not (config.fp8 or config.fp4):
         return {"enabled": False}
@@ -155,14 +157,14 @@ def quantization_arguments(stage: Stage, layers: Iterable[torch.nn.Module]) -> d
             not is_first_last_bf16_layer(config, -1 if layer in mtp else layer.layer_number - 1) for layer in layers
         ),
         "recipe": get_fp8_recipe(config) if config.fp8 else get_fp4_recipe(config),
-        # Cached copies of FP8 weights would outlive the buffers that Megatron-FSDP gathers them to.
+        # Cached FP8 weights would outlive the buffers that Megatron-FSDP gathers them to.
         "cache_quantized_params": not (config.fp8_param and any(chunk.fsdp for chunk in stage.chunks)),
         "amax_reduction_group": _amax_reduction_group(stage),
     }
 
 
 def recorded_quantization(stage: Stage, module: torch.nn.Module) -> RecordedQuantization | None:
-    """Return how ``module``, of ``stage``, is quantized where all that its passes do is recorded; None if it is not."""
+    """Return the quantization of ``module`` for graphs of whole passes; None without FP8."""
     config = stage.config
     if not config.fp8:
         return None
@@ -198,13 +200,13 @@ def _captures_weight_gradients(config: Any) -> bool:
 
 
 def _places(layers: Layers, captured: Layers) -> list[int | None]:
-    """Return for each of the ``layers`` of a chunk its place among those that are ``captured``, or None."""
+    """Return the index of each layer of a chunk among the ``captured`` layers, or None."""
     place = {layer: index for index, layer in enumerate(captured)}
     return [place.get(layer) for layer in layers]
 
 
 def offload_interface() -> Any:
-    """Return the class that offloads activations."""
+    """Return megatron-core's interface for activation offloading."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         FineGrainedActivationOffloadingInterface,
     )

@@ -1,4 +1,4 @@
-"""Finds the layers of a model that can run as CUDA graphs."""
+"""Find the layers of a model that can run as CUDA graphs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,10 +43,7 @@ def decoder_layers(model: Any | None) -> list[torch.nn.Module]:
 
 
 def mtp_layers(model: Any | None) -> list[torch.nn.Module]:
-    """Return the layers of multi-token prediction of ``model``; an empty list if it has none.
-
-    Each depth of it has one layer, and in hybrid models a stack of them.
-    """
+    """Return the multi-token prediction layers of ``model``: one per depth, or a stack per depth in hybrid models."""
     layers: list[torch.nn.Module] = []
     for depth in getattr(getattr(model, "mtp", None), "layers", ()):
         layers += getattr(depth.mtp_model_layer, "layers", None) or [depth.mtp_model_layer]
@@ -54,28 +51,28 @@ def mtp_layers(model: Any | None) -> list[torch.nn.Module]:
 
 
 def language_layers(model: Any | None) -> list[torch.nn.Module]:
-    """Return the layers of the decoder of ``model`` and those of multi-token prediction."""
+    """Return the decoder layers of ``model`` and its multi-token prediction layers."""
     return decoder_layers(model) + mtp_layers(model)
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
-    """Set ``current_microbatch`` of every layer that may replay graphs: each micro-batch in flight has its own.
+    """Set ``current_microbatch`` on every layer that may replay graphs, before a forward pass.
 
-    Schedules call this before a forward pass. The layers are those of the language model's decoder, of multi-token
-    prediction, and of the vision model's decoder.
+    These are the decoder and multi-token prediction layers of the language model, and the decoder layers of the vision
+    model.
 
     Args:
-        model: One model chunk, in its wrappers; it may lack any of these.
+        model: One model chunk, in its wrappers; it may lack any of these layers.
         microbatch_id: The micro-batch of the step, counted from 0.
     """
     for layer in language_layers(language_model_of(model)) + decoder_layers(vision_model_of(model)):
-        layer.__dict__["current_microbatch"] = microbatch_id  # bypasses Module.__setattr__, which is slow
+        layer.__dict__["current_microbatch"] = microbatch_id  # Module.__setattr__ is slow
 
 
 def single_run_layers(model: Any | None) -> list[torch.nn.Module]:
-    """Return the layers of ``model`` that run once for each micro-batch, in the order in which they run."""
+    """Return the layers of ``model`` that run once for each micro-batch, in execution order."""
     layers = decoder_layers(model)
-    # A layer that runs several times for one micro-batch would overwrite activations that its backward pass needs.
+    # Replayed several times for one micro-batch, a layer would overwrite activations that its backward pass needs.
     if model is not None and hasattr(model, "mtp"):
         repeats = model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1
         layers += [] if repeats else mtp_layers(model)
@@ -83,12 +80,12 @@ def single_run_layers(model: Any | None) -> list[torch.nn.Module]:
 
 
 def layer_name(layer: torch.nn.Module, index: int) -> str:
-    """Return what errors and reports call the ``index``-th of the captured layers, counted from 0."""
+    """Return the name of a captured layer in errors and reports, given its ``index`` among them."""
     return f"layer {getattr(layer, 'layer_number', index + 1)} ({type(layer).__name__})"
 
 
 def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
-    """Whether ``layer``, or a part of it that ``config.cuda_graph_modules`` selects, can be captured.
+    """Return whether ``layer``, or a part that ``config.cuda_graph_modules`` selects, can be captured.
 
     Args:
         layer: Any module; False unless it is a ``GraphableMegatronModule``.
@@ -98,13 +95,13 @@ def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
 
 
 def why_not_graphable(layer: torch.nn.Module, config: Any) -> str:
-    """Say why ``layer`` cannot be captured, not even in part; empty if ``_layer_is_graphable``."""
+    """Return why no part of ``layer`` can be captured; empty if ``_layer_is_graphable``."""
     if not isinstance(layer, GraphableMegatronModule):
-        return "it is no GraphableMegatronModule"
+        return "it is not a GraphableMegatronModule"
     chosen = config.cuda_graph_modules
     if not chosen or any(module in chosen for module in _modules_of(layer)):
         return ""
-    return f"--cuda-graph-modules {' '.join(module.name for module in chosen)} selects nothing in it"
+    return f"--cuda-graph-modules {' '.join(module.name for module in chosen)} selects no part of it"
 
 
 def _modules_of(layer: Any) -> Iterator[CudaGraphModule]:

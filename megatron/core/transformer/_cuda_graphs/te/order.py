@@ -1,7 +1,7 @@
-"""Turns a pipeline schedule into the order in which graphs are captured.
+"""Convert a pipeline schedule to the order in which graphs are captured.
 
-An order is what ``make_graphed_callables`` takes as ``_order``: ``c`` for the forward pass of model chunk ``c``
-(counted from 1), ``-c`` for its backward pass and ``-c - 0.5`` for its delayed weight gradients.
+An order, as in the argument ``_order`` of ``make_graphed_callables``, has ``c`` for the forward pass of model chunk
+``c`` (counted from 1), ``-c`` for its backward pass and ``-c - 0.5`` for its delayed weight gradients.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,14 @@ from ..engine.plan import Plan, ordered_plan
 
 @dataclass(frozen=True)
 class PassOrder:
-    """The passes of a pipeline stage in the order in which they are captured.
+    """The passes of a pipeline stage in capture order.
 
     Attributes:
-        num_layers_per_chunk: The number of captured layers of each chunk of ``order``.
+        order: The order of passes.
+        num_layers_per_chunk: The number of captured layers in each chunk of ``order``.
         num_microbatches: The number of forward passes of each chunk.
-        chunk_id_list: If the chunks of ``order`` are single layers: ``[model chunk, layer of the chunk]``, counted from
-            0, for each forward pass of ``order`` and None for its other passes. Otherwise None.
+        chunk_id_list: If the chunks of ``order`` are single layers, ``[model chunk, layer of the chunk]``, counted from
+            0, for each forward pass of ``order``, and None for other passes. Otherwise None.
     """
 
     order: list[float]
@@ -30,7 +31,7 @@ class PassOrder:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of these passes, whose callables are the captured layers."""
+        """The engine's plan, with the captured layers as callables."""
         return ordered_plan(self.order, self.num_layers_per_chunk, sum(self.num_layers_per_chunk))
 
 
@@ -42,9 +43,9 @@ def convert_schedule_table_to_order(
     Args:
         num_warmup_microbatches: The number of forward passes before the first backward pass.
         num_model_chunks: The number of model chunks of the stage.
-        schedule_table: ``(micro-batch, model chunk)``, counted from 0, of each forward pass in turn, from
-            ``megatron.core.pipeline_parallel.schedules.get_schedule_table``. Backward passes go through the chunks from
-            the last to the first.
+        schedule_table: ``(micro-batch, model chunk)``, counted from 0, of each forward pass, as returned by
+            ``megatron.core.pipeline_parallel.schedules.get_schedule_table``. Backward passes run through the chunks
+            from last to first.
 
     Example: two chunks, five micro-batches in groups of three, five passes of warm-up:
 
@@ -54,7 +55,7 @@ def convert_schedule_table_to_order(
     """
     forwards = [chunk + 1 for _, chunk in schedule_table]
     backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
-    # the k-th backward follows the forward that is num_warmup_microbatches further on, if there is one
+    # The k-th backward pass follows the forward pass with index k + num_warmup_microbatches, if there is one.
     side_by_side = zip_longest(forwards, [0] * num_warmup_microbatches + backwards, fillvalue=0)
     return [step for pair in side_by_side for step in pair if step]
 
@@ -70,18 +71,19 @@ def get_overlap_moe_expert_parallel_comm_order(
     In the steady state a chunk's backward pass and the next forward pass alternate layer by layer, forward first.
 
     Args:
-        num_layers_per_chunk: The number of captured layers of each chunk.
-        capture_wgrad_graph: Whether weight gradients have graphs of their own. They follow their layer's backward pass,
-            but those of a chunk's first layer, the last of its backward pass, follow the forward pass beside it.
-        captured: For each chunk, for each of its layers, its place among those that are captured, or None: layers that
-            are not take their turns too. None if all layers are captured.
+        order: The order of chunks.
+        num_layers_per_chunk: The number of captured layers in each chunk.
+        capture_wgrad_graph: Whether weight gradients have graphs of their own. These follow the backward pass of their
+            layer; for the first layer of a chunk, they follow the forward pass that runs beside its backward pass.
+        captured: For each chunk, the index of each layer among its captured layers, or None for a layer that is not
+            captured but takes its turn in the schedule. None if all layers are captured.
 
     Returns:
-        The order of layers, and for each of its steps ``[chunk, layer of the chunk]``, counted from 0, of a forward
-        pass, or None.
+        The order of layers, and for each of its steps ``[chunk, layer of the chunk]``, counted from 0, or None for
+        steps other than forward passes.
 
     Raises:
-        ValueError: backward and forward passes do not alternate between the first backward and the last forward pass.
+        ValueError: Backward and forward passes do not alternate between the first backward and the last forward pass.
 
     Example:
 
@@ -123,7 +125,7 @@ def get_overlap_moe_expert_parallel_comm_order(
 
 
 def _alternating(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the chunks of the backward and the forward pass that run side by side, in pairs; 0 for no pass."""
+    """Return pairs of chunks whose backward and forward pass run side by side; 0 for no pass."""
     first_backward = next((i for i, step in enumerate(order) if step < 0), len(order))
     after_last_forward = max((i for i, step in enumerate(order, start=1) if step > 0), default=0)
     steady = order[first_backward:after_last_forward]

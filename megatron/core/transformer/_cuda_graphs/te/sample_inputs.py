@@ -1,4 +1,4 @@
-"""Static inputs for capture, one set for each layer and micro-batch, shared where their lifetimes do not overlap."""
+"""Static inputs for each layer and micro-batch, shared where lifetimes do not overlap."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -21,14 +21,14 @@ def sample_arguments(
     """Make the inputs of every slot of ``plan``, shared as in ``share_inputs``.
 
     Args:
-        plan: The passes in the order in which they run.
-        make: Makes new inputs for the callable of the given index; the same shapes, dtypes and values each time.
-        values: A key for the values of a callable's inputs: only callables with equal keys share inputs.
+        plan: The passes in execution order.
+        make: Make new inputs for the callable with this index, with the same shapes, dtypes and values each time.
+        values: Return a key for the values of a callable's inputs; only callables with equal keys share inputs.
 
     Returns:
-        Positional and keyword inputs for each slot.
+        Positional and keyword inputs of each slot.
     """
-    made: dict[int, SampleArguments] = {}  # made for the signature, and used by the first slot that needs its own
+    made: dict[int, SampleArguments] = {}  # made for its signature, and used by the first slot that needs new inputs
     signatures: dict[int, Hashable] = {}
 
     def signature_of(slot: int) -> Hashable:
@@ -47,14 +47,14 @@ def sample_arguments(
 
 
 def attention_mask_type(layer: Any) -> AttnMaskType | None:
-    """The mask that self-attention of ``layer`` applies by default; None if the graphs hold no attention."""
+    """Return the default mask of the layer's self-attention; None if its graphs hold no attention."""
     if not captures_attention(layer):
         return None
     return getattr(layer.self_attention, "attn_mask_type", AttnMaskType.causal)
 
 
 def captures_attention(layer: Any) -> bool:
-    """Whether the graphs of ``layer`` hold self-attention."""
+    """Return whether the graphs of ``layer`` hold self-attention."""
     modules = layer.config.cuda_graph_modules
     return not isinstance(getattr(layer, "self_attention", IdentityOp()), IdentityOp) and (
         not modules or CudaGraphModule.attn in modules
@@ -62,7 +62,7 @@ def captures_attention(layer: Any) -> bool:
 
 
 def packed_use(layer: Any) -> PackedUse | None:
-    """What the graphs of ``layer`` do with packed sequences; None if there are none, or attention runs eagerly."""
+    """Return how the graphs of ``layer`` use packed sequences; None without any, or if attention runs eagerly."""
     if packed_sequences(layer.config) is None or not hasattr(layer, "self_attention"):
         return None
     if captures_attention(layer):
@@ -73,13 +73,14 @@ def packed_use(layer: Any) -> PackedUse | None:
 def default_kwargs(
     layers: Sequence[Any], sample_kwargs: Sequence[dict[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
-    """Return for each slot the values at capture of its keyword inputs: the defaults of replays.
+    """Return the keyword inputs of each slot at capture, which are the defaults of replays.
 
-    Engines share static inputs of the same shape and dtype, whatever their values. If layers have different types of
-    attention masks, the values differ, and the defaults are copies that engines do not write to.
+    Engines share static inputs with the same shape and dtype, whatever their values. If layers have different types of
+    attention masks, return copies that engines do not overwrite.
 
     Args:
-        sample_kwargs: The keyword inputs of each slot, as they were captured.
+        layers: The captured layers.
+        sample_kwargs: The captured keyword inputs of each slot.
     """
     if len({attention_mask_type(layer) for layer in layers} - {None}) < 2:
         return list(sample_kwargs)
@@ -91,7 +92,7 @@ def default_kwargs(
 
 
 class LayerInputs:
-    """Makes the static inputs of layers.
+    """Make the static inputs of layers.
 
     Args:
         config: The model's ``TransformerConfig``.
@@ -99,7 +100,7 @@ class LayerInputs:
         micro_batch_size: Sequences in a micro-batch.
 
     Raises:
-        ValueError: graphs are to read packed sequences, and batches are not packed along one dimension.
+        ValueError: Graphs read packed sequences, and micro-batches have several rows.
     """
 
     def __init__(self, config: Any, seq_length: int, micro_batch_size: int):
@@ -112,10 +113,10 @@ class LayerInputs:
         self._rotary: dict[int, torch.Tensor] = {}
 
     def make(self, layer: torch.nn.Module, model: torch.nn.Module | None) -> SampleArguments:
-        """Return new inputs for ``layer``: hidden states, and the inputs of attention.
+        """Make new inputs of ``layer``: hidden states, and the inputs of attention.
 
         Args:
-            model: Its language model, which has the rotary embedding; None for no such input.
+            model: The language model with the rotary embedding; None for no rotary input.
         """
         inputs = self._inputs_and_mask(layer)
         hidden_states = inputs.pop("hidden_states")
@@ -124,16 +125,16 @@ class LayerInputs:
                 del inputs["attention_mask"]
                 inputs |= static_offsets(self._packed, self._seq_length)
             elif attention_mask_type(layer) is not AttnMaskType.causal:
-                inputs["attention_mask"].zero_()  # such layers mask nothing by default
+                inputs["attention_mask"].zero_()  # no mask by default
             rotary = self._rotary_embedding(model, hidden_states)
             if rotary is not None:
                 inputs["rotary_pos_emb"] = rotary
         return (hidden_states,), inputs
 
     def _inputs_and_mask(self, layer: Any) -> dict[str, torch.Tensor]:
-        """Return what ``layer`` says that its static inputs are.
+        """Return the layer's static inputs.
 
-        megatron-core makes the causal mask on the host, for each layer again, which takes longer than a capture of it.
+        megatron-core makes the causal mask on the host, for each layer, which takes longer than capturing the layer.
         """
         from megatron.core.transformer.transformer_layer import TransformerLayer  # imports cuda_graphs
 
@@ -150,18 +151,18 @@ class LayerInputs:
         return inputs
 
     def _rotary_embedding(self, model: Any | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """The table ``[sequence, 1 or micro-batch, 1, head]`` that every layer of ``model`` is given, or None."""
+        """Return the rotary input of all layers, ``[sequence, 1 or micro-batch, 1, head]``, or None."""
         kind = getattr(model, "position_embedding_type", None)
         if kind not in ("rope", "yarn", "mrope") or self._config.multi_latent_attention:
             return None
         assert model is not None
         rotary = model.rotary_pos_emb
-        if kind == "mrope":  # each slot has its own: micro-batches differ in their positions
+        if kind == "mrope":  # new for each slot: micro-batches differ in their positions
             shape = 3, self._micro_batch_size, self._seq_length
             positions = torch.zeros(shape, dtype=torch.int64, device=hidden_states.device)
             return rotary(positions, model.mrope_section)
         if id(model) not in self._rotary:
             made = rotary(rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None))
-            # yarn adds a scale, which is not a layer's input
+            # yarn also returns a scale, which is no input of layers
             self._rotary[id(model)] = made[0] if isinstance(made, tuple) else made
         return self._rotary[id(model)]

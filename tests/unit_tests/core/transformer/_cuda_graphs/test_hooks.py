@@ -1,4 +1,4 @@
-"""hooks: hooks leave a module for capture, reach the engine, and come back as they were."""
+"""Hooks are removed for capture, passed to the engine, and restored."""
 
 import inspect
 from functools import partial
@@ -22,7 +22,7 @@ ALL_DICTS = HOOK_DICTS + FLAG_DICTS
 
 
 def hook(name="hook"):
-    """A hook that does nothing; each is another object."""
+    """Return a new hook that does nothing."""
 
     def call(*offered):
         return None
@@ -32,7 +32,7 @@ def hook(name="hook"):
 
 
 def module_with_every_kind():
-    """A module with two hooks of every kind, with and without flags."""
+    """Return a module with two hooks of every kind, with and without flags."""
     module = torch.nn.Linear(2, 2)
     module.register_forward_pre_hook(hook())
     module.register_forward_pre_hook(hook(), with_kwargs=True, prepend=True)
@@ -45,7 +45,7 @@ def module_with_every_kind():
 
 
 def contents(module):
-    """Every hook and flag dict of ``module``, with its order."""
+    """Return the items of every hook and flag dict of ``module``."""
     return {name: list(getattr(module, name).items()) for name in ALL_DICTS}
 
 
@@ -54,7 +54,7 @@ def marked(name="hook"):
 
 
 def handed_over(module):
-    """What the engine gets for ``module``, each kind as a list of the hooks behind it."""
+    """Return the original hooks that the engine gets for ``module``, by kind."""
     with extracted_hooks([module]) as (hooks,):
         return {kind: [inspect.unwrap(call) for call in hooks[kind].values()] for kind in HOOK_KINDS}
 
@@ -68,7 +68,7 @@ def with_sentinel(sentinel, handler):
 # ---------------------------------------------------------------------------------------------------- phase 1
 
 
-def test_every_hook_and_flag_is_copied_in_order_and_removed():
+def test_extract_copies_and_removes_hooks_and_flags():
     module = module_with_every_kind()
     before = contents(module)
     assert all(before.values())
@@ -84,7 +84,7 @@ def test_third_party_hooks_do_not_run_at_capture():
     assert handed_over(module_with_every_kind()) == {kind: [] for kind in HOOK_KINDS}
 
 
-def test_marked_hooks_are_handed_over_under_their_own_kind():
+def test_marked_hooks_keep_their_kind():
     module = torch.nn.Linear(2, 2)
     before, after = marked("before"), marked("after")
     module.register_forward_pre_hook(before)
@@ -95,14 +95,14 @@ def test_marked_hooks_are_handed_over_under_their_own_kind():
     }
 
 
-def test_the_keys_are_the_ids_of_the_hooks():
+def test_keys_are_hook_ids():
     module = torch.nn.Linear(2, 2)
     handles = [module.register_forward_hook(marked()) for _ in range(2)]
     with extracted_hooks([module]) as (hooks,):
         assert list(hooks["forward_hooks"]) == [handle.id for handle in handles]
 
 
-def test_hooks_are_handed_over_in_the_order_in_which_torch_runs_them():
+def test_hooks_keep_torch_order():
     module = torch.nn.Linear(2, 2)
     first, second, third = marked(), marked(), marked()
     module.register_forward_pre_hook(second)
@@ -118,7 +118,7 @@ def test_hooks_are_handed_over_in_the_order_in_which_torch_runs_them():
         (BACKWARD_PRE_HANDLER, torch.nn.Module.register_forward_hook, "forward_hooks", "backward_pre_hooks"),
     ],
 )
-def test_the_handler_of_a_wrapper_is_handed_over(sentinel, register, kind_of_plain, kind_of_handler):
+def test_handler_replaces_its_wrapper(sentinel, register, kind_of_plain, kind_of_handler):
     module = torch.nn.Linear(2, 2)
     handler, plain = hook("handler"), marked("plain")
     register(module, with_sentinel(sentinel, handler))
@@ -127,12 +127,12 @@ def test_the_handler_of_a_wrapper_is_handed_over(sentinel, register, kind_of_pla
     assert handed_over(module) == expected
 
 
-def test_the_sentinels_have_the_names_of_the_protocol():
+def test_sentinels_have_protocol_names():
     assert BACKWARD_HANDLER == "_cuda_graph_backward_handler"
     assert BACKWARD_PRE_HANDLER == "_cuda_graph_backward_pre_handler"
 
 
-def test_a_deprecated_backward_hook_is_refused():
+def test_deprecated_backward_hook_is_refused():
     module = torch.nn.Linear(2, 2)
     module.register_backward_hook(hook())
     before = contents(module)
@@ -145,7 +145,7 @@ def test_a_deprecated_backward_hook_is_refused():
 
 
 def called_with(register, *offered):
-    """What a hook that ``register`` puts on a module is called with when the engine offers ``offered``."""
+    """Return the arguments of a hook registered by ``register`` when the engine passes ``offered``."""
     module = torch.nn.Linear(2, 2)
     seen: list = []
     register(module, runs_outside_graphs(lambda *args: seen.append(args)))
@@ -169,32 +169,11 @@ ARGS, KWARGS, OUTPUT = (1, 2), {"mask": 3}, [4]
     ],
     ids=["forward_pre", "forward_pre with kwargs", "forward", "forward with kwargs"],
 )
-def test_hooks_get_what_torch_would_give_them(register, offered, expected):
+def test_hooks_get_torch_arguments(register, offered, expected):
     assert called_with(register, *offered) == expected
 
 
-@pytest.mark.parametrize(
-    ("register", "expected"),
-    [
-        (torch.nn.Module.register_forward_pre_hook, ((),)),
-        (partial(torch.nn.Module.register_forward_pre_hook, with_kwargs=True), ((), {})),
-        (torch.nn.Module.register_forward_hook, ((), None)),
-        (partial(torch.nn.Module.register_forward_hook, with_kwargs=True), ((), {}, None)),
-    ],
-    ids=["forward_pre", "forward_pre with kwargs", "forward", "forward with kwargs"],
-)
-def test_an_engine_that_offers_only_the_module_is_enough(register, expected):
-    assert called_with(register) == expected
-
-
-def test_a_handler_gets_the_module_alone():
-    def register(module, handler):
-        module.register_forward_pre_hook(with_sentinel(BACKWARD_HANDLER, handler))
-
-    assert called_with(register, ARGS) == ()
-
-
-def test_what_a_hook_returns_reaches_the_engine():
+def test_return_values_reach_the_engine():
     module = torch.nn.Linear(2, 2)
     module.register_forward_pre_hook(runs_outside_graphs(lambda module, args: "changed"))
     module.register_forward_hook(runs_outside_graphs(lambda module, args, output: "changed"))
@@ -206,7 +185,7 @@ def test_what_a_hook_returns_reaches_the_engine():
 # ---------------------------------------------------------------------------------------------------- restore
 
 
-def test_everything_is_restored_in_order_in_the_same_dicts():
+def test_restore_refills_the_same_dicts_in_order():
     module = module_with_every_kind()
     module.register_forward_pre_hook(with_sentinel(BACKWARD_HANDLER, hook()))
     module.register_forward_hook(with_sentinel(BACKWARD_PRE_HANDLER, hook()))
@@ -222,7 +201,7 @@ def test_everything_is_restored_in_order_in_the_same_dicts():
     assert handle.id not in module._forward_pre_hooks
 
 
-def test_everything_is_back_after_an_exception():
+def test_hooks_are_restored_after_an_exception():
     modules = [module_with_every_kind(), torch.nn.Sequential(module_with_every_kind())]
     modules[1][0].register_forward_hook(runs_outside_graphs(hook()))
     everything = [modules[0], modules[1], modules[1][0]]
@@ -232,7 +211,7 @@ def test_everything_is_back_after_an_exception():
     assert [contents(module) for module in everything] == before
 
 
-def test_everything_is_back_when_a_later_module_cannot_be_extracted():
+def test_hooks_are_restored_after_failed_extraction():
     module = module_with_every_kind()
     before = contents(module)
     with pytest.raises(AttributeError), extracted_hooks([module, "no module"]):
@@ -240,7 +219,7 @@ def test_everything_is_back_when_a_later_module_cannot_be_extracted():
     assert contents(module) == before
 
 
-def test_a_hook_registered_meanwhile_stays_behind_the_restored_ones():
+def test_hook_registered_meanwhile_follows_restored_hooks():
     module = torch.nn.Linear(2, 2)
     old, new = hook("old"), hook("new")
     module.register_forward_hook(old)
@@ -254,19 +233,19 @@ def test_a_hook_registered_meanwhile_stays_behind_the_restored_ones():
 
 
 def hooks_during_capture(child):
-    """What is on ``child`` while its parent's hooks are extracted."""
+    """Return the hooks of ``child`` while its parent's hooks are extracted."""
     with extracted_hooks([torch.nn.Sequential(torch.nn.Identity(), torch.nn.Sequential(child))]):
         return contents(child)
 
 
-def test_an_ordinary_hook_of_a_child_stays_with_its_flags():
+def test_ordinary_hook_of_child_stays():
     child = module_with_every_kind()
     before = contents(child)
     assert hooks_during_capture(child) == before
 
 
 class Owner:
-    """Has a hook that is a method, as Megatron-FSDP's are."""
+    """Owner of a hook method."""
 
     @runs_outside_graphs
     def marked(self, module, *offered):
@@ -306,7 +285,7 @@ def wrapper_partial(sentinel):
         "partial of a partial that wraps a backward pre-handler",
     ],
 )
-def test_a_hook_of_a_child_is_withheld_if_it_is_a(outside):
+def test_child_hook_outside_graphs_is_removed(outside):
     child = torch.nn.Linear(2, 2)
     stays = hook("stays")
     child.register_forward_pre_hook(outside, with_kwargs=True)
@@ -320,14 +299,14 @@ def test_a_hook_of_a_child_is_withheld_if_it_is_a(outside):
     assert contents(child) == before
 
 
-def test_hooks_of_children_are_not_handed_over():
+def test_engine_gets_no_hooks_of_children():
     parent = torch.nn.Sequential(torch.nn.Linear(2, 2))
     parent[0].register_forward_hook(runs_outside_graphs(hook()))
     parent[0].register_forward_hook(hook())
     assert handed_over(parent) == {kind: [] for kind in HOOK_KINDS}
 
 
-def test_a_child_of_two_callables_gets_its_hooks_back():
+def test_child_of_two_callables_is_restored():
     child = module_with_every_kind()
     child.register_forward_hook(runs_outside_graphs(hook()), prepend=True)
     before = contents(child)
@@ -336,7 +315,7 @@ def test_a_child_of_two_callables_gets_its_hooks_back():
     assert contents(child) == before
 
 
-def test_each_callable_gets_its_own_hooks_in_order():
+def test_each_callable_has_its_own_hooks():
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     hooks = [marked("first"), marked("second")]
     first.register_forward_hook(hooks[0])

@@ -114,7 +114,7 @@ def test_deep_copy_has_no_graphs():
     assert len(layer.cuda_graphs) == 1
 
 
-def test_another_shape_runs_eagerly_and_is_logged_once(caplog):
+def test_other_shape_runs_eagerly_with_one_warning(caplog):
     passes = EagerPasses(", until tomorrow")
     layers = [layer_graph(shape=HIDDEN.shape, eager_passes=passes) for _ in range(2)]
     for graph in [*layers, *layers]:

@@ -1,4 +1,4 @@
-"""Pipeline stages of plain layers, and captures of them, by a test's engine perhaps."""
+"""Pipeline stages of plain layers, and captures of them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,11 +27,11 @@ from tests.support.trainings.case import Case
 
 
 class Failure(Exception):
-    """Raised in place of a capture's."""
+    """An error during capture."""
 
 
 class Alone(CaptureAgreement):
-    """The agreement of one rank that is in no process group."""
+    """The agreement of one rank without a process group."""
 
     def __init__(self):
         self._of_stage = self._ballots = []
@@ -47,7 +47,7 @@ class Alone(CaptureAgreement):
 
 
 class MaskedLayer(GraphableMegatronModule):
-    """A layer whose attention applies a mask of this type; it adds the mask."""
+    """A layer that adds its attention mask, with a mask of this type by default."""
 
     def __init__(self, attn_mask_type=AttnMaskType.causal):
         torch.nn.Module.__init__(self)
@@ -85,7 +85,7 @@ def config(**changes):
 
 
 def stage_of(*layers, modules=None, stages=1, **options):
-    """A stage whose chunks have ``layers``, those of each in a list, and are ``modules``."""
+    """Return a stage with one chunk for each list of ``layers``."""
     alone = SimpleNamespace(size=lambda: 1)
     groups = SimpleNamespace(tp=alone, dp_cp=alone, pp=SimpleNamespace(size=lambda: stages))
     modules = modules or [torch.nn.Module() for _ in layers]
@@ -94,7 +94,7 @@ def stage_of(*layers, modules=None, stages=1, **options):
 
 
 def capture(stage, order, engine=capture_session.make_graphed_callables):  # type: ignore[attr-defined]
-    """Capture the layers of ``stage`` for one micro-batch, in ``order``, by ``engine``."""
+    """Capture the layers of ``stage`` for one micro-batch in ``order`` with ``engine``."""
     graphs = CaptureState(stage, TrainingCalls((), ()))
     graphs.choice = Choice(Holds.LAYER)
     arguments = CaptureArguments(stage, graphs.layers_apart, 2, 1)
@@ -114,7 +114,7 @@ def capture(stage, order, engine=capture_session.make_graphed_callables):  # typ
 
 
 def engine(capture=lambda: None):
-    """An engine that calls ``capture`` and returns graphs that do nothing."""
+    """Return an engine that calls ``capture`` and returns graphs without an effect."""
 
     def run(layers, sample_args, **arguments):
         capture()
@@ -124,7 +124,7 @@ def engine(capture=lambda: None):
 
 
 def using(engine):
-    """A context in which ``engine`` captures layers."""
+    """Return a context in which ``engine`` captures layers."""
     return mock.patch.object(capture_session, "make_graphed_callables", engine)
 
 
@@ -145,7 +145,7 @@ class CountingChunk(torch.nn.Module):
 
 
 def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options):
-    """A helper of plain layers whose engine calls ``capture``; this process must be the rank of a stage."""
+    """Return a helper of plain layers whose engine calls ``capture``."""
     chunk = CountingChunk([MaskedLayer() for _ in range(layers)])
     real = models.transformer_config(Case(layers=2), True)
     vars(real).update(options)
@@ -156,7 +156,7 @@ def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options)
 
 @contextmanager
 def first_of_stages(count: int, microbatches: int) -> Iterator[None]:
-    """This process is the first of ``count`` pipeline stages; its collectives move nothing."""
+    """Make this process the first of ``count`` pipeline stages, with collectives that do nothing."""
     from megatron.core import parallel_state
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
@@ -171,7 +171,7 @@ def first_of_stages(count: int, microbatches: int) -> Iterator[None]:
 
 
 def set_microbatches(count: int | None) -> None:
-    """Say how many micro-batches the coming steps have."""
+    """Set the number of micro-batches of the coming steps."""
     from megatron.core import num_microbatches_calculator
 
     num_microbatches_calculator.unset_num_microbatches_calculator()

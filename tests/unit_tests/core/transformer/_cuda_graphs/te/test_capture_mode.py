@@ -1,4 +1,4 @@
-"""Capture mode: when it is on, what a failed capture leaves, and what is cleared afterwards."""
+"""Capture mode, failed captures, and the cleanup after a capture."""
 
 import gc
 import importlib
@@ -31,14 +31,14 @@ def fail():
 
 @pytest.mark.usefixtures("one_stage")
 class TestCaptureMode:
-    def test_is_on_while_layers_are_captured_and_off_afterwards(self):
+    def test_is_on_during_capture_only(self):
         during = []
         capturing = helper_of(lambda: during.append(is_graph_capturing()))
         capturing.create_cudagraphs()
         assert during == [True]
         assert state(capturing) == {"capturing": False, "graphs": True, "finished": True, "resets": 1}
 
-    def test_is_off_after_a_failed_capture_which_leaves_no_graphs(self):
+    def test_is_off_after_failed_capture(self):
         capturing = helper_of(fail)
         with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
@@ -54,7 +54,7 @@ class TestCaptureMode:
             capturing.create_cudagraphs()
         assert not is_graph_capturing()
 
-    def test_activations_are_offloaded_again_after_a_failure(self, monkeypatch):
+    def test_failure_enables_offloading_again(self, monkeypatch):
         calls = []
         offload = SimpleNamespace(
             enable_offload=lambda: calls.append("enable"), disable_offload=None, reset=lambda: calls.append("reset")
@@ -68,7 +68,7 @@ class TestCaptureMode:
             capturing.create_cudagraphs()
         assert calls == ["enable", "reset"]
 
-    def test_a_capture_may_be_tried_again_after_a_failure(self):
+    def test_capture_after_a_failure(self):
         attempts = []
 
         def fail_once():
@@ -82,7 +82,7 @@ class TestCaptureMode:
         capturing.create_cudagraphs()
         assert capturing.graphs_created()
 
-    def test_training_goes_on_without_graphs_after_a_failure_where_that_is_asked_for(self, caplog):
+    def test_eager_fallback_warns_and_leaves_no_graphs(self, caplog):
         capturing = helper_of(fail)
         capturing.config.cuda_graph_fallback = "eager"
         capturing.create_cudagraphs()
@@ -102,7 +102,7 @@ class TestCaptureMode:
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
-    def test_ctrl_c_before_the_capture_is_told_to_other_ranks_and_leaves_capture_mode(self, monkeypatch):
+    def test_early_ctrl_c_reaches_other_ranks(self, monkeypatch):
         told = []
 
         class Told(Alone):
@@ -122,7 +122,7 @@ class TestCaptureMode:
 
     @pytest.mark.parametrize("frozen", [True, False])
     @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
-    def test_garbage_is_frozen_for_the_time_of_the_capture_where_that_is_asked_for(self, monkeypatch, frozen, fails):
+    def test_garbage_is_frozen_during_capture(self, monkeypatch, frozen, fails):
         calls: list[str] = []
         monkeypatch.setattr(te_helper, "FREEZE_GC", frozen)
         for name in ("freeze", "unfreeze"):
@@ -137,14 +137,14 @@ class TestCaptureMode:
             helper_of(capture).create_cudagraphs()
         assert calls == (["freeze", "capture", "unfreeze"] if frozen else ["capture"])
 
-    def test_nothing_to_capture_is_finished_without_graphs(self, caplog):
+    def test_capture_without_layers_finishes(self, caplog):
         capturing = helper_of(layers=0)
         capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
         assert "no graphable layers found" in caplog.text
 
     @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-    def test_a_second_capture_is_refused(self, error):
+    def test_second_capture_is_refused(self, error):
         capturing = helper_of()
         capturing.create_cudagraphs()
         with pytest.raises(error, match="captured already: call delete_cuda_graphs"):
@@ -152,13 +152,13 @@ class TestCaptureMode:
         assert not is_graph_capturing()
 
     @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
-    def test_deleting_graphs_that_are_not_there_is_refused(self, error):
+    def test_deleting_missing_graphs_is_refused(self, error):
         with pytest.raises(error, match="there are no CUDA graphs to delete"):
             helper_of().delete_cuda_graphs()
 
 
 def clears(monkeypatch):
-    """What is called after capture, of a helper with two chunks and two optimizers."""
+    """Return the calls of the cleanup after a capture, with two chunks and two optimizers."""
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_logging
 
@@ -181,8 +181,12 @@ def clears(monkeypatch):
     return calls, chunks
 
 
-@pytest.mark.parametrize(
-    "cleared", ["gradients of chunk 0", "gradients of chunk 1", "gradients of optimizer 0", "gradients of optimizer 1"]
-)
-def test_gradients_are_zeroed_after_capture(monkeypatch, cleared):
-    assert (cleared,) in clears(monkeypatch)[0]
+def test_cleanup_zeroes_gradients_and_metrics(monkeypatch):
+    calls, chunks = clears(monkeypatch)
+    assert calls == [
+        *[(f"gradients of chunk {i}",) for i in range(2)],
+        *[(f"gradients of optimizer {i}",) for i in range(2)],
+        ("MoE metrics",),
+        ("metrics of MTP",),
+        ("temporary tensors", "config", chunks),
+    ]

@@ -47,8 +47,8 @@ def parts(*layers, modules=(), graphs=None):
 @pytest.mark.parametrize(
     ("layer", "modules", "why"),
     [
-        (Layer(), (), "it is no GraphableMegatronModule"),
-        (Graphable(), (CudaGraphModule.mamba,), "--cuda-graph-modules mamba selects nothing in it"),
+        (Layer(), (), "it is not a GraphableMegatronModule"),
+        (Graphable(), (CudaGraphModule.mamba,), "--cuda-graph-modules mamba selects no part of it"),
         (Graphable(), (), "it runs several times per micro-batch, or _discover_layers omits it"),
     ],
 )

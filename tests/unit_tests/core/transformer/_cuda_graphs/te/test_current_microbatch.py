@@ -1,4 +1,4 @@
-"""current_microbatch: which layers are told."""
+"""Layers on which ``set_current_microbatch`` sets the micro-batch."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tests.support.replaced import replaced
 
 
 class Layer:
-    """A layer that is told nothing yet."""
+    """A layer without a micro-batch."""
 
     current_microbatch: int | None = None
 
@@ -20,15 +20,15 @@ def stack(count):
     return SimpleNamespace(layers=[Layer() for _ in range(count)])
 
 
-def told(layers):
+def microbatches(layers):
     return [layer.current_microbatch for layer in layers]
 
 
-def test_layers_of_a_hybrid_models_multi_token_prediction_are_told():
+def test_hybrid_mtp_layers_have_their_micro_batch():
     mtp = SimpleNamespace(layers=[SimpleNamespace(mtp_model_layer=stack(2)) for _ in range(2)])
     model = SimpleNamespace(decoder=stack(2), mtp=mtp)
     set_current_microbatch(model, 3)
-    assert [told(layer.mtp_model_layer.layers) for layer in model.mtp.layers] == [[3, 3], [3, 3]]
+    assert [microbatches(layer.mtp_model_layer.layers) for layer in model.mtp.layers] == [[3, 3], [3, 3]]
 
 
 ABSENT = "absent"
@@ -36,7 +36,7 @@ ABSENT = "absent"
 
 @st.composite
 def chunks(draw):
-    """A function that makes the same chunk each time, with or without each part and wrappers between them."""
+    """Draw a factory of equal chunks, with or without each part and wrappers between them."""
     parts = {
         "decoder": draw(st.sampled_from([ABSENT, None, 0, 2])),
         "mtp": draw(st.sampled_from([ABSENT, 0, 2])),
@@ -80,8 +80,8 @@ def chunks(draw):
 
 
 @given(chunks(), st.integers(0, 7))
-def test_the_same_layers_are_told_as_by_megatron_core(make, microbatch):
+def test_same_layers_are_set_as_by_megatron_core(make, microbatch):
     (chunk, layers), (their_chunk, their_layers) = make(), make()
     set_current_microbatch(chunk, microbatch)
     replaced("megatron.core.transformer.cuda_graphs").set_current_microbatch(their_chunk, microbatch)
-    assert told(layers) == told(their_layers)
+    assert microbatches(layers) == microbatches(their_layers)

@@ -1,4 +1,4 @@
-"""Programs without Megatron's argument parser get its checks from the constructor of ``TECudaGraphHelper``."""
+"""``TECudaGraphHelper`` checks options for programs without Megatron's argument parser."""
 
 import pytest
 
@@ -28,12 +28,12 @@ def helper(sharding):
     ],
     ids=["double buffer", "fallback", "both"],
 )
-def test_the_helper_names_what_is_missing(ranks, sharding, named, not_named):
+def test_missing_options_are_named(ranks, sharding, named, not_named):
     with pytest.raises(ValueError) as error:
         helper(sharding)
     assert all(flag in str(error.value) for flag in named)
     assert not any(flag in str(error.value) for flag in not_named)
 
 
-def test_the_helper_takes_a_model_that_has_both(ranks):
+def test_complete_options_are_accepted(ranks):
     assert len(helper(DOUBLE_BUFFER | FALLBACK).flattened_callables) == 2

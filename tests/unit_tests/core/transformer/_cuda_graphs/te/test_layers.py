@@ -1,4 +1,4 @@
-"""layers: which layers a graph can hold, and where they are."""
+"""Layers that graphs can hold, and models that contain them."""
 
 from itertools import combinations
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.ssm.mamba_layer import MambaLayer
-from megatron.core.transformer._cuda_graphs.te.layers import decoder_layers, language_model_of, vision_model_of
+from megatron.core.transformer._cuda_graphs.te.layers import language_model_of, vision_model_of
 from megatron.core.transformer.cuda_graphs import _layer_is_graphable
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
@@ -21,7 +21,7 @@ IDENTITY, ATTENTION = IdentityOp(), torch.nn.Identity()
 
 
 def bare(kind, **parts):
-    """A module of ``kind`` that has ``parts`` and nothing else."""
+    """Return a module of ``kind`` that has only these ``parts``."""
     module = kind.__new__(kind)
     torch.nn.Module.__init__(module)
     for name, part in parts.items():
@@ -49,39 +49,8 @@ def config(*modules):
     return SimpleNamespace(cuda_graph_modules=[CudaGraphModule[name] for name in modules])
 
 
-@pytest.mark.parametrize(
-    ("layer", "expected"),
-    [
-        ("self-attention", {"attn"}),
-        ("cross-attention", {"attn"}),
-        ("MLP", {"mlp"}),
-        ("MoE", MOE_MODULES),
-        ("Mamba", {"mamba"}),
-        ("nothing", set()),
-        ("another graphable module", set()),
-    ],
-)
-def test_a_layer_is_graphable_by_the_modules_that_it_has(layer, expected):
-    graphable = {module.name for module in CudaGraphModule if _layer_is_graphable(LAYERS[layer], config(module.name))}
-    assert graphable == expected
-
-
-def test_one_module_of_several_is_enough():
-    assert _layer_is_graphable(LAYERS["MLP"], config("attn", "mlp"))
-
-
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_without_modules_every_graphable_module_is_captured_whole(layer):
-    assert _layer_is_graphable(layer, config())
-
-
-@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layers", "attn"])
-def test_another_module_is_never_graphable(modules):
-    assert not _layer_is_graphable(torch.nn.Linear(1, 1), config(*modules))
-
-
 @pytest.mark.parametrize("layer", [*LAYERS.values(), torch.nn.Identity()], ids=[*LAYERS, "not a graphable module"])
-def test_megatron_core_answers_the_same_for_every_choice_of_modules(layer):
+def test_graphable_layers_equal_megatron_core(layer):
     names = [module.name for module in CudaGraphModule]
     theirs = replaced("megatron.core.transformer.cuda_graphs")._layer_is_graphable
     for count in range(len(names) + 1):
@@ -99,25 +68,12 @@ def wrapped(module, levels=2):
 
 
 @pytest.mark.parametrize("levels", [0, 1, 3])
-def test_models_are_found_below_wrappers(levels):
+def test_models_are_found_inside_wrappers(levels):
     model = SimpleNamespace(decoder="decoder", vision_model="vision model")
     assert language_model_of(wrapped(model, levels)) is model
     assert vision_model_of(wrapped(model, levels)) == "vision model"
 
 
-def test_a_decoder_that_is_none_is_no_language_model():
-    assert language_model_of(wrapped(SimpleNamespace(decoder=None))) is None
-
-
-def test_a_chunk_without_models_has_none():
+def test_chunk_without_models_has_none():
     assert language_model_of(wrapped(SimpleNamespace())) is None
     assert vision_model_of(wrapped(SimpleNamespace())) is None
-
-
-@pytest.mark.parametrize(
-    "model",
-    [None, SimpleNamespace(), SimpleNamespace(decoder=None), SimpleNamespace(decoder=SimpleNamespace())],
-    ids=["no model", "no decoder", "None", "no layers"],
-)
-def test_a_model_without_decoder_layers_has_an_empty_list_of_them(model):
-    assert decoder_layers(model) == []

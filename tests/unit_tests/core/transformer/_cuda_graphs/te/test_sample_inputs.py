@@ -1,4 +1,4 @@
-"""sample_inputs: which slots share static inputs."""
+"""Static inputs of slots, and slots that share them."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from ..pipeline_orders import orders
 
 
 def inputs_of(plan, width_of_callable=lambda index: 1):
-    """The inputs of each slot, and for which callables inputs were made."""
+    """Return the inputs of each slot, and the callables for which inputs were made."""
     made = []
 
     def make(index):
@@ -32,7 +32,7 @@ def inputs_of(plan, width_of_callable=lambda index: 1):
 
 
 def shared(samples):
-    """For each slot the first slot with the same inputs."""
+    """Return the first slot with the same inputs for each slot."""
     return [next(i for i, other in enumerate(samples) if other is sample) for sample in samples]
 
 
@@ -48,14 +48,14 @@ def shared(samples):
     ],
     ids=["shape", "dtype", "layout", "one keyword more", "name", "one position more"],
 )
-def test_inputs_that_differ_are_not_shared(other):
+def test_different_inputs_are_not_shared(other):
     makes = [lambda: ((torch.zeros(2),), {}), lambda: other]
     samples = sample_arguments(ordered_plan([1, -1, 2, -2], [1, 1], 2), lambda index: makes[index]())
     assert shared(samples) == [0, 1]
 
 
 @given(orders())
-def test_no_inputs_are_live_twice(case):
+def test_live_inputs_are_not_shared(case):
     order, layers, _ = case
     plan = ordered_plan(order, layers, sum(layers))
     samples, _ = inputs_of(plan, lambda index: index % 2)
@@ -70,12 +70,12 @@ def test_no_inputs_are_live_twice(case):
 
 
 def is_last(plan, position):
-    """Whether no later step of ``plan`` is one of the same slot."""
+    """Return whether no later step of ``plan`` has the same slot."""
     return plan.steps[position].slot not in [step.slot for step in plan.steps[position + 1 :]]
 
 
 @given(orders())
-def test_there_are_as_many_inputs_of_a_kind_as_are_live_at_once(case):
+def test_number_of_inputs_is_the_peak_of_live_inputs(case):
     order, layers, _ = case
     plan = ordered_plan(order, layers, sum(layers))
     samples, _ = inputs_of(plan, lambda index: index % 2)
@@ -93,7 +93,7 @@ def test_there_are_as_many_inputs_of_a_kind_as_are_live_at_once(case):
 
 
 class Layer:
-    """A layer as ``LayerInputs`` sees it."""
+    """A layer with the attributes that ``LayerInputs`` reads."""
 
     def __init__(self, modules=(), attention: object = "attention"):
         self.config = SimpleNamespace(cuda_graph_modules=list(modules))
@@ -104,7 +104,7 @@ class Layer:
 
 
 class Rotary:
-    """A model's rotary embedding, which counts its tables."""
+    """A rotary embedding that records its tables."""
 
     def __init__(self):
         self.tables = []
@@ -142,7 +142,7 @@ def test_packed_sequences_need_one_row():
     ],
     ids=["whole layer", "attn", "router", "no attention", "attn of a layer without"],
 )
-def test_what_graphs_do_with_packed_sequences(modules, attention, expected):
+def test_use_of_packed_sequences(modules, attention, expected):
     layer = Layer(modules, attention=attention)
     assert packed_use(layer) is None
     layer.config.cuda_graph_packed_sequences = 4
@@ -161,18 +161,18 @@ def test_what_graphs_do_with_packed_sequences(modules, attention, expected):
     ],
     ids=["whole layer", "attn", "router and attn", "router", "attention is the identity", "no attention"],
 )
-def test_attention_is_captured(layer, captured):
+def test_captures_attention(layer, captured):
     assert captures_attention(layer) is captured
 
 
-def test_a_model_has_one_rotary_table_for_all_layers():
+def test_layers_share_one_rotary_table():
     inputs, chunk = layer_inputs(), model()
     tables = {id(inputs.make(Layer(), chunk)[1]["rotary_pos_emb"]) for _ in range(3)}
     assert tables == {id(chunk.rotary_pos_emb.tables[0])}
     assert len(chunk.rotary_pos_emb.tables) == 1
 
 
-def test_tables_of_positions_are_the_slots_own():
+def test_each_slot_has_its_own_mrope_table():
     asked = []
 
     def rotary(positions, section):
@@ -203,7 +203,7 @@ def test_tables_of_positions_are_the_slots_own():
         "latent attention has its own",
     ],
 )
-def test_there_is_no_rotary_table_where(config, layer, chunk):
+def test_no_rotary_table(config, layer, chunk):
     assert list(layer_inputs(**config).make(layer, chunk)[1]) == ["attention_mask"]
 
 
@@ -224,7 +224,7 @@ def transformer_layer(kind=TransformerLayer, parts=1):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_transformer_layer_has_megatron_cores_inputs_without_a_mask_made_on_the_host(cpu_backend, monkeypatch, parts):
+def test_mask_is_not_made_on_the_host(cpu_backend, monkeypatch, parts):
     layer = transformer_layer(parts=parts)
     expected = layer.get_layer_static_inputs(8, 2)
     monkeypatch.setattr(torch, "tril", lambda *_: pytest.fail("a mask is made on the host"))

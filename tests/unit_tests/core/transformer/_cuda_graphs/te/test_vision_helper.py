@@ -1,4 +1,4 @@
-"""vision_helper: graphs of a vision encoder, in one process as the first stage of a pipeline of one or two."""
+"""Graphs of a vision encoder, in one process that is the first of one or two pipeline stages."""
 
 import inspect
 import logging
@@ -36,13 +36,13 @@ TOKENS = 16  # a patch each
 
 @pytest.fixture(params=[1, 2], ids=["one stage", "two stages"])
 def order(request):
-    """The order of passes of a step."""
+    """Return the order of passes of a step."""
     request.getfixturevalue({1: "one_stage", 2: "two_stages"}[request.param])
     return ORDERS[request.param]
 
 
 def new_model(graphs=True, modules=()):
-    """megatron-core's CLIP encoder with two layers in this pipeline stage, and a classifier."""
+    """Return a classifier with megatron-core's CLIP encoder, two layers of it in this stage, and its config."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -55,7 +55,7 @@ def new_model(graphs=True, modules=()):
 
 
 def helper_for(model, config, **arguments):
-    """The helper of a model in two wrappers."""
+    """Return the helper of ``model`` inside two wrappers."""
     chunk = torch.nn.Module()
     chunk.module = torch.nn.Module()
     chunk.module.module = model
@@ -70,17 +70,18 @@ def layers_of(model):
 
 
 def take_gradients(params, main_grads):
-    """Do as Megatron's wrappers do: a gradient may be a view of what the next replay overwrites."""
+    """Add gradients to ``main_grads``, as Megatron's wrappers do before the next replay overwrites them."""
     for param, main_grad in zip(params, main_grads, strict=True):
         main_grad += param.grad
         param.grad = None
 
 
 def train(order, graphs, modules=(), steps=10, warmup=3, later=None, options=None):
-    """Every loss, gradient and parameter of a training, and how many graphs each layer had at the end.
+    """Train, and return every loss, gradient and parameter, and the number of graphs of each layer.
 
-    ``later`` is the order of the steps from the second with graphs on; ``options`` are further ones of the
-    configuration.
+    Args:
+        later: The order of passes from the second step after capture.
+        options: Further attributes of the configuration.
     """
     model, config = new_model(graphs, modules=modules)
     vars(config).update(options or {})
@@ -116,7 +117,7 @@ def train(order, graphs, modules=(), steps=10, warmup=3, later=None, options=Non
 
 
 @pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",)], ids=["whole layers", "attn", "mlp"])
-def test_graphs_train_bit_for_bit_as_eager(order, modules):
+def test_graphs_are_bit_identical_to_eager(order, modules):
     expected, _ = train(order, graphs=False)
     numbers, graphs = train(order, graphs=True, modules=modules)
     assert_same_bits(numbers, expected)
@@ -125,9 +126,7 @@ def test_graphs_train_bit_for_bit_as_eager(order, modules):
 
 @pytest.mark.parametrize("microbatches", OTHER_ORDERS)
 @pytest.mark.parametrize("captures", [1, 8])
-def test_steps_of_another_number_of_micro_batches_have_graphs_of_their_own_or_none(
-    two_stages, caplog, microbatches, captures
-):
+def test_other_number_of_micro_batches_is_recaptured(two_stages, caplog, microbatches, captures):
     later, options = OTHER_ORDERS[microbatches], {"cuda_graph_max_captures": captures}
     expected, _ = train(ORDERS[2], graphs=False, later=later)
     set_microbatches(MICROBATCHES)
@@ -139,7 +138,7 @@ def test_steps_of_another_number_of_micro_batches_have_graphs_of_their_own_or_no
     assert (eagerly in caplog.text) is (captures == 1)
 
 
-def test_where_the_helper_is_not_asked_before_steps_the_error_says_to(two_stages, monkeypatch):
+def test_missing_before_step_is_an_error(two_stages, monkeypatch):
     monkeypatch.setattr(VisionTECudaGraphHelper, "before_step", lambda helper: helper.graphs_created())
     with pytest.raises(ValueError, match=r"Call before_step\(\) of each .* VisionTECudaGraphHelper before each"):
         train(ORDERS[2], graphs=True, later=OTHER_ORDERS[2])
@@ -148,7 +147,7 @@ def test_where_the_helper_is_not_asked_before_steps_the_error_says_to(two_stages
 # --------------------------------------------------------------------------------------------------------- capture
 
 
-def test_nothing_is_zeroed_by_capture(one_stage):
+def test_capture_zeroes_no_gradients(one_stage):
     model, config = new_model()
     model(device_tensor(1, 3, SIDE, SIDE), torch.zeros(1, dtype=torch.long, device="cuda")).mean().backward()
     gradients = copies([param.grad for param in model.parameters()])
@@ -157,7 +156,7 @@ def test_nothing_is_zeroed_by_capture(one_stage):
 
 
 @pytest.mark.parametrize("with_vision", [True, False])
-def test_no_other_rank_is_waited_for(two_stages, monkeypatch, with_vision):
+def test_capture_waits_for_no_other_rank(two_stages, monkeypatch, with_vision):
     model, config = new_model()
     helper = helper_for(model if with_vision else torch.nn.Linear(1, 1), config)
     waits = mock.Mock(side_effect=AssertionError("a rank without a vision model never comes here"))
@@ -170,7 +169,7 @@ def test_no_other_rank_is_waited_for(two_stages, monkeypatch, with_vision):
 # -------------------------------------------------------------------------------------------------------- discovery
 
 
-def test_discovered_layers_are_those_of_megatron_core(one_stage):
+def test_discovered_layers_equal_megatron_core(one_stage):
     helper = helper_for(*new_model())
     names = ["chunks_with_decoder", "callables_per_chunk"]
     found = []
@@ -180,7 +179,7 @@ def test_discovered_layers_are_those_of_megatron_core(one_stage):
     assert found[0] == found[1]
 
 
-def test_without_a_vision_model_there_are_no_graphs_and_a_warning(one_stage, caplog):
+def test_model_without_vision_has_no_graphs(one_stage, caplog):
     _, config = new_model()
     with caplog.at_level(logging.WARNING):
         helper = helper_for(torch.nn.Linear(1, 1), config)
@@ -195,7 +194,7 @@ def order_of(helper):
     return arguments["_order"]
 
 
-def test_between_virtual_stages_every_micro_batch_is_kept(two_stages):
+def test_virtual_stages_keep_every_micro_batch(two_stages):
     model, config = new_model()
     helper = VisionTECudaGraphHelper([model, torch.nn.Linear(1, 1)], config, TOKENS, 1)
     assert order_of(helper) == [1, 1, 1, -1, -1, -1]
@@ -204,7 +203,7 @@ def test_between_virtual_stages_every_micro_batch_is_kept(two_stages):
 # ----------------------------------------------------------------------------------------------------------- inputs
 
 
-def test_parameters_and_defaults_are_those_of_megatron_core():
+def test_parameters_equal_megatron_core():
     def parameters(kind):
         return [(p.name, p.default) for p in inspect.signature(kind.__init__).parameters.values()]
 
@@ -215,7 +214,7 @@ def test_parameters_and_defaults_are_those_of_megatron_core():
 # ---------------------------------------------------------------------------------------------------- None outputs
 
 
-def test_a_layer_that_is_captured_with_its_context_trains_as_eager(one_stage, monkeypatch):
+def test_none_outputs_are_removed(one_stage, monkeypatch):
     expected, _ = train(ORDERS[1], graphs=False, steps=4)
     monkeypatch.setattr(TransformerLayer, "_te_cuda_graph_capture", TransformerLayer.forward)  # (output, None)
     numbers, _ = train(ORDERS[1], graphs=True, steps=4)
@@ -236,6 +235,6 @@ def test_a_layer_that_is_captured_with_its_context_trains_as_eager(one_stage, mo
     ),
     st.lists(st.integers(0, 9999), max_size=1),
 )
-def test_the_sequence_length_is_that_of_megatron_core(config, default):
+def test_sequence_length_equals_megatron_core(config, default):
     expected = UPSTREAM.get_vision_cuda_graph_seq_length(SimpleNamespace(**config), *default)
     assert get_vision_cuda_graph_seq_length(SimpleNamespace(**config), *default) == expected

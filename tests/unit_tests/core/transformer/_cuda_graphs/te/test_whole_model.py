@@ -204,10 +204,10 @@ def test_offsets_are_inputs_in_the_place_of_packed_sequences():
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
-        (None, "it was captured for packed sequences, and is given none. With --cuda-graph-packed-sequences"),
+        (None, "it was captured for packed sequences, got none. With --cuda-graph-packed-sequences"),
         (
             packed(8, 8, max_seqlen_q=3),
-            "captured for packed sequences with max_seqlen_q 8, and is given 3. With --cuda",
+            "captured for packed sequences with max_seqlen_q 8, got 3. With --cuda",
         ),
         (packed(3, 4, 8), "other tensors than at capture"),
     ],
