@@ -40,7 +40,6 @@ class LayerGraph:
         graphed: The engine's callable.
         run: Replays ``graphed``, with the gathers that hooks would run where a schedule bypasses them.
         shape: The shape of hidden states at capture; None if passes of other shapes may not run eagerly.
-        num_args: The number of positional inputs.
         keywords: Default values of keyword inputs, by name.
         defaults: Restores ``keywords`` after replays with other values; shared by layers with the same mask type.
         ignored: Keywords that the graphs do not need.
@@ -58,7 +57,6 @@ class LayerGraph:
     graphed: Any
     run: Callable[..., Any]
     shape: torch.Size | None
-    num_args: int
     keywords: dict[str, torch.Tensor]
     defaults: DefaultInputs
     ignored: frozenset[str]
@@ -113,8 +111,8 @@ class LayerGraph:
                 capture, or requires grad unlike at capture.
             ChangedSinceCaptureError: A parameter, or a main gradient that the graphs write, moved since capture.
         """
-        if len(args) != self.num_args:
-            raise ArgumentError(f"{self.name} was captured with {self.num_args} positional inputs, got {len(args)}")
+        if len(args) != 1:
+            raise ArgumentError(f"{self.name} was captured with one positional input, got {len(args)}")
         if kwargs.get("is_first_microbatch"):
             self.gathered.check()
         given: dict[str, Any] = {}

@@ -54,17 +54,16 @@ def attach_graphs(
             around = fsdp.fsdp_hooks.around_part(layer, runner)
         layer.cuda_graphs = LayerGraphs()
         for slot in slots:
-            args, kwargs = samples[slot]
+            (hidden_states,), kwargs = samples[slot]
             graphed = graphs[slot]
             run = stage.role.wrap(graphed)
-            graphed.name_inputs(name, _input_names(args, kwargs), _INPUTS)
+            graphed.name_inputs(name, ("hidden_states", *kwargs), _INPUTS)
             layer.cuda_graphs.append(
                 LayerGraph(
                     name,
                     graphed,
                     run=run if around is None else partial(around, run),
-                    shape=None if eager_passes is None else args[0].shape,
-                    num_args=len(args),
+                    shape=None if eager_passes is None else hidden_states.shape,
                     keywords={key: absent[slot][key] for key in kwargs},
                     defaults=defaults[attention_mask_type(layer)],
                     ignored=frozenset() if captures_attention(layer) else ATTENTION_INPUTS,
@@ -77,10 +76,6 @@ def attach_graphs(
                     runner=runner,
                 )
             )
-
-
-def _input_names(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    return (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(args))), *kwargs)
 
 
 def detach_graphs(chunks: Sequence[Chunk]) -> None:

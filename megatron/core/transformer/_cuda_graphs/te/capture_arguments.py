@@ -72,24 +72,19 @@ class CaptureArguments:
 
         Args:
             order: The order of passes over model chunks, or over layers if there is a ``chunk_id_list``.
-            chunk_id_list: ``[model chunk, layer of the chunk]``, counted from 0, for each forward pass of ``order``.
+            chunk_id_list: As in ``PassOrder``.
 
         Returns:
             Positional and keyword inputs, by chunk of ``order``, then micro-batch, then layer.
         """
-        per_chunk = [len(own) for own in self.layers]
-        places = [(chunk, index) for chunk, count in enumerate(per_chunk) for index in range(count)]
-        if chunk_id_list is not None:
-            per_chunk = [1] * len(places)
-            for step, place in zip(order, chunk_id_list, strict=True):
-                if place is not None:
-                    places[int(step) - 1] = tuple(place)
-        layers = [self.layers[chunk][index] for chunk, index in places]
-        models = [self.stage.chunks[chunk].model for chunk, _ in places]
+        layers = [
+            (layer, chunk.model) for chunk, own in zip(self.stage.chunks, self.layers, strict=True) for layer in own
+        ]
+        per_chunk = [len(own) for own in self.layers] if chunk_id_list is None else [1] * len(layers)
         return sample_arguments(
             ordered_plan(order, per_chunk, len(layers)),
-            lambda index: self.inputs_of(layers[index], models[index]),
-            lambda index: attention_mask_type(layers[index]),
+            lambda index: self.inputs_of(*layers[index]),
+            lambda index: attention_mask_type(layers[index][0]),
         )
 
     def inputs_of(self, layer: torch.nn.Module, model: Any) -> SampleArguments:

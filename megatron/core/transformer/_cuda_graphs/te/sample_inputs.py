@@ -139,8 +139,7 @@ class LayerInputs:
         from megatron.core.transformer.transformer_layer import TransformerLayer  # imports cuda_graphs
 
         shape = self._seq_length, self._micro_batch_size
-        name = "get_layer_static_inputs"
-        if name in vars(layer) or getattr(type(layer), name) is not TransformerLayer.get_layer_static_inputs:
+        if getattr(layer.get_layer_static_inputs, "__func__", None) is not TransformerLayer.get_layer_static_inputs:
             return layer.get_layer_static_inputs(*shape)
         base: Any = super(TransformerLayer, layer)
         inputs = base.get_layer_static_inputs(*shape)

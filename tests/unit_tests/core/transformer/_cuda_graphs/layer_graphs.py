@@ -34,7 +34,6 @@ def layer_graph(graphed: Any = None, keywords: dict[str, torch.Tensor] | None = 
         "graphed": graphed,
         "run": graphed,
         "shape": None,
-        "num_args": 1,
         "keywords": keywords or {},
         "defaults": DefaultInputs(),
         "ignored": frozenset(),

@@ -178,7 +178,7 @@ def test_return_values_reach_the_engine():
     module.register_forward_pre_hook(runs_outside_graphs(lambda module, args: "changed"))
     module.register_forward_hook(runs_outside_graphs(lambda module, args, output: "changed"))
     with extracted_hooks([module]) as (hooks,):
-        returned = [call(module) for kind in HOOK_KINDS for call in hooks[kind].values()]
+        returned = [call(module, (), None) for kind in HOOK_KINDS for call in hooks[kind].values()]
     assert returned == ["changed"] * 2
 
 

@@ -85,7 +85,7 @@ def test_graphs_without_attention_ignore_its_inputs():
 
 @pytest.mark.parametrize("args", [(), (HIDDEN, MASK)], ids=["too few", "too many"])
 def test_other_number_of_positional_inputs_is_refused(args):
-    with pytest.raises(ValueError, match=rf"captured with 1 positional inputs, got {len(args)}"):
+    with pytest.raises(ValueError, match=rf"captured with one positional input, got {len(args)}"):
         replayed_with(masked(), *args)
 
 
