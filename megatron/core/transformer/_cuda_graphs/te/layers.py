@@ -10,6 +10,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 
+from ..errors import CallOrderError
+
 
 def language_model_of(chunk: torch.nn.Module) -> Any | None:
     """Return the module with a ``decoder`` inside the wrappers of a model chunk; None in a stage without layers."""
@@ -130,29 +132,15 @@ def annotate_first_last_layer(layers: Sequence[torch.nn.Module]) -> None:
         layer.is_last_layer = index == last
 
 
-def _determine_if_first_last_layer_of_this_vp_chunk(base_module: torch.nn.Module) -> tuple[bool, bool]:
-    """Return whether ``base_module`` is the first and whether it is the last layer of its chunk of the model.
-
-    Use the annotations of ``annotate_first_last_layer`` if there are any. Otherwise derive the chunk from
-    ``layer_number`` and the pipeline layout of the module's ``TransformerConfig``. A module without ``layer_number``
-    is a chunk of its own.
+def _determine_if_first_last_layer_of_this_vp_chunk(base_module: Any) -> tuple[bool, bool]:
+    """Return whether ``base_module`` is the first and whether it is the last layer of its model chunk.
 
     Raises:
-        ValueError: No chunk of the model has a layer with this number.
+        CallOrderError: ``annotate_first_last_layer`` was not called on the layers of the chunk.
     """
-    if hasattr(base_module, "is_first_layer") and hasattr(base_module, "is_last_layer"):
-        return bool(base_module.is_first_layer), bool(base_module.is_last_layer)
-    if not hasattr(base_module, "layer_number"):
-        return True, True
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    number, config = base_module.layer_number, base_module.config
-    stages = config.virtual_pipeline_model_parallel_size
-    for rank in range(config.pipeline_model_parallel_size):
-        for stage in (None,) if stages is None else range(stages):
-            before = get_transformer_layer_offset(config, stage, rank)
-            count = get_num_layers_to_build(config, stage, rank)
-            if before < number <= before + count:
-                return number == before + 1, number == before + count
-    raise ValueError(f"layer_number {number} is in no pipeline stage of a model with --num-layers {config.num_layers}")
+    if not hasattr(base_module, "is_first_layer"):
+        raise CallOrderError(
+            f"{type(base_module).__name__} has no is_first_layer: call annotate_first_last_layer on the layers of its "
+            "chunk first"
+        )
+    return base_module.is_first_layer, base_module.is_last_layer

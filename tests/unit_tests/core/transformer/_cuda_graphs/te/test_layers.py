@@ -8,7 +8,11 @@ import torch
 
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer._cuda_graphs.te.layers import language_model_of, vision_model_of
-from megatron.core.transformer.cuda_graphs import _layer_is_graphable
+from megatron.core.transformer.cuda_graphs import (
+    _determine_if_first_last_layer_of_this_vp_chunk,
+    _layer_is_graphable,
+    annotate_first_last_layer,
+)
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -42,7 +46,6 @@ LAYERS = {
     "nothing": transformer_layer(),
     "another graphable module": bare(GraphableMegatronModule),
 }
-MOE_MODULES = {"moe", "moe_router", "moe_preprocess"}
 
 
 def config(*modules):
@@ -77,3 +80,15 @@ def test_models_are_found_inside_wrappers(levels):
 def test_chunk_without_models_has_none():
     assert language_model_of(wrapped(SimpleNamespace())) is None
     assert vision_model_of(wrapped(SimpleNamespace())) is None
+
+
+def test_annotated_layers_are_first_and_last_in_order():
+    layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(3))
+    annotate_first_last_layer(layers)
+    found = [_determine_if_first_last_layer_of_this_vp_chunk(layer) for layer in layers]
+    assert found == [(True, False), (False, False), (False, True)]
+
+
+def test_layer_without_annotation_is_refused():
+    with pytest.raises(RuntimeError, match="Identity has no is_first_layer: call annotate_first_last_layer"):
+        _determine_if_first_last_layer_of_this_vp_chunk(torch.nn.Identity())
