@@ -69,7 +69,7 @@ class LayerGraph:
     runner: Any
 
     def fits(self, hidden_states: Any) -> bool:
-        """Return whether a replay on ``hidden_states`` computes what the layer would. Log each reason against it once.
+        """Return whether a replay on ``hidden_states`` equals an eager call. Log each reason against it once.
 
         Raises:
             ChangedSinceCaptureError: The state changed, and the layer cannot run eagerly among replays.
