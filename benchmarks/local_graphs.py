@@ -101,17 +101,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     impl = VARIANTS[args.variant][0]
     case = Case(
-        fsdp=False,
+        wrapper="ddp",
         local=impl == "local",
         dtype="fp32" if on_cpu else "bf16",
         layers=args.layers,
         hidden=args.hidden,
-        heads=args.hidden // 64 or 1,
         sequence=args.sequence,
         micro_batch=1,
         microbatches=args.microbatches,
-        bucket=40_000_000,
         transformer_engine=args.transformer_engine,
+        config=(("bucket_size", 40_000_000), ("num_attention_heads", args.hidden // 64 or 1)),
     )
     with tempfile.TemporaryDirectory() as folder:
         backend = "gloo" if on_cpu else "nccl"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
+from tests.support.sample import name_of
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.trainings.launch import name_of
 
 CAPTURED_AFTER = 3
 CAPTURED_AGAIN_AFTER = 2 * STEPS + 1  # steps after a capture, for a change in the step after it
@@ -27,7 +27,7 @@ CASES: list[dict[str, Any]] = [
     {"holds": "layer", "evaluates": True},
     {"holds": "model", "optimizer_graph": True},
     {"modules": ["attn"], "micro_batches_later": [1, 2]},
-    {"fsdp": False, "microbatches": 2},
+    {"wrapper": "ddp", "microbatches": 2},
 ]
 
 

@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 
+from tests.support.sample import name_of
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.trainings.launch import name_of
 
-DDP: dict[str, Any] = SIZES | {"fsdp": False, "dtype": "bf16"}
-MOE: dict[str, Any] = {"experts": 4, "shared_experts": 256, "modules": ["attn", "moe_router", "moe_preprocess"]}
+DDP: dict[str, Any] = SIZES | {"wrapper": "ddp", "dtype": "bf16"}
+MOE: dict[str, Any] = {
+    "experts": 4,
+    "moe_shared_expert_intermediate_size": 256,
+    "modules": ["attn", "moe_router", "moe_preprocess"],
+}
 DATA_PARALLEL: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 2, "microbatches_later": 3},
     {"overlap_param_gather": False},
     {"warmup": 0},
     {"dropout": 0.1, **MOE},
     {"dropout": 0.1, "mtp": 1},
-    {"experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
-    {"experts": 8, "grouped_tensor": True, "microbatches": 2},
+    {"experts": 4, "moe_expert_capacity_factor": 1.0, "modules": ["attn", "moe"]},
+    {"experts": 8, "moe_use_grouped_tensor": True, "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2, "evaluates": True},
     {"fp8": "tensorwise", "microbatches": 2, "evaluates": True},
@@ -35,10 +39,11 @@ PIPELINE: list[dict[str, Any]] = [
     {"virtual": 2, "dropout": 0.1, "microbatches": 4, "evaluates": True},
 ]
 OVERLAP: list[dict[str, Any]] = [
-    {"ep_overlap": True, "microbatches": 3, **MOE, **case} for case in ({}, {"dropout": 0.1, "modules": ["attn"]})
+    {"overlap_moe_expert_parallel_comm": True, "microbatches": 3, **MOE, **case}
+    for case in ({}, {"dropout": 0.1, "modules": ["attn"]})
 ]
 # Eager runs differ from each other in weight gradients of attention, unless each launch is waited for.
-DELAYED: list[dict[str, Any]] = [OVERLAP[0] | {"fused_wgrad": True, "delay_wgrad": True}]
+DELAYED: list[dict[str, Any]] = [OVERLAP[0] | {"gradient_accumulation_fusion": True, "delay_wgrad_compute": True}]
 BLOCKING = "EP2, blocking launches"
 LAYOUTS = {
     "data parallel": ([], DATA_PARALLEL, 1),

@@ -21,7 +21,7 @@ SEQUENCE_PARALLEL = json.dumps(
         "modules": ["attn", "moe_router"],
         "dtype": "bf16",
         "hidden": 64,
-        "heads": 4,
+        "num_attention_heads": 4,
         "sequence": 128,  # with 32 TransformerEngine takes another attention kernel under capture
     }
 )

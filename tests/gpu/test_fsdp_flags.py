@@ -7,15 +7,21 @@ there are several data-parallel ranks in each of them. Some cases are under torc
 
 import pytest
 
-from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.sample import name_of
+from tests.support.trainings.compared import replays_of_evaluations
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.trainings.launch import name_of
 
-OVERLAPPED = {"experts": 4, "shared_experts": 256, "shared_overlap": True}
+OVERLAPPED = {"experts": 4, "moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True}
 HYBRID = {"pattern": "M*EM", "experts": 4}
 BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
-OVERLAP = {"dtype": "bf16", "ep_overlap": True, "double_buffer": False, "experts": 4, "microbatches": 3}
-TORCH = {"dtype": "bf16", "torch_fsdp": True, "tied": False}
+OVERLAP = {
+    "dtype": "bf16",
+    "overlap_moe_expert_parallel_comm": True,
+    "fsdp_double_buffer": False,
+    "experts": 4,
+    "microbatches": 3,
+}
+TORCH = {"dtype": "bf16", "wrapper": "fsdp2", "tied": False}
 STAGES = {"tied": False, "microbatches": 4}
 CASES: dict[str, list[dict]] = {
     "data parallel": [
@@ -24,41 +30,47 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "positions": "yarn", "microbatches": 2},
         {"dtype": "bf16", "positions": "mrope", "microbatches": 2},
         {"dtype": "bf16", "positions": "mrope", "microbatches": 2, "modules": ["attn"]},
-        {"dtype": "bf16", "latent_attention": True, "microbatches": 2},
-        {"dtype": "bf16", "latent_attention": True, "modules": ["attn"]},
+        {"dtype": "bf16", "multi_latent_attention": True, "microbatches": 2},
+        {"dtype": "bf16", "multi_latent_attention": True, "modules": ["attn"]},
         {"dtype": "bf16", "modules": ["mlp"], "dropout": 0.1},
         {"dtype": "bf16", "modules": ["attn", "mlp"]},
         {"dtype": "bf16", **OVERLAPPED, "modules": ["attn", "moe_router", "moe_preprocess"], "microbatches": 2},
         {"dtype": "bf16", **OVERLAPPED, "modules": ["moe_router"]},
-        {"dtype": "bf16", **OVERLAPPED, "capacity": 1.0, "microbatches": 2},
-        {"dtype": "bf16", "experts": 4, "capacity": 1.0, "dropout": 0.1},
-        {"dtype": "bf16", "experts": 4, "modules": BEFORE_EXPERTS, "config": ["moe_latent_size=256"]},
-        {"dtype": "bf16", "fp8": "delayed", "fp8_params": True, "microbatches": 2},
-        {"dtype": "bf16", "fp8": "tensorwise", "fp8_params": True, "microbatches": 2},
+        {"dtype": "bf16", **OVERLAPPED, "moe_expert_capacity_factor": 1.0, "microbatches": 2},
+        {"dtype": "bf16", "experts": 4, "moe_expert_capacity_factor": 1.0, "dropout": 0.1},
+        {"dtype": "bf16", "experts": 4, "modules": BEFORE_EXPERTS, "moe_latent_size": 256},
+        {"dtype": "bf16", "fp8": "delayed", "fp8_param": True, "microbatches": 2},
+        {"dtype": "bf16", "fp8": "tensorwise", "fp8_param": True, "microbatches": 2},
         {"dtype": "bf16", "nccl_ub": True},
-        {"dtype": "bf16", "nccl_ub": True, "averaged": True, "fused_wgrad": True, "microbatches": 2},
-        {"dtype": "bf16", "averaged": True, "experts": 4, "modules": BEFORE_EXPERTS},
-        {"dtype": "bf16", "captions": True, "microbatches": 2},
+        {
+            "dtype": "bf16",
+            "nccl_ub": True,
+            "average_in_collective": True,
+            "gradient_accumulation_fusion": True,
+            "microbatches": 2,
+        },
+        {"dtype": "bf16", "average_in_collective": True, "experts": 4, "modules": BEFORE_EXPERTS},
+        {"dtype": "bf16", "model": "captions", "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "modules": ["attn"], "evaluates": True},
         {"dtype": "bf16", "packed": 8, "holds": "layer", "positions": "none"},
         {"dtype": "bf16", "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
         {"dtype": "bf16", "pattern": "*-*-", "holds": "layer"},
         {"dtype": "bf16", **HYBRID, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]},
-        {"dtype": "bf16", **HYBRID, "capacity": 1.0, "evaluates": True},
+        {"dtype": "bf16", **HYBRID, "moe_expert_capacity_factor": 1.0, "evaluates": True},
         {"dtype": "bf16", "pattern": "M*-M/*M", "microbatches": 2},
-        {"dtype": "bf16", "holds": "model", "fp8": "delayed", "fp8_params": True, "evaluates_often": True},
+        {"dtype": "bf16", "holds": "model", "fp8": "delayed", "fp8_param": True, "evaluates": "often"},
         {"dtype": "bf16", "holds": "model", "positions": "mrope", "microbatches": 2},
         {"dtype": "bf16", "holds": "model", "packed": 8, "dropout": 0.1, "microbatches": 2, "evaluates": True},
         {"dtype": "bf16", "holds": "model", "packed": 8, "mtp": 1, "positions": "learned_absolute"},
         {"dtype": "bf16", "holds": "model", "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
         {"dtype": "bf16", "holds": "model", "pattern": "M*-M/*M", "microbatches": 2, "evaluates": True},
-        {"dtype": "bf16", "holds": None, **HYBRID, "capacity": 1.0},
+        {"dtype": "bf16", "holds": None, **HYBRID, "moe_expert_capacity_factor": 1.0},
         {**TORCH, "microbatches": 2, "dropout": 0.1, "evaluates": True},
-        {**TORCH, "microbatches": 2, "reshard": False},
-        {**TORCH, "evaluates_often": True, "dropout": 0.1, "microbatches": 2},
-        {**TORCH, "evaluates_often": True, "reshard": False, "warmup": 0, "evaluated_sequence": 512},
-        {**TORCH, "evaluates_often": True, "experts": 4, "modules": BEFORE_EXPERTS},
+        {**TORCH, "microbatches": 2, "reshard_after_forward": False},
+        {**TORCH, "evaluates": "often", "dropout": 0.1, "microbatches": 2},
+        {**TORCH, "evaluates": "often", "reshard_after_forward": False, "warmup": 0, "evaluated_sequence": 512},
+        {**TORCH, "evaluates": "often", "experts": 4, "modules": BEFORE_EXPERTS},
         {**TORCH, "modules": ["attn"], "warmup": 0},
         {**TORCH, "experts": 4, "modules": BEFORE_EXPERTS, "microbatches": 2},
         {**TORCH, "fp8": "delayed", "microbatches": 2},
@@ -78,7 +90,7 @@ CASES: dict[str, list[dict]] = {
     "PP2": [
         {"dtype": "bf16", **STAGES},
         {"dtype": "bf16", **STAGES, "dropout": 0.1, "modules": ["attn"]},
-        {"dtype": "bf16", **STAGES, "dropout": 0.1, "evaluates_often": True},
+        {"dtype": "bf16", **STAGES, "dropout": 0.1, "evaluates": "often"},
         {"dtype": "bf16", **STAGES, "evaluates": True, "positions": "mrope"},
         {"dtype": "bf16", **STAGES, "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]},
     ],
@@ -89,19 +101,25 @@ CASES: dict[str, list[dict]] = {
     ],
     "EP2": [
         {**OVERLAP, "modules": BEFORE_EXPERTS},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "dropout": 0.1, "shared_experts": 256, "evaluates": True},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "evaluates_often": True, "dropout": 0.1},
-        {**OVERLAP, "modules": ["attn"], "evaluates_often": True, "moe_layer_freq": [0, 1, 1, 1]},
+        {
+            **OVERLAP,
+            "modules": BEFORE_EXPERTS,
+            "dropout": 0.1,
+            "moe_shared_expert_intermediate_size": 256,
+            "evaluates": True,
+        },
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "evaluates": "often", "dropout": 0.1},
+        {**OVERLAP, "modules": ["attn"], "evaluates": "often", "moe_layer_freq": [0, 1, 1, 1]},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "mtp": 1},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "layers": 5, "tied": False},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "optimizer_graph": True},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed"},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "evaluates_often": True},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "fp8_params": True},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "strategy": "no_shard"},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "strategy": "optim"},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "strategy": "optim_grads", "mtp": 1},
-        {**OVERLAP, "modules": ["attn"], "shared_experts": 256},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "evaluates": "often"},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "fp8_param": True},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "data_parallel_sharding_strategy": "no_shard"},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "data_parallel_sharding_strategy": "optim"},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "data_parallel_sharding_strategy": "optim_grads", "mtp": 1},
+        {**OVERLAP, "modules": ["attn"], "moe_shared_expert_intermediate_size": 256},
         {**OVERLAP, "modules": ["attn", "moe_router"]},
     ],
 }
@@ -141,14 +159,14 @@ def test_graphs_train_bit_for_bit_as_eager(train, layout, case):
     assert not result["error"]
     assert result["differences"] == []
     pattern = case.get("pattern", "").replace("/", "")
-    layers = len(pattern) or case.get("layers", 4) * (2 if case.get("captions") else 1)
+    layers = len(pattern) or case.get("layers", 4) * (2 if case.get("model") == "captions" else 1)
     of_a_pass = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # of the layers of a stage, or of all
     if case.get("holds", "decoder") in (None, "model"):  # the whole model
         assert result["graphs"] == 0
         assert result["replays"] == 2 * case.get("microbatches", 1)
     else:
-        slots = case["microbatches"] if "PP2" in layout or case.get("ep_overlap") else 1
+        slots = case["microbatches"] if "PP2" in layout or case.get("overlap_moe_expert_parallel_comm") else 1
         assert result["graphs"] == of_a_pass * slots
     packed_layers = "packed" in case and case.get("holds", "decoder") not in (None, "model")
-    eager = "VPP2" in layout or "fp8_params" in case or packed_layers
+    eager = "VPP2" in layout or "fp8_param" in case or packed_layers
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if eager else of_a_pass)

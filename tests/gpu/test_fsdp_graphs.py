@@ -9,9 +9,10 @@ from itertools import product
 
 import pytest
 
-from tests.support.trainings.evaluations import replays_of_evaluations
+from tests.support.sample import name_of
+from tests.support.trainings.compared import replays_of_evaluations
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.trainings.launch import name_of
+from tests.support.trainings.models import FULL_RECOMPUTE
 
 LAYOUTS = {
     "data parallel": ([], {}, 1),
@@ -22,44 +23,48 @@ LAYOUTS = {
     "CP2 with TP2": (["--tp", "2", "--cp", "2"], {"sequence_parallel": True}, 4),
 }
 MOE: list[dict] = [
-    {"dtype": dtype, "experts": 4, "shared_experts": 256, "modules": modules}
+    {"dtype": dtype, "experts": 4, "moe_shared_expert_intermediate_size": 256, "modules": modules}
     for dtype, modules in product(
         ("bf16", "fp32"), (["attn"], ["attn", "moe_router", "moe_preprocess"], ["moe_router"])
     )
 ]
 # Experts whose tokens only the device counts: whole layers, or the whole model, are in graphs.
 GROUPED: list[dict] = [
-    {"dtype": "bf16", "experts": 8, "grouped_tensor": True, **case}
+    {"dtype": "bf16", "experts": 8, "moe_use_grouped_tensor": True, **case}
     for case in (
         {},
         {"holds": "layer", "dropout": 0.1, "microbatches": 2},
         {"holds": "model", "microbatches": 2, "evaluates": True},
-        {"holds": "model", "shared_experts": 256, "dropout": 0.1, "evaluates_often": True},
-        {"holds": "model", "latent_attention": True},
-        {"holds": "model", "recompute": ["moe"], "shared_experts": 256},
-        {"holds": "model", "recompute": ["shared_experts", "layernorm"], "shared_experts": 256},
-        {"holds": "model", "recompute": ["mla_up_proj"], "latent_attention": True},
+        {"holds": "model", "moe_shared_expert_intermediate_size": 256, "dropout": 0.1, "evaluates": "often"},
+        {"holds": "model", "multi_latent_attention": True},
+        {"holds": "model", "recompute_modules": ["moe"], "moe_shared_expert_intermediate_size": 256},
         {
             "holds": "model",
-            "config": ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=1"],
+            "recompute_modules": ["shared_experts", "layernorm"],
+            "moe_shared_expert_intermediate_size": 256,
         },
-        {"holds": "model", "config": ["moe_latent_size=256"], "shared_experts": 256},
-        {"holds": "layer", "config": ["moe_latent_size=256"], "dropout": 0.1, "evaluates": True},
-        {"holds": "model", "fused_wgrad": True, "microbatches": 2},
+        {"holds": "model", "recompute_modules": ["mla_up_proj"], "multi_latent_attention": True},
+        {
+            "holds": "model",
+            **FULL_RECOMPUTE,
+        },
+        {"holds": "model", "moe_latent_size": 256, "moe_shared_expert_intermediate_size": 256},
+        {"holds": "layer", "moe_latent_size": 256, "dropout": 0.1, "evaluates": True},
+        {"holds": "model", "gradient_accumulation_fusion": True, "microbatches": 2},
         {"holds": None, "moe_layer_freq": [0, 1, 1, 1]},
-        {"fused_wgrad": True, "optimizer_graph": True},
+        {"gradient_accumulation_fusion": True, "optimizer_graph": True},
         {"modules": ["attn", "moe_router", "moe_preprocess"]},
-        {"strategy": "optim_grads"},
+        {"data_parallel_sharding_strategy": "optim_grads"},
         {"control": "failed_backward_capture", "dropout": 0.1},
     )
 ]
 EXCHANGED: list[dict] = [
-    {"dtype": "bf16", "experts": 8, "grouped_tensor": True, "dispatcher": dispatcher} | case
+    {"dtype": "bf16", "experts": 8, "moe_use_grouped_tensor": True, "moe_token_dispatcher_type": dispatcher} | case
     for dispatcher in ("alltoall", "allgather")
     for case in (
         {"holds": "model", "microbatches": 2, "evaluates": True},
         {"holds": "model", "unbalanced": True},
-        {"holds": "layer", "shared_experts": 256},
+        {"holds": "layer", "moe_shared_expert_intermediate_size": 256},
         {"modules": ["attn", "moe_router", "moe_preprocess"]},
     )
 ]
@@ -71,17 +76,17 @@ BESIDE_REPLAYS: list[dict] = [
         {"holds": "layer", "microbatches": 2},
         {"holds": "model", "mtp": 1},
         {"holds": None, "mtp": 1},
-        {"holds": None, "fused_wgrad": True, "microbatches": 2},
-        {"holds": "layer", "experts": 8, "grouped_tensor": True},
-        {"holds": None, "experts": 8, "grouped_tensor": True},
-        {"holds": "model", "experts": 8, "grouped_tensor": True},
+        {"holds": None, "gradient_accumulation_fusion": True, "microbatches": 2},
+        {"holds": "layer", "experts": 8, "moe_use_grouped_tensor": True},
+        {"holds": None, "experts": 8, "moe_use_grouped_tensor": True},
+        {"holds": "model", "experts": 8, "moe_use_grouped_tensor": True},
     )
 ]
 BESIDE_REPLAYS += [
     {"dtype": "bf16", "control": "late_hook_on_one_rank", "experts": 4} | case
     for case in (
-        {"modules": ["attn", "moe_router", "moe_preprocess"], "shared_experts": 256},
-        {"holds": "layer", "capacity": 1.0},
+        {"modules": ["attn", "moe_router", "moe_preprocess"], "moe_shared_expert_intermediate_size": 256},
+        {"holds": "layer", "moe_expert_capacity_factor": 1.0},
     )
 ]
 MORE: list[dict] = [
@@ -93,17 +98,17 @@ MORE: list[dict] = [
     {"dtype": "bf16", "holds": "model", "layers": 5},
     {"dtype": "bf16", "holds": "model", "dropout": 0.1, "microbatches": 2, "evaluates": True},
     {"dtype": "fp32", "holds": "model", "microbatches": 1, "microbatches_later": 2, "warmup": 0},
-    {"dtype": "bf16", "holds": "model", "fused_wgrad": True, "microbatches": 2},
-    {"dtype": "bf16", "holds": "model", "recompute": ["core_attn", "mlp"]},
-    {"dtype": "bf16", "holds": "model", "recompute": ["layernorm"]},
+    {"dtype": "bf16", "holds": "model", "gradient_accumulation_fusion": True, "microbatches": 2},
+    {"dtype": "bf16", "holds": "model", "recompute_modules": ["core_attn", "mlp"]},
+    {"dtype": "bf16", "holds": "model", "recompute_modules": ["layernorm"]},
     *(
-        {"dtype": "bf16", "config": ["recompute_granularity='full'", f"recompute_method='{method}'", *number]} | case
+        FULL_RECOMPUTE | {"dtype": "bf16", "recompute_method": method, "recompute_num_layers": number} | case
         for method, number, case in (
-            ("uniform", ["recompute_num_layers=1"], {"holds": "model", "evaluates": True}),
-            ("uniform", ["recompute_num_layers=3"], {"holds": "model", "microbatches": 2}),
-            ("block", ["recompute_num_layers=2"], {"holds": None, "fused_wgrad": True}),
-            ("uniform", ["recompute_num_layers=2"], {"microbatches": 2}),
-            ("block", ["recompute_num_layers=3"], {"microbatches": 1, "microbatches_later": 2}),
+            ("uniform", 1, {"holds": "model", "evaluates": True}),
+            ("uniform", 3, {"holds": "model", "microbatches": 2}),
+            ("block", 2, {"holds": None, "gradient_accumulation_fusion": True}),
+            ("uniform", 2, {"microbatches": 2}),
+            ("block", 3, {"microbatches": 1, "microbatches_later": 2}),
         )
     ),
     {"dtype": "bf16", "holds": "model", "optimizer_graph": True, "microbatches": 2},
@@ -113,40 +118,46 @@ MORE: list[dict] = [
     {"dtype": "bf16", "holds": "model", "control": "captured_again", "dropout": 0.1},
     {"dtype": "bf16", "holds": "model", "control": "failed_backward_capture", "dropout": 0.1},
     {"dtype": "bf16", "holds": "model", "control": "clipping_eager_on_one_rank"},
-    {"dtype": "bf16", "holds": None, "dropout": 0.1, "microbatches": 2, "evaluates_often": True},
+    {"dtype": "bf16", "holds": None, "dropout": 0.1, "microbatches": 2, "evaluates": "often"},
     *BESIDE_REPLAYS,
-    {"dtype": "bf16", "fused_wgrad": True},
-    {"dtype": "bf16", "fused_wgrad": True, "warmup": 0, "layers": 5},
-    {"dtype": "bf16", "recompute": ["core_attn"]},
-    {"dtype": "bf16", "recompute": ["core_attn", "mlp"]},
-    {"dtype": "bf16", "recompute": ["mlp"], "microbatches": 2},
-    {"dtype": "bf16", "recompute": ["layernorm"]},
+    {"dtype": "bf16", "gradient_accumulation_fusion": True},
+    {"dtype": "bf16", "gradient_accumulation_fusion": True, "warmup": 0, "layers": 5},
+    {"dtype": "bf16", "recompute_modules": ["core_attn"]},
+    {"dtype": "bf16", "recompute_modules": ["core_attn", "mlp"]},
+    {"dtype": "bf16", "recompute_modules": ["mlp"], "microbatches": 2},
+    {"dtype": "bf16", "recompute_modules": ["layernorm"]},
     {"dtype": "bf16", "fp8": "delayed", "microbatches": 2},
     {"dtype": "bf16", "fp8": "tensorwise", "microbatches": 2},
     {"dtype": "bf16", "fp8": "delayed", "microbatches": 2, "evaluates": True},
     {"dtype": "bf16", "fp8": "tensorwise", "microbatches": 2, "evaluates": True},
-    {"dtype": "bf16", "fp8": "delayed", "microbatches": 2, "evaluates_often": True, "dropout": 0.1},
-    {"dtype": "bf16", "fp8": "tensorwise", "evaluates_often": True, "holds": "layer", "evaluated_sequence": 512},
-    {"dtype": "bf16", "fp8": "delayed", "evaluates_often": True, "experts": 4, "modules": ["attn"]},
+    {"dtype": "bf16", "fp8": "delayed", "microbatches": 2, "evaluates": "often", "dropout": 0.1},
+    {"dtype": "bf16", "fp8": "tensorwise", "evaluates": "often", "holds": "layer", "evaluated_sequence": 512},
+    {"dtype": "bf16", "fp8": "delayed", "evaluates": "often", "experts": 4, "modules": ["attn"]},
     {"dtype": "bf16", "fp8": "blockwise", "holds": "layer", "microbatches": 2},
-    {"dtype": "bf16", "fp8": "blockwise", "holds": "layer", "evaluates_often": True, "dropout": 0.1},
-    {"dtype": "bf16", "fp8": "blockwise", "evaluates_often": True, "experts": 4, "modules": ["attn"]},
-    {"dtype": "bf16", "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
+    {"dtype": "bf16", "fp8": "blockwise", "holds": "layer", "evaluates": "often", "dropout": 0.1},
+    {"dtype": "bf16", "fp8": "blockwise", "evaluates": "often", "experts": 4, "modules": ["attn"]},
+    {"dtype": "bf16", "experts": 4, "moe_expert_capacity_factor": 1.0, "modules": ["attn", "moe"]},
     {"dtype": "bf16", "dropout": 0.1, "mtp": 1, "microbatches": 2},
-    {"dtype": "bf16", "vision": True, "dropout": 0.1, "microbatches": 2},
-    {"dtype": "bf16", "vision": True, "microbatches": 2, "transformer_engine": False},
-    {"dtype": "bf16", "strategy": "optim_grads"},
+    {"dtype": "bf16", "model": "vision", "dropout": 0.1, "microbatches": 2},
+    {"dtype": "bf16", "model": "vision", "microbatches": 2, "transformer_engine": False},
+    {"dtype": "bf16", "data_parallel_sharding_strategy": "optim_grads"},
     {"dtype": "bf16", "evaluates": True, "dropout": 0.1},
-    {"dtype": "bf16", "evaluates_often": True, "dropout": 0.1, "microbatches": 2},
-    {"dtype": "bf16", "evaluates_often": True, "holds": "layer", "fused_wgrad": True},
-    {"dtype": "bf16", "evaluates_often": True, "warmup": 0, "mtp": 1},
-    {"dtype": "bf16", "evaluates_often": True, "evaluated_sequence": 256},
+    {"dtype": "bf16", "evaluates": "often", "dropout": 0.1, "microbatches": 2},
+    {"dtype": "bf16", "evaluates": "often", "holds": "layer", "gradient_accumulation_fusion": True},
+    {"dtype": "bf16", "evaluates": "often", "warmup": 0, "mtp": 1},
+    {"dtype": "bf16", "evaluates": "often", "evaluated_sequence": 256},
     {"dtype": "bf16", "evaluates": True, "holds": "model", "control": "failed_capture_for_evaluation"},
-    *({"evaluates_often": True, "dropout": 0.1} | case for case in MOE[:3]),
-    {"dtype": "bf16", "evaluates_often": True, "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
+    *({"evaluates": "often", "dropout": 0.1} | case for case in MOE[:3]),
+    {
+        "dtype": "bf16",
+        "evaluates": "often",
+        "experts": 4,
+        "moe_expert_capacity_factor": 1.0,
+        "modules": ["attn", "moe"],
+    },
     {"dtype": "bf16", "optimizer_graph": True, "microbatches": 2},
     {"dtype": "bf16", "optimizer_graph": True, "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]},
-    {"dtype": "bf16", "optimizer_graph": True, "strategy": "optim_grads"},
+    {"dtype": "bf16", "optimizer_graph": True, "data_parallel_sharding_strategy": "optim_grads"},
     {"dtype": "bf16", "control": "captured_again", "dropout": 0.1},
     {"dtype": "bf16", "control": "failed_forward_capture", "dropout": 0.1},
     {"dtype": "bf16", "control": "failed_backward_capture", "dropout": 0.1},
@@ -155,34 +166,34 @@ MORE: list[dict] = [
 ]
 
 
-FULL = ["recompute_granularity='full'", "recompute_num_layers=2"]
+FULL = FULL_RECOMPUTE | {"recompute_num_layers": 2}
 # FP8 in one graph with what happens around layers.
 QUANTIZED: list[dict] = [
-    {"dtype": "bf16", "fp8": recipe, "fp8_params": params, "microbatches": 2, **case}
+    {"dtype": "bf16", "fp8": recipe, "fp8_param": params, "microbatches": 2, **case}
     for recipe in ("delayed", "tensorwise")
     for params in (False, True)
     for case in (
         {"holds": "model", "microbatches": 3},
-        {"holds": "model", "evaluates_often": True, "dropout": 0.1},
+        {"holds": "model", "evaluates": "often", "dropout": 0.1},
         {"holds": "model", "sequences_later": [512, 1024]},
         {"holds": "model", "optimizer_graph": True},
-        {"holds": "model", "fused_wgrad": True},
+        {"holds": "model", "gradient_accumulation_fusion": True},
         {"holds": "model", "control": "captured_again"},
         {"holds": "model", "control": "failed_backward_capture"},
-        {"holds": None, "config": ["fp8_amax_history_len=16", "fp8_amax_compute_algo='max'"]},
-        {"holds": "decoder", "evaluates_often": True, "dropout": 0.1},
+        {"holds": None, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
+        {"holds": "decoder", "evaluates": "often", "dropout": 0.1},
         {"holds": "decoder", "sequences_later": [512, 1024]},
         {"holds": "decoder", "mtp": 1},
         {"holds": "model", "mtp": 1},
-        {"holds": "model", "recompute": ["core_attn", "mlp"]},
-        {"holds": "decoder", "recompute": ["mlp"]},
-        {"holds": "model", "config": [*FULL, "recompute_method='uniform'"]},
-        {"holds": "decoder", "config": [*FULL, "recompute_method='block'"]},
-        {"holds": "model", "control": "failed_backward_capture", "recompute": ["mlp"]},
+        {"holds": "model", "recompute_modules": ["core_attn", "mlp"]},
+        {"holds": "decoder", "recompute_modules": ["mlp"]},
+        {"holds": "model", **FULL},
+        {"holds": "decoder", **FULL, "recompute_method": "block"},
+        {"holds": "model", "control": "failed_backward_capture", "recompute_modules": ["mlp"]},
     )
 ]
 QUANTIZED += [
-    {"dtype": "bf16", "fp8": "tensorwise", "config": ["first_last_layers_bf16=True"], "holds": most}
+    {"dtype": "bf16", "fp8": "tensorwise", "first_last_layers_bf16": True, "holds": most}
     for most in ("decoder", "model")
 ]
 
@@ -245,7 +256,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
             0 if failed else 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
         )
         assert bool(result["clipping_replays"]) != (failed or "optimizer_graph" in case)
-    eager = "control" in case or case.get("fp8_params")
+    eager = "control" in case or case.get("fp8_param")
     layers = 0 if eager else case.get("layers", 4) + case.get("mtp", 0)
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.sample import name_of
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.trainings.launch import name_of
 
-HYBRID: dict[str, Any] = {"dtype": "bf16", "instances": 2}
-OPTIM = HYBRID | {"outer": "optim"}
+HYBRID: dict[str, Any] = {"dtype": "bf16", "num_distributed_optimizer_instances": 2}
+OPTIM = HYBRID | {"outer_dp_sharding_strategy": "optim"}
 CASES: list[dict[str, Any]] = [
     HYBRID | {"holds": "model", "microbatches": 2},
-    OPTIM | {"holds": "model", "microbatches": 3, "dropout": 0.1, "evaluates_often": True},
-    OPTIM | {"holds": "model", "norm_on_device": True, "fused_wgrad": True},
+    OPTIM | {"holds": "model", "microbatches": 3, "dropout": 0.1, "evaluates": "often"},
+    OPTIM | {"holds": "model", "norm_on_device": True, "gradient_accumulation_fusion": True},
     OPTIM | {"holds": "model", "sequences_later": [512, 1024], "microbatches": 2},
     OPTIM | {"holds": "model", "optimizer_graph": True},
     OPTIM | {"holds": "model", "warmup": 0, "dropout": 0.1},

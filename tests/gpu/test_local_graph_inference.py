@@ -1,15 +1,15 @@
-"""Static inference with local graphs generates on a GPU what eager inference does there, logit for logit."""
+"""Static inference with local graphs is bit-identical to eager, on a GPU."""
 
 from tests.integration_tests.test_local_graph_inference import (
     generated,
     test_each_layer_has_one_graph_for_each_batch_size,
-    test_layers_read_the_output_of_the_one_before_where_that_puts_it,
-    test_tokens_and_logits_are_those_of_eager_inference,
+    test_layers_read_outputs_of_the_previous_layer_in_place,
+    test_tokens_and_logits_are_bit_identical_to_eager,
 )
 
 __all__ = [
     "generated",
     "test_each_layer_has_one_graph_for_each_batch_size",
-    "test_layers_read_the_output_of_the_one_before_where_that_puts_it",
-    "test_tokens_and_logits_are_those_of_eager_inference",
+    "test_layers_read_outputs_of_the_previous_layer_in_place",
+    "test_tokens_and_logits_are_bit_identical_to_eager",
 ]

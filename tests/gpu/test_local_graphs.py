@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 
+from tests.support.sample import name_of
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.trainings.launch import name_of
 
-LOCAL: dict[str, Any] = SIZES | {"local": True, "fsdp": False, "dtype": "bf16"}
-MOE: dict[str, Any] = {"experts": 4, "shared_experts": 256, "modules": ["attn", "moe_router"]}
+LOCAL: dict[str, Any] = SIZES | {"local": True, "wrapper": "ddp", "dtype": "bf16"}
+MOE: dict[str, Any] = {"experts": 4, "moe_shared_expert_intermediate_size": 256, "modules": ["attn", "moe_router"]}
 DATA_PARALLEL: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 2, "microbatches_later": 3},
     {"dtype": "fp32"},
     {"transformer_engine": False, "dropout": 0.1},
     {"overlap_param_gather": False},
     {"dropout": 0.1, "evaluates": True},
-    {"fused_wgrad": True, "microbatches": 2},
-    {"recompute": ["core_attn"]},
-    {"recompute": ["layernorm"], "microbatches": 2},
+    {"gradient_accumulation_fusion": True, "microbatches": 2},
+    {"recompute_modules": ["core_attn"]},
+    {"recompute_modules": ["layernorm"], "microbatches": 2},
     {"dropout": 0.1, **MOE},
-    {"recompute": ["moe"], "microbatches": 2, **MOE},
-    {"experts": 4, "capacity": 1.0, "modules": [], "microbatches": 2},
-    {"experts": 8, "grouped_tensor": True, "modules": [], "microbatches": 2},
+    {"recompute_modules": ["moe"], "microbatches": 2, **MOE},
+    {"experts": 4, "moe_expert_capacity_factor": 1.0, "modules": [], "microbatches": 2},
+    {"experts": 8, "moe_use_grouped_tensor": True, "modules": [], "microbatches": 2},
     {"dropout": 0.1, "mtp": 1, "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2},
     {"fp8": "tensorwise", "microbatches": 2},

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
+from tests.support.sample import name_of
 from tests.support.trainings.compared import assert_as_eager, assert_differs_from
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.trainings.launch import name_of
+from tests.support.trainings.models import FULL_RECOMPUTE
 
 COMMON: dict[str, Any] = {"layers": 2, "microbatches": 4, "tied": False, "holds": "model"}
-FULL = ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=2"]
 STAGES: list[dict[str, Any]] = [
     COMMON | {"layers": 8, "dtype": "bf16"} | case
     for case in (
         {"dropout": 0.1, "evaluates": True},
         {"virtual": 2, "dropout": 0.1},
-        {"virtual": 2, "experts": 8, "grouped_tensor": True},
-        {"config": FULL, "microbatches": 8},
-        {"tied": True, "mtp": 1, "virtual": 2, "evaluates_often": True},
+        {"virtual": 2, "experts": 8, "moe_use_grouped_tensor": True},
+        FULL_RECOMPUTE | {"recompute_num_layers": 2, "microbatches": 8},
+        {"tied": True, "mtp": 1, "virtual": 2, "evaluates": "often"},
         {"holds": "layer", "virtual": 2, "evaluates": True},
     )
 ]

@@ -1,4 +1,4 @@
-"""Two ranks: what is written for NCCL works on gloo. Run by test_cpu_ranks.py."""
+"""Collectives on two ranks of the CPU backend. Run by test_cpu_ranks.py."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Two ranks: trains each variant with megatron-core's own ``MegatronFSDP`` and with ours, and says where they differ.
+"""Train variants with megatron-core's ``MegatronFSDP`` and ours on two ranks, and print the differences as JSON.
 
-Run by test_fsdp_parity.py, which reads the JSON lines that the first rank prints.
+Run by test_fsdp_parity.py. The first argument lists the variants as JSON.
 """
 
 import gc
@@ -21,13 +21,13 @@ from tests.unit_tests.core.distributed.fsdp_variants import Variant
 
 
 def trained(variant: Variant, *, upstream: bool) -> Trace:
-    """What the variant computes with one of the two classes."""
+    """Train the variant with one of the two classes."""
     with variant.in_place(upstream=upstream):
         return train(variant.case, graphs=False)
 
 
 def compare(variant: Variant) -> dict:
-    """The differences of this rank's losses, gradient norms and shards, or the error."""
+    """Return the differences of this rank, or the error."""
     try:
         theirs, ours = trained(variant, upstream=True), trained(variant, upstream=False)
     except Exception:
@@ -36,12 +36,13 @@ def compare(variant: Variant) -> dict:
 
 
 def main() -> None:
-    """Compare all variants, those without groups inside groups first."""
+    """Compare the variants, those without HSDP first."""
     dist.init_process_group("nccl")
-    gc.freeze()  # building a model collects garbage: spare it what the imports left
+    gc.freeze()  # skip imported objects when building a model collects garbage
     for instances in (1, 2):
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
-        for name, variant in VARIANTS.items():
+        for name in json.loads(sys.argv[1]):
+            variant = VARIANTS[name]
             if variant.sharding.get("num_distributed_optimizer_instances", 1) != instances:
                 continue
             results: list = [None] * dist.get_world_size()

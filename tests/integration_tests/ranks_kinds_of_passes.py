@@ -1,6 +1,6 @@
-"""Two ranks: forward passes that replay and others that do not, with their backward passes after both.
+"""Run replayed and eager forward passes, with their backward passes after both, on two ranks.
 
-Run by test_kinds_of_passes.py, which reads the JSON lines that the first rank prints.
+Run by test_kinds_of_passes.py. The argument lists kinds of graphs and patterns of passes as JSON.
 """
 
 import gc
@@ -22,7 +22,7 @@ from tests.unit_tests.core.distributed.kinds_of_passes import PASSES, SCOPES, gr
 
 
 def differences(case: Any, passes: Any) -> Any:
-    """How many gradients of this rank differ between eager training and graphs; an error's text if there was one."""
+    """Return the number of gradients that differ from eager on this rank, or the error."""
     try:
         eager, graphs = (gradients_of(CapturedTraining(case, on), passes) for on in (False, True))
     except Exception:
@@ -31,12 +31,12 @@ def differences(case: Any, passes: Any) -> Any:
 
 
 def main() -> None:
-    """Run patterns of passes with kinds of graphs, whose names are the first argument as JSON."""
+    """Run the patterns of the command line and print a JSON line for each."""
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     for scope, name in json.loads(sys.argv[1]):
         gc.collect()
-        gc.freeze()  # captures collect garbage: spare them what is there
+        gc.freeze()  # skip live objects when captures collect garbage
         of_ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, differences(SCOPES[scope], PASSES[name]))
         if dist.get_rank() == 0:

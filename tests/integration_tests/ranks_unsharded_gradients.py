@@ -1,9 +1,8 @@
-"""Two ranks: trains in layouts of ranks with one micro-batch in a step, and with the same one several times.
+"""Train a layout of two ranks with one micro-batch per step, and with the same micro-batch several times.
 
-Run by test_unsharded_gradients.py, which reads the JSON lines that the first rank prints.
+Run by test_unsharded_gradients.py with the layout's name as JSON; the first rank prints the result as JSON.
 """
 
-import gc
 import json
 import sys
 import traceback
@@ -32,15 +31,15 @@ MICROBATCHES = 4  # the mean of four equal losses is exactly each of them
 EXPERTS: dict[str, Any] = {"experts": 4, "modules": ("attn",)}
 IN_BF16: dict[str, Any] = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
 AVERAGED: dict[str, Any] = {"average_in_collective": True}
-OVERWRITTEN = "nothing sharded, fused"  # known not to add up micro-batches
+OVERWRITTEN = "nothing sharded, fused"  # does not accumulate micro-batches
 REFUSED_WITH_GRAPHS = ("optimizer states sharded, fused", OVERWRITTEN)
-# With each layout the arguments of its process groups, its case, and how gradients are sharded.
+# Arguments of the process groups, of the case, and of `DistributedDataParallelConfig`.
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "two shards": ({}, {}, {}),
     "experts of each rank": ({"expert_model_parallel_size": 2}, EXPERTS, {}),
     "experts of each rank, gradients sharded": (
         {"expert_model_parallel_size": 2},
-        EXPERTS | {"strategy": "optim_grads"},
+        EXPERTS | {"data_parallel_sharding_strategy": "optim_grads"},
         {},
     ),
     "experts of each rank, gradients sent in bf16": (
@@ -48,12 +47,20 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
         EXPERTS,
         IN_BF16,
     ),
-    "experts of each rank, fused": ({"expert_model_parallel_size": 2}, EXPERTS | {"fused_wgrad": True}, {}),
-    "optimizer states sharded, fused": ({}, {"strategy": "optim", "fused_wgrad": True}, {}),
-    OVERWRITTEN: ({}, {"strategy": "no_shard", "fused_wgrad": True}, {}),
+    "experts of each rank, fused": (
+        {"expert_model_parallel_size": 2},
+        EXPERTS | {"gradient_accumulation_fusion": True},
+        {},
+    ),
+    "optimizer states sharded, fused": (
+        {},
+        {"data_parallel_sharding_strategy": "optim", "gradient_accumulation_fusion": True},
+        {},
+    ),
+    OVERWRITTEN: ({}, {"data_parallel_sharding_strategy": "no_shard", "gradient_accumulation_fusion": True}, {}),
     "experts of each rank, nothing sharded": (
         {"expert_model_parallel_size": 2},
-        EXPERTS | {"strategy": "no_shard"},
+        EXPERTS | {"data_parallel_sharding_strategy": "no_shard"},
         {},
     ),
     **{
@@ -78,7 +85,7 @@ for _name in AVERAGING:
 
 
 def equal_batches(case: Case, step: int) -> Iterator[Any]:
-    """The first micro-batch of ``step`` as often as it has micro-batches."""
+    """Repeat the first micro-batch of ``step``."""
     return repeat(next(batches(replace(case, microbatches=1), step)), case.microbatches)
 
 
@@ -86,7 +93,7 @@ batches = training._batches
 
 
 def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
-    """The numbers of this rank, and where runs differ that should not; or the error. ``graphs`` are for a third run."""
+    """Return the numbers and unexpected differences of this rank, or the error; ``graphs`` applies to a third run."""
 
     def trained(case: Case, graphs: bool = False) -> Trace:
         with_equal_batches = mock.patch.object(training, "_batches", equal_batches)
@@ -109,18 +116,17 @@ def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
 
 
 def main() -> None:
-    """Train in every layout."""
+    """Train in the layout of the command line."""
     dist.init_process_group("nccl")
-    for name, (groups, changes, sharding) in LAYOUTS.items():
-        gc.collect()
-        gc.freeze()  # captures collect garbage, and building a model does: spare them what is there
-        parallel_state.initialize_model_parallel(**groups)
-        of_ranks: list = [None] * dist.get_world_size()
-        case = small(double_buffer=True, warmup=2, steps=4, **changes)
-        dist.all_gather_object(of_ranks, results(case, sharding, name not in REFUSED_WITH_GRAPHS))
-        if dist.get_rank() == 0:
-            print(json.dumps({"layout": name, "ranks": of_ranks}), flush=True)
-        parallel_state.destroy_model_parallel()
+    name = json.loads(sys.argv[1])
+    groups, changes, sharding = LAYOUTS[name]
+    parallel_state.initialize_model_parallel(**groups)
+    of_ranks: list = [None] * dist.get_world_size()
+    case = small(fsdp_double_buffer=True, warmup=2, steps=4, **changes)
+    dist.all_gather_object(of_ranks, results(case, sharding, name not in REFUSED_WITH_GRAPHS))
+    if dist.get_rank() == 0:
+        print(json.dumps({"ranks": of_ranks}), flush=True)
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 

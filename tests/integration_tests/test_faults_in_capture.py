@@ -1,7 +1,7 @@
-"""Captures that fail, on one rank or on both, leave nothing behind: no rank waits, and training goes on bit for bit.
+"""Failed captures leave nothing behind: no rank waits, and training continues bit-identically.
 
-A sample of the places where they can fail. For all of them run
-``tests/support/trainings/inject_faults.py`` with no ``--stride``.
+A sample of the operators and calls that can fail. Run ``tests/support/trainings/inject_faults.py`` without ``--stride``
+for all of them.
 """
 
 from typing import Any
@@ -9,40 +9,32 @@ from typing import Any
 import pytest
 
 from tests.support.sample import mostly_long
-from tests.support.trainings.compared import Trained
-from tests.support.trainings.launch import inject_faults, name_of
+from tests.support.trainings.compared import assert_as_eager
+from tests.support.trainings.launch import inject_faults
 
 PLACES = {
-    "anywhere": ("--stride", "401", "--holds", "decoder", "layer", "model"),
-    "somewhere": ("--stride", "503", "--holds", "decoder"),
-    "torch's FSDP2": ("--case", '{"torch_fsdp": true, "tied": false}', "--holds", "decoder", "--stride", "181"),
-    "tensor parallel": ("--tp", "2", "--stride", "301", "--holds", "layer", "model"),
-    "instances": (*("--case", '{"instances": 2, "outer": "optim"}', "--stride", "301", "--holds", "decoder", "model"),),
-    "expert parallel": (
-        *("--ep", "2", "--case", '{"experts": 4, "capacity": 1.0}', "--holds", "layer", "--stride", "301"),
-    ),
+    "default": "--stride 503 --holds decoder",
+    "all graphs": "--stride 401 --holds decoder layer model",
+    "FSDP2": '--case {"wrapper":"fsdp2","tied":false} --holds decoder --stride 181',
+    "TP2": "--tp 2 --stride 301 --holds layer model",
+    "HSDP": '--case {"num_distributed_optimizer_instances":2,"outer_dp_sharding_strategy":"optim"} --stride 301'
+    " --holds decoder model",
+    "EP2": '--ep 2 --case {"experts":4,"moe_expert_capacity_factor":1.0} --holds layer --stride 301',
 }
-QUICK = ("somewhere", "torch's FSDP2")
-# Layers that communicate in warm-up: on two tensor-parallel ranks, in attention and in the MLP.
+# With two tensor-parallel ranks attention and MLP communicate in warm-up.
 BETWEEN_COLLECTIVES: list[dict[str, Any]] = [
     {"control": f"failed_{phase}_between_collectives", "holds": layers, "dropout": 0.1, "steps": 6}
     for phase in ("forward", "backward")
     for layers in ("layer", "model")
 ]
-FOR_EVALUATION: list[dict[str, Any]] = [
-    {"control": "failed_warm_up_for_evaluation", "evaluates": True, "holds": "model", "steps": 6}
-]
 INTERRUPTED: list[dict[str, Any]] = [
-    {"control": "interrupted_on_one_rank", "holds": layers, "dropout": 0.1, "steps": 6}
-    for layers in ("model", "decoder", "layer")
+    {"control": "interrupted_on_one_rank", "holds": layers, "dropout": 0.1, "steps": 6} for layers in ("model", "layer")
 ]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(each, id=name, marks=[] if name in QUICK else pytest.mark.long) for name, each in PLACES.items()],
-)
-def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, options):
+@pytest.mark.parametrize("place", mostly_long(PLACES, "default"))
+def test_fault_is_an_error_on_every_rank_and_leaves_nothing(tmp_path, place):
+    options = PLACES[place].split()
     for result in inject_faults(*options, ranks=2, folder=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}):
         assert result["problems"] == []
         assert sum(result["attempts"].values()) >= 15
@@ -50,32 +42,23 @@ def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, o
         assert result["replays_at_the_end"] > 0
 
 
-@pytest.mark.parametrize("case", mostly_long(INTERRUPTED, INTERRUPTED[0]), ids=name_of)
-def test_an_interrupt_on_one_rank_ends_a_capture_on_all(compare_runs, case):
-    (result,) = compare_runs([case])
-    assert not result["error"]
-    assert result["differences"] == []
+@pytest.mark.parametrize("case", mostly_long(INTERRUPTED, INTERRUPTED[0]))
+def test_interrupt_on_one_rank_ends_the_capture_on_all(trained, case):
+    result = trained(case)
+    assert_as_eager(result)
     assert result["replays"] > 0
 
 
-@pytest.fixture(scope="module")
-def between_collectives(compare_runs):
-    """The result of each case, by its name."""
-    return Trained([*BETWEEN_COLLECTIVES, *FOR_EVALUATION], compare_runs, {}, "--tp", "2")
-
-
-@pytest.mark.parametrize("case", mostly_long(BETWEEN_COLLECTIVES, BETWEEN_COLLECTIVES[3]), ids=name_of)
-def test_a_rank_that_fails_in_warm_up_between_collectives_of_a_layer_leaves_no_other_waiting(between_collectives, case):
-    result = between_collectives[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+@pytest.mark.parametrize("case", mostly_long(BETWEEN_COLLECTIVES, BETWEEN_COLLECTIVES[3]))
+def test_failure_between_collectives_leaves_no_rank_waiting(trained, case):
+    result = trained(case, "--tp", "2")
+    assert_as_eager(result)
     assert result["replays"] == 0
 
 
-@pytest.mark.parametrize("case", FOR_EVALUATION, ids=name_of)
-def test_nor_does_one_that_fails_so_when_evaluation_captures(between_collectives, case):
-    result = between_collectives[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+def test_failed_warm_up_for_evaluation_leaves_no_rank_waiting(trained):
+    case = {"control": "failed_warm_up_for_evaluation", "evaluates": True, "holds": "model", "steps": 6}
+    result = trained(case, "--tp", "2")
+    assert_as_eager(result)
     assert result["evaluation_replays"] == [0]
     assert result["replays"] > 0

@@ -1,4 +1,4 @@
-"""What interrupts a training, and how it goes on: with graphs as eagerly."""
+"""Interrupted trainings continue with graphs as eagerly."""
 
 import os
 import re
@@ -26,7 +26,7 @@ CAPTURED_AFTER = 3
         "--step-batch-size-schedule 0:4,768:8",  # two micro-batches instead of one from step 7 on, after 768 tokens
     ],
 )
-def test_a_run_with_these_flags_is_equal_to_an_eager_one(tmp_path, flags):
+def test_changing_steps_are_bit_identical_to_eager(tmp_path, flags):
     flags = f"--train-iters {STEPS} {flags}"
     eager, graphed = (pretrain(tmp_path / str(graphs), flags, graphs=graphs) for graphs in (False, True))
     assert eager[-1]["step"] == STEPS
@@ -34,8 +34,8 @@ def test_a_run_with_these_flags_is_equal_to_an_eager_one(tmp_path, flags):
     assert [step["graphs"] > 0 for step in graphed] == [step["step"] > CAPTURED_AFTER for step in graphed]
 
 
-def test_a_step_that_is_run_again_computes_the_same_from_its_graphs(tmp_path):
-    # The second step is said to have a wrong result. If it can be reproduced, the run ends with status 16.
+def test_rerun_step_replays_the_same_result(tmp_path):
+    # The run ends with status 16 if the wrong result of the second step is reproducible.
     run = Pretraining(
         tmp_path,
         f"--train-iters {STEPS} --cuda-graph-warmup-steps 1 --rerun-mode validate_results --error-injection-rate 12 "
@@ -53,9 +53,9 @@ def test_a_step_that_is_run_again_computes_the_same_from_its_graphs(tmp_path):
 
 @pytest.fixture(scope="module")
 def diverging(tmp_path_factory):
-    """A function that runs a training whose second step makes weights so great that the third's loss is NaN.
+    """Return a function that runs a training whose third loss is NaN.
 
-    It returns the steps that were finished, what the search for the error's cause says, and the log.
+    It returns the finished steps, the messages of the rerun state machine, and the log.
     """
 
     def run(flags: str, graphs: bool):
@@ -80,19 +80,16 @@ def diverging_eagerly(diverging):
     return diverging("", graphs=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "captured"),
     [
-        pytest.param(
-            "--cuda-graph-layers-per-graph all",
-            ", in one graph: 1 forward",
-            id="layers",
-            marks=pytest.mark.long,
-        ),
-        pytest.param("", "the whole model: 1 forward", id="model"),
+        ("--cuda-graph-layers-per-graph all", ", in one graph: 1 forward"),
+        ("", "the whole model: 1 forward"),
     ],
+    ids=["layers", "model"],
 )
-def test_a_loss_that_is_nan_is_the_error_that_it_is_eagerly(diverging, diverging_eagerly, flags, captured):
+def test_nan_loss_is_the_same_error_as_eagerly(diverging, diverging_eagerly, flags, captured):
     steps, said, _ = diverging_eagerly
     assert [step[0] for step in steps] == [2]
     assert any("Unexpected result nan on rank 1" in line and "the loss is NaN" in line for line in said)
@@ -102,7 +99,7 @@ def test_a_loss_that_is_nan_is_the_error_that_it_is_eagerly(diverging, diverging
 
 
 class Torchrun:
-    """Start CPU ranks with torchrun; same interface as ``ForkedRanks``."""
+    """Start CPU ranks with torchrun, with the interface of ``ForkedRanks``."""
 
     def __init__(self, arguments, log, ranks, environment):
         self._log = log
@@ -127,14 +124,12 @@ def uninterrupted(tmp_path_factory):
     return pretrain(tmp_path_factory.mktemp("uninterrupted") / "run", f"--train-iters {STEPS}", graphs=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("code", "launch", "last"),
-    [
-        ("terminated_in_capture", ForkedRanks, CAPTURED_AFTER + 1),
-        pytest.param("terminated_launcher", Torchrun, 5, marks=pytest.mark.long),
-    ],
+    [("terminated_in_capture", ForkedRanks, CAPTURED_AFTER + 1), ("terminated_launcher", Torchrun, 5)],
 )
-def test_a_terminated_run_resumes_where_it_stopped(uninterrupted, tmp_path, monkeypatch, code, launch, last):
+def test_terminated_run_resumes_where_it_stopped(uninterrupted, tmp_path, monkeypatch, code, launch, last):
     monkeypatch.setenv("USER_CODE", code)
     (tmp_path / "ended").mkdir()
     flags = f"--train-iters {STEPS} --save {tmp_path / 'saved'} --save-interval 1000 --exit-signal-handler"

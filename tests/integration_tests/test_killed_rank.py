@@ -1,10 +1,12 @@
-"""A rank that is killed in a capture, or in the middle of a step of replays, ends the others with an error."""
+"""A rank that is killed during capture or replay ends the others with an error."""
 
 import pytest
 
 from tests.support.trainings.kill_a_rank import LAUNCHED, killed
 
-TIMEOUT = 120  # seconds, of the process groups: more than a rank on a busy machine is late
+TIMEOUT = 120  # seconds, of the process groups; longer than ranks of a busy machine differ
+
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(autouse=True)
@@ -13,8 +15,8 @@ def _cpu_ranks(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
 
-@pytest.mark.parametrize("holds", ["decoder", pytest.param("layer", marks=pytest.mark.long)])
-def test_the_other_rank_ends_with_an_error_that_says_so(holds):
+@pytest.mark.parametrize("holds", ["decoder", "layer"])
+def test_killed_rank_during_replay_ends_the_other(holds):
     status, seconds, output = killed(TIMEOUT, holds)
     assert LAUNCHED in output
     assert status not in (0, -9)
@@ -22,7 +24,7 @@ def test_the_other_rank_ends_with_an_error_that_says_so(holds):
     assert "Connection closed by peer" in output or "Connection reset by peer" in output, output[-3000:]
 
 
-def test_in_a_capture_the_time_limit_of_the_process_groups_holds():
+def test_killed_rank_during_capture_times_out_the_other():
     status, seconds, output = killed(TIMEOUT, "layer", in_capture=True)
     assert LAUNCHED not in output
     assert status not in (0, -9)

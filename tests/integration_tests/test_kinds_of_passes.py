@@ -1,4 +1,4 @@
-"""Two ranks: forward passes that replay and others that do not, with their backward passes after both."""
+"""Replayed and eager forward passes, with their backward passes after both, on two ranks."""
 
 import json
 
@@ -18,5 +18,5 @@ def two_ranks(request):
 
 
 @pytest.mark.parametrize(("passes", "of"), each_once(PASSES, SCOPES))
-def test_a_backward_pass_is_of_the_kind_of_its_own_forward_pass(two_ranks, of, passes):
+def test_backward_pass_replays_only_if_its_forward_pass_did(two_ranks, of, passes):
     assert two_ranks[of, passes] == [0, 0]

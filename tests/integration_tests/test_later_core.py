@@ -1,4 +1,4 @@
-"""A megatron-core that was not tested, with what is known of 0.20: unpatched, or patched where the user says so."""
+"""An untested megatron-core, with the known changes of 0.20: unpatched unless the user opts in."""
 
 import os
 import subprocess
@@ -19,7 +19,10 @@ SHARDED = (
     "--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer --ckpt-format fsdp_dtensor"
 )
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its demo trains on the CPU backend")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the demo trains on the CPU backend"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +31,13 @@ def folder(tmp_path_factory):
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with the megatron-core in ``folder``."""
+    """Run Python with the megatron-core of ``folder``."""
     environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=1800)
 
 
 def start(folder: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Read and validate flags as a training does at its start."""
+    """Parse and validate flags as a training does."""
     script = tmp_path / "start.py"
     script.write_text(
         "from megatron.training.arguments import parse_args, validate_args\nvalidate_args(parse_args())\n"
@@ -42,7 +45,7 @@ def start(folder: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProc
     return run(folder, "-m", "megatron_fsdp_cuda_graphs.cpu_backend", str(script), *SHARDED.split(), *flags)
 
 
-def test_it_is_imported_unpatched(folder):
+def test_imports_are_unpatched(folder):
     code = """
 import importlib.util, megatron.core.transformer.cuda_graphs as cuda_graphs
 print(importlib.util.find_spec("megatron.core").origin, cuda_graphs.__file__, sep="\\n")
@@ -54,7 +57,7 @@ print(importlib.util.find_spec("megatron.core").origin, cuda_graphs.__file__, se
     ]
 
 
-def test_a_training_without_graphs_starts_with_one_warning(folder, tmp_path):
+def test_training_without_graphs_starts_with_a_warning(folder, tmp_path):
     done = start(folder, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("It is left unpatched, without CUDA graphs of sharded models") == 1
@@ -66,7 +69,7 @@ def test_graphs_under_megatron_fsdp_are_refused(folder, tmp_path):
     assert "transformer_engine needs the patch, which is off" in done.stderr.splitlines()[-1]
 
 
-def test_the_first_version_of_the_wrapper_is_ours_and_the_second_megatron_cores(folder):
+def test_opting_in_replaces_the_first_version_of_the_wrapper(folder):
     code = """
 import inspect
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
@@ -82,14 +85,12 @@ print(adapter.FullyShardedDataParallelV1.__name__)
     assert not file.startswith(str(folder))
 
 
-@pytest.mark.long
-def test_hooks_are_those_that_it_registers(folder):
+def test_hooks_match_those_of_megatron_core(folder):
     done = run(folder, "-m", "pytest", "-q", str(HOOKS), MEGATRON_FSDP_CUDA_GRAPHS="untested")
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.long
-def test_the_demo_trains_with_the_bits_of_eager_training(folder, tmp_path):
+def test_demo_is_bit_identical_to_eager(folder, tmp_path):
     demo = [str(DEMO), "--device", "cpu", "--steps", "6", "--output", str(tmp_path)]
     done = run(folder, *demo, MEGATRON_FSDP_CUDA_GRAPHS="untested")
     assert done.returncode == 0, done.stdout + done.stderr

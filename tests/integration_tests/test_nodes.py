@@ -1,4 +1,4 @@
-"""Ranks of two agents, as of two hosts, train as those of one, and go on after one was killed; so do two instances."""
+"""Ranks of two torchrun agents train like those of one, and resume after a rank is killed."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class Agents:
-    """Two agents on this host, each with one rank of ``examples/pretrain_gpt.py``."""
+    """Two agents on this host with one rank of ``examples/pretrain_gpt.py`` each."""
 
     def __init__(self, folder: Path, flags: str, data: Path, **variables: str) -> None:
         folder.mkdir()
@@ -54,7 +54,7 @@ class Agents:
         ]
 
     def kill_a_rank_after(self, step: int) -> None:
-        """Kill the first agent's rank once ``step`` steps are done."""
+        """Kill the first agent's rank after ``step`` steps."""
         end = time.monotonic() + TIMEOUT
         while len(steps_in(self.metrics)) < step and self._agents[0].poll() is None and time.monotonic() < end:
             time.sleep(0.01)
@@ -62,7 +62,7 @@ class Agents:
         os.kill(int(children[-1]), signal.SIGKILL)
 
     def ended(self) -> list[dict]:
-        """Wait for their end, and return the metrics of each step that the last attempt did."""
+        """Wait for the agents and return the metrics of each step of the last attempt."""
         statuses = [agent.wait(TIMEOUT) for agent in self._agents]
         assert statuses == [0, 0], "\n".join(log.read_text(errors="replace")[-3000:] for log in self.logs)
         return steps_in(self.metrics)
@@ -78,25 +78,25 @@ def of_one_agent(tmp_path_factory, data):
     return numbers(pretrain(tmp_path_factory.mktemp("one") / "run", STEPS, graphs=True, data=data))
 
 
-def test_two_agents_train_as_one_does(tmp_path, data, of_one_agent):
+def test_two_agents_train_like_one(tmp_path, data, of_one_agent):
     steps = Agents(tmp_path / "run", STEPS, data).ended()
     assert numbers(steps) == of_one_agent
     assert steps[-1]["graphs"]
 
 
-def test_a_job_goes_on_after_a_rank_was_killed(tmp_path, data):
-    def checkpoints(folder):  # Without one to load, --load rounds the optimizer's first weights as it would after one.
+def test_job_resumes_after_a_rank_is_killed(tmp_path, data):
+    def checkpoints(folder):  # --load rounds the first weights even without a checkpoint.
         return f"{STEPS} --save {tmp_path / folder} --load {tmp_path / folder} --save-interval 2"
 
     whole = numbers(pretrain(tmp_path / "one", checkpoints("of_one"), graphs=True, data=data))
     agents = Agents(tmp_path / "two", checkpoints("of_two"), data, MAX_RESTARTS="1")
     agents.kill_a_rank_after(5)
-    rest = numbers(agents.ended())  # the first attempt's metrics were written over
+    rest = numbers(agents.ended())  # the second attempt overwrites the metrics
     assert 1 < len(rest) < len(whole)
     assert rest == whole[-len(rest) :]
 
 
-def test_eight_ranks_in_two_instances_go_on_from_a_checkpoint(tmp_path, data):
+def test_hsdp_on_eight_ranks_resumes_from_a_checkpoint(tmp_path, data):
     instances = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --overlap-param-gather"
     flags = f"{STEPS} --micro-batch-size 1 {instances}"
     saved = f"--save {tmp_path / 'saved'} --save-interval 4"

@@ -1,7 +1,6 @@
-"""Every two rows of the flag table that work, together: bit for bit as eagerly, and ``plan`` says that they fit.
+"""Every two working rows of the flag table together: bit-identical to eager, and accepted by ``plan``.
 
-As many pairs as possible are in a training. ``make test`` has
-those sets that together have every row.
+Each training combines as many pairs as possible.
 """
 
 import pytest
@@ -9,21 +8,15 @@ import pytest
 from tests.support.pretraining import pairs
 from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
-SETS = pairs.stored()
-
-
-def test_the_quick_sets_have_every_feature():
-    assert {*pairs.FEATURES} == {name for number in pairs.QUICK for name in SETS[number][0]}
-
 
 @pytest.mark.parametrize(
     ("names", "ranks"),
     [
         pytest.param(*each, id=f"{number}", marks=() if number in pairs.QUICK else pytest.mark.long)
-        for number, each in enumerate(SETS)
+        for number, each in enumerate(pairs.stored())
     ],
 )
-def test_a_set_trains_bit_for_bit_as_eager_and_is_planned(names, ranks, tmp_path, capsys):
+def test_set_of_features_is_bit_identical_to_eager(names, ranks, tmp_path):
     print(f"with {', '.join(names)} on {ranks} ranks")
     pairs.assert_as_eager(names, ranks, tmp_path)
     from megatron_fsdp_cuda_graphs.plan import command

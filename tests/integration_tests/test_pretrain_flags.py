@@ -1,7 +1,4 @@
-"""Flags that build another model: ``examples/pretrain_gpt.py`` under Megatron-FSDP, on two CPU ranks.
-
-With a graph per layer, losses and gradient norms are those of eager training, bit for bit.
-"""
+"""Flags of ``examples/pretrain_gpt.py`` under Megatron-FSDP on two CPU ranks: graphs are bit-identical to eager."""
 
 import pytest
 
@@ -15,7 +12,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def heterogeneous(tmp_path_factory):
-    """Flags of a model of four layers: the second has no attention, the third no MLP."""
+    """Return flags of four layers; the second has no attention, the third no MLP."""
 
     path = tmp_path_factory.mktemp("heterogeneous") / "layers.json"
     path.write_text(heterogeneous_layers())
@@ -33,7 +30,7 @@ def eager(heterogeneous, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("modules", "graphs"), [("", 1), ("--cuda-graph-modules attn", 3)], ids=["whole", "attn"])
-def test_layers_of_several_kinds_train_bit_for_bit_as_eager(heterogeneous, eager, tmp_path, modules, graphs):
+def test_heterogeneous_layers_are_bit_identical_to_eager(heterogeneous, eager, tmp_path, modules, graphs):
     found = pretrain(tmp_path / "run", f"{heterogeneous} --cuda-graph-warmup-steps 2 {modules}", graphs=True)
     assert len(eager) == STEPS
     assert numbers(found) == numbers(eager)
@@ -54,15 +51,15 @@ def chunks_eagerly(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("held", "graphs"),
-    [  # of each micro-batch: of two chunks, or of four layers
+    [  # per micro-batch, of two chunks or four layers
         ("", 4 * 2),
         ("--cuda-graph-layers-per-graph 1", 4 * 4),
-        pytest.param("--cuda-graph-modules attn", 4 * 4, marks=pytest.mark.long),
+        ("--cuda-graph-modules attn", 4 * 4),
     ],
     ids=["chunks", "layers", "attn"],
 )
-def test_chunks_of_which_some_get_no_attention_mask_train_bit_for_bit_as_eager(chunks_eagerly, tmp_path, held, graphs):
-    """Only the first and the last chunk of a model read batches; the others are given no mask."""
+def test_chunks_without_a_mask_are_bit_identical_to_eager(chunks_eagerly, tmp_path, held, graphs):
+    """Only the first and last chunk of a model read batches; the others get no mask."""
     found = pretrain(tmp_path / "graphed", f"{CHUNKS} {held}", graphs=True)
     assert len(chunks_eagerly) == STEPS
     assert numbers(found) == numbers(chunks_eagerly)
@@ -75,7 +72,7 @@ def one_group(tmp_path_factory):
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eagerly", "graphs"])
-def test_a_group_for_all_gathers_alone_changes_no_bit(one_group, tmp_path, graphs):
+def test_all_gather_group_changes_no_bit(one_group, tmp_path, graphs):
     flags = f"--train-iters {STEPS} --cuda-graph-warmup-steps 2 --create-all-gather-group"
     found = pretrain(tmp_path / "run", flags, graphs=graphs)
     assert len(one_group) == STEPS

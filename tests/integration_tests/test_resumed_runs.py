@@ -1,6 +1,6 @@
-"""What one run saves another one loads, with graphs or without, and goes on bit for bit as if nothing had ended.
+"""Runs with and without graphs resume from each other's checkpoints, bit-identically.
 
-With dropout, so that random numbers count too.
+Dropout makes random numbers count.
 """
 
 import re
@@ -37,7 +37,7 @@ LAYOUTS = {
     "virtual_stages": f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --swiglu --no-bias-swiglu-fusion",
     "hybrid_sharding": INSTANCES,
     "hybrid_sharding_of_all": f"{INSTANCES} --outer-dp-sharding-strategy optim",
-    # The scale doubles after each two steps, and is another one at the checkpoint than in the beginning.
+    # The scale doubles every two steps and differs at the checkpoint from the initial one.
     "fp16": "--fp16 --initial-loss-scale 256 --loss-scale-window 2",
 }
 CAPTURED = "--optimizer-cuda-graph"
@@ -49,14 +49,14 @@ pytestmark = pytest.mark.long
 
 
 def run(folder, flags, kind, ranks=2):
-    """Return the metrics of each step, those that must be equal between runs, and the loss scales."""
+    """Return the metrics of each step, the numbers to compare, and the loss scales."""
     steps = pretrain(folder, flags, graphs=kind != EAGER, ranks=ranks)
     return steps, numbers(steps), re.findall(r"loss scale: (\S+)", (folder / "log").read_text())
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A function that trains once with each layout and kind of graphs, saving; returns the checkpoint and the run."""
+    """Return a function that trains and saves each layout and kind of graphs once; it returns checkpoint and run."""
     done = {}
 
     def train(layout, kind):
@@ -70,7 +70,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("layout", "saver", "loader"), product(LAYOUTS, KINDS, KINDS))
-def test_a_resumed_run_is_equal_to_one_without_an_interruption(saved, tmp_path, layout, saver, loader):
+def test_resumed_run_equals_an_uninterrupted_one(saved, tmp_path, layout, saver, loader):
     checkpoint, (_, *before) = saved(layout, saver)
     _, (_, expected, scales) = saved(layout, EAGER)
     assert len(expected) == len(scales) == STEPS
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_equal_to_one_without_an_interruption(saved, tmp_path, 
     assert [bool(step["graphs"]) for step in steps] == [False] + [loader != EAGER] * (STEPS - SAVED - 1)
 
 
-def test_a_run_with_a_dynamic_loss_scale_loads_a_checkpoint_without_one(saved, tmp_path):
+def test_dynamic_loss_scale_loads_a_checkpoint_with_a_constant(saved, tmp_path):
     flags, place = f"{COMMON} {LAYOUTS['dense']}", tmp_path / "saved"
     run(tmp_path / "first", f"{flags} --fp16 --loss-scale 128 --save {place} --save-interval {SAVED}", EAGER)
     flags += f" {LAYOUTS['fp16']} --load {place} --ckpt-step {SAVED}"
@@ -92,7 +92,7 @@ def test_a_run_with_a_dynamic_loss_scale_loads_a_checkpoint_without_one(saved, t
 
 @pytest.mark.parametrize("saves", ["", CAPTURED], ids=["saved without", "saved with"])
 @pytest.mark.parametrize("loads", ["", CAPTURED], ids=["loaded without", "loaded with"])
-def test_a_checkpoint_is_loaded_with_a_graph_of_the_optimizer_and_without(tmp_path, saves, loads):
+def test_optimizer_graph_loads_checkpoints_of_eager_steps(tmp_path, saves, loads):
     def train(name, flags):
         return numbers(pretrain(tmp_path / name, f"{COMMON} {flags}", graphs=True, script=WITH_STAND_INS))
 
@@ -100,14 +100,14 @@ def test_a_checkpoint_is_loaded_with_a_graph_of_the_optimizer_and_without(tmp_pa
     expected = train("first", f"{saves} --save {place} --save-interval {SAVED}")
     resumed = train("second", f"{loads} --load {place} --ckpt-step {SAVED}")
     assert len(resumed) == STEPS - SAVED
-    if saves == loads:  # with the graph torch's Adam rounds otherwise
+    if saves == loads:  # torch's capturable Adam rounds differently
         assert resumed == expected[SAVED:]
     else:
         assert resumed[0][:2] == expected[SAVED][:2]
 
 
 @pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])
-def test_a_checkpoint_is_loaded_without_the_optimizers_states(saved, tmp_path, flag):
+def test_checkpoint_loads_without_optimizer_states(saved, tmp_path, flag):
     _, (_, expected, _) = saved("dense", EAGER)
     flags, place = f"{COMMON} {LAYOUTS['dense']}", tmp_path / "saved"
     run(tmp_path / "first", f"{flags} --save {place} --save-interval {SAVED} --no-save-optim", EAGER)
@@ -119,7 +119,7 @@ def test_a_checkpoint_is_loaded_without_the_optimizers_states(saved, tmp_path, f
 
 
 def tensors(checkpoint):
-    """The model's parameters and the optimizer's states in a checkpoint, by name."""
+    """Return the parameters and optimizer states of a checkpoint by name."""
     reader = FileSystemReader(checkpoint)
     described = reader.read_metadata().state_dict_metadata
     sizes = {key: value.size for key, value in described.items() if key.startswith(("model.", "optimizer.state."))}
@@ -130,7 +130,7 @@ def tensors(checkpoint):
 
 
 def assert_saved_as_loaded(checkpoint, place, folder, flags, ranks=2):
-    """A run that is done saves to ``place`` what it has loaded."""
+    """Assert that a finished run saves to ``place`` what it loaded; return the tensors."""
     again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
     assert pretrain(folder, f"{again} --load {checkpoint} --ckpt-step {SAVED}", graphs=False, ranks=ranks) == []
     first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))
@@ -139,7 +139,7 @@ def assert_saved_as_loaded(checkpoint, place, folder, flags, ranks=2):
     return first
 
 
-def test_a_checkpoint_of_dropless_experts_is_loaded_without_the_flag_and_back(saved, tmp_path):
+def test_dropless_experts_load_without_the_flag_and_back(saved, tmp_path):
     checkpoint, _ = saved("dropless", EAGER)
     with_flag = LAYOUTS["dropless"]
     for number, flags in enumerate([with_flag.replace(GROUPED, ""), with_flag], 1):
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_dropless_experts_is_loaded_without_the_flag_and_back(sa
         ("dropless", 4, "--expert-model-parallel-size 2"),
     ],
 )
-def test_a_checkpoint_is_loaded_with_another_sharding(saved, tmp_path, layout, ranks, flags):
+def test_checkpoint_loads_with_another_sharding(saved, tmp_path, layout, ranks, flags):
     checkpoint, _ = saved(layout, EAGER)
     assert assert_saved_as_loaded(
         checkpoint, tmp_path / "saved", tmp_path / "run", f"{LAYOUTS[layout]} {flags}", ranks=ranks
@@ -173,7 +173,7 @@ def test_a_checkpoint_is_loaded_with_another_sharding(saved, tmp_path, layout, r
         ("dropless", 4, "--expert-model-parallel-size 4"),
     ],
 )
-def test_a_run_of_experts_is_resumed_on_other_ranks(saved, tmp_path, layout, ranks, flags):
+def test_experts_resume_on_other_numbers_of_ranks(saved, tmp_path, layout, ranks, flags):
     checkpoint, _ = saved(layout, "model")
     flags = f"{COMMON} {LAYOUTS[layout]} {flags} --load {checkpoint} --ckpt-step {SAVED}"
     (_, *eager), (steps, *graphed) = (run(tmp_path / kind, flags, kind, ranks) for kind in (EAGER, "model"))
@@ -181,7 +181,7 @@ def test_a_run_of_experts_is_resumed_on_other_ranks(saved, tmp_path, layout, ran
     assert graphed == eager
 
 
-def test_another_padding_of_the_vocabulary_names_the_flag(tmp_path):
+def test_other_vocabulary_padding_is_refused(tmp_path):
     flags, place = f"{COMMON} --make-vocab-size-divisible-by 96", tmp_path / "saved"
     run(tmp_path / "first", f"{flags} --save {place} --save-interval {SAVED}", EAGER)
     flags += f" --tensor-model-parallel-size 2 --no-load-rng --load {place} --ckpt-step {SAVED}"
@@ -197,13 +197,13 @@ def test_another_padding_of_the_vocabulary_names_the_flag(tmp_path):
 @pytest.mark.parametrize(
     "stages", ["stages", "tied_stages", "predicting_stages", "predicting_tied_stages", "virtual_stages"]
 )
-def test_a_checkpoint_of_stages_is_loaded_without_stages_and_back(saved, tmp_path, stages):
+def test_checkpoint_of_stages_loads_without_stages_and_back(saved, tmp_path, stages):
     checkpoint, _ = saved(stages, EAGER)
     layout = LAYOUTS[stages]
     without = layout.replace("--pipeline-model-parallel-size 2", "").replace(
         "--num-layers-per-virtual-pipeline-stage 1", ""
     )
-    # One stage has no random numbers for a second.
+    # One stage saves no generators for a second.
     for number, flags in enumerate([without, f"{layout} --no-load-rng"], 1):
         place = tmp_path / str(number)
         read = assert_saved_as_loaded(checkpoint, place, tmp_path / f"run{number}", flags)

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B get scalars on CUDA graphs from Megatron's own training loop, at its interval and at the end.
+"""Megatron's training loop writes scalars of CUDA graphs to TensorBoard and W&B, at its interval and at the end.
 
 The last of two CPU ranks has the writers.
 """
@@ -21,7 +21,7 @@ MICROBATCHES = 2
 
 @pytest.fixture(scope="module")
 def scalars(tmp_path_factory):
-    """The values of each scalar by writer and name, those of Megatron too."""
+    """Return the values of all scalars by writer and name."""
     folder = tmp_path_factory.mktemp("scalars")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("SCALARS_PATH", str(folder / "scalars"))
@@ -34,8 +34,9 @@ def scalars(tmp_path_factory):
     return values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("writer", ["tensorboard", "wandb"])
-def test_scalars_of_graphs_come_with_those_of_megatron(scalars, writer):
+def test_scalars_of_graphs_follow_megatrons_interval(scalars, writer):
     assert [iteration for iteration, _ in scalars[writer, "learning-rate"]] == EVERY
     own = {name.removeprefix("cuda-graphs/"): each for (by, name), each in scalars.items() if by == writer}
     replays = [MICROBATCHES * steps for steps in (0, 1, 2, 2, 1)]

@@ -1,7 +1,7 @@
-"""Steps in which ranks have more tokens for each other than there is room for: they run again as if they had not run.
+"""Steps that overflow the bound on tokens between ranks run again as if they had not run.
 
-Two CPU ranks with two of four experts each, with dropout, routers' statistics, expert bias and two micro-batches. Where
-all tokens of a rank go to the experts of one, it has twice an even share for that one.
+Two CPU ranks with two of four experts each, dropout, router statistics, expert bias and two micro-batches. A rank
+overflows when all its tokens go to the experts of one rank, twice an even share.
 """
 
 import json
@@ -34,7 +34,7 @@ KINDS = {
     "eager recomputation": "--recompute-granularity selective --recompute-modules moe",
     "on devices": f"{GRAPHS} --disable-gloo-process-groups",
 }
-# The second rank overflows in one step, the last in the next: neither is in all groups of the others.
+# The second rank overflows in one step, the last in the next; neither belongs to all groups of the others.
 LAYOUTS = {
     "data parallel experts": (4, ""),
     "hybrid sharding": (4, "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
@@ -45,7 +45,7 @@ LOGGED = r"(?:lm loss|load_balancing_loss|z_loss|validation loss at iteration.*l
 
 
 class Run:
-    """A training: its numbers, what it logs, what ranks answered in each step, and their routers' buffers."""
+    """Train once; keep the numbers, the log, the overflow answers of each step, and the routers' buffers."""
 
     def __init__(self, folder, flags, overflows, graphs, ranks=2):
         with pytest.MonkeyPatch.context() as patches:
@@ -61,7 +61,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A function that trains with a factor, or None for room for all, and kind of graphs; without a factor once."""
+    """Return a function that trains with a capacity factor (None for no bound) and kind of graphs, once each."""
     done = {}
 
     def train(factor, kind, overflows=OVERFLOWS):
@@ -76,8 +76,8 @@ def run(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("kind", mostly_long(KINDS, "eager", "model"))
-def test_steps_that_overflow_run_again_as_if_they_had_not_run(run, kind):
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "model"))
+def test_overflowing_steps_run_again(run, kind):
     bounded = run(1.9, kind)
     expected = [
         [[step, rank in ranks] for rank in range(2)] if first else [[step, False]] * 2
@@ -92,13 +92,15 @@ def test_steps_that_overflow_run_again_as_if_they_had_not_run(run, kind):
     assert [step["graphs"] > 0 for step in bounded.steps] == [step > captured for step in range(1, STEPS + 1)]
 
 
-@pytest.mark.parametrize("kind", mostly_long(["eager", "model"], "model"))
-def test_steps_that_all_overflow_lose_no_token_in_evaluation_either(run, kind):
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["eager", "model"])
+def test_evaluation_loses_no_token_if_all_steps_overflow(run, kind):
     bounded = run(ALWAYS, kind, {})
     assert all(any(found for _, found in each) for each in bounded.answers[::2])
     assert bounded.found == run(None, "eager", {}).found
 
 
+@pytest.mark.long
 def test_steps_that_do_not_overflow_run_once(run):
     bounded = run(1.9, "model", {})
     assert [[*each] for each in bounded.answers] == [[[step, False]] * 2 for step in range(1, STEPS + 1)]
@@ -108,7 +110,7 @@ def test_steps_that_do_not_overflow_run_once(run):
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_run_a_step_again_in_which_one_overflows(tmp_path, layout):
+def test_overflow_on_one_rank_repeats_the_step_on_all(tmp_path, layout):
     ranks, flags = LAYOUTS[layout]
     overflows = {4: [1], 5: [ranks - 1]}
     expected = Run(tmp_path / "eager", f"{flags} {OVERLAPPED}", overflows, False, ranks)

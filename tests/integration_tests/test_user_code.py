@@ -1,4 +1,4 @@
-"""User code around Megatron's training loop, and flags that act between steps: graphs are bit-identical to eager.
+"""User code and flags that act between steps: graphs are bit-identical to eager.
 
 Two CPU ranks train ``examples/pretrain_gpt.py`` with many of them at once. Every scalar that Megatron writes is
 compared: losses, gradient norms, parameter norms, validation losses.
@@ -83,16 +83,15 @@ def assert_as_eager(eager, folder, training, more, graphs):
     ],
     ids=["model", "layers", "parts"],
 )
-def test_user_code_between_steps_changes_no_bit(eager, tmp_path, more, graphs):
+def test_user_code_between_steps_is_bit_identical_to_eager(eager, tmp_path, more, graphs):
     run = assert_as_eager(eager, tmp_path, "observed", more, graphs)
     assert run.names >= {"params-norm", "mem-reserved-bytes", "lm loss validation-0", "largest loss"}
-    assert len(run.averages) == 2 * STEPS  # of each rank and step another
+    assert len(run.averages) == 2 * STEPS  # differs between ranks and steps
     assert len([*(tmp_path / "graphed" / "torch_profile").iterdir()]) == 2
 
 
-@pytest.mark.parametrize(
-    "more", ["", pytest.param("--cuda-graph-layers-per-graph all", marks=pytest.mark.long)], ids=["model", "all"]
-)
-def test_layers_and_models_called_twice_train_as_eager(eager, tmp_path, more):
+@pytest.mark.long
+@pytest.mark.parametrize("more", ["", "--cuda-graph-layers-per-graph all"], ids=["model", "all"])
+def test_modules_called_twice_are_bit_identical_to_eager(eager, tmp_path, more):
     run = assert_as_eager(eager, tmp_path, "experts", more, graphs=1)
     assert run.names >= {"global_load_balancing_loss", "lm loss validation"}

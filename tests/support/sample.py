@@ -1,37 +1,46 @@
-"""Part of all combinations for ``make test``; the others are marked ``long``, and ``make test-all`` runs them too."""
+"""Choose the parameters of tests that run in ``make test``; others are ``long`` and run in ``make test-all``."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any
 
 import pytest
 
 
+def name_of(case: Mapping[str, Any]) -> str:
+    """Return a test id for the arguments of a case."""
+    values = {key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in case.items()}
+    return " ".join(f"{key}={value}" for key, value in values.items()) or "default"
+
+
 def each_once(*values: Iterable[Any]) -> list[Any]:
-    """Return all combinations for ``parametrize``, marked so that each value is in one that is not ``long``."""
+    """Return all combinations for ``parametrize``; each value is in one that is not ``long``."""
     lists = [*map(list, values)]
     kept = [tuple(each[place % len(each)] for each in lists) for place in range(max(map(len, lists)))]
     return [pytest.param(*found, marks=[] if found in kept else [pytest.mark.long]) for found in product(*lists)]
 
 
 def mostly_long(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """Return cases for ``parametrize``, ``long`` but for the quick ones; a tuple has the values of several names.
+    """Return cases for ``parametrize``, all ``long`` except ``quick``; a tuple holds the values of several names.
 
     Raises:
-        ValueError: a quick one is no case.
+        ValueError: a quick case is not in ``cases``.
     """
     listed = [*cases]
     if absent := [case for case in quick if case not in listed]:
-        raise ValueError(f"no cases: {absent}")
-    values = (case if isinstance(case, tuple) else (case,) for case in listed)
+        raise ValueError(f"not among the cases: {absent}")
     return [
-        pytest.param(*each, marks=[] if case in quick else [pytest.mark.long])
-        for case, each in zip(listed, values, strict=True)
+        pytest.param(
+            *(values := case if isinstance(case, tuple) else (case,)),
+            id=" ".join(name_of(value) if isinstance(value, Mapping) else str(value) for value in values),
+            marks=[] if case in quick else [pytest.mark.long],
+        )
+        for case in listed
     ]
 
 
 def asked(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
-    """Return the values of parameters in the tests of a fixture's file that this session runs, in their order."""
+    """Return the parameters of the selected tests in the fixture's file, in order."""
     found: list[tuple[Any, ...]] = []
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

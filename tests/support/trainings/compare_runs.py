@@ -88,10 +88,9 @@ class Served:
         self._arrange(args)
         results = []
         for arguments in json.loads(args.cases.read_text()):
-            arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
             control = arguments.pop("control", None)
             errors_to = args.output if args.stop_at_error else None
-            results.append(compare(Case(**arguments), control, self._eager, errors_to))
+            results.append(compare(Case.of(arguments), control, self._eager, errors_to))
             gc.collect()
             gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
             if dist.get_rank() == 0:
@@ -137,7 +136,8 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     start, error, differences = time.perf_counter(), "", []
     graphed = None
     try:
-        same_eager = replace(case, modules=(), holds="decoder", local=False, max_captures=8)
+        config = tuple(each for each in case.config if not each[0].startswith("cuda_graph"))
+        same_eager = replace(case, modules=(), holds="decoder", local=False, config=config)
         if same_eager not in eager:
             eager[same_eager] = train(same_eager, graphs=False)
         graphed = train(case, graphs=True, at_capture=CONTROLS[control] if control else None)

@@ -1,53 +1,40 @@
-"""What the results of ``compare_runs.py`` say."""
+"""Assertions about the results of ``compare_runs.py``."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from tests.support.trainings.launch import name_of
-
-
-class Trained(dict[str, dict[str, Any]]):
-    """The result of each case by its name; a case is trained when its result is first looked up.
-
-    Args:
-        cases: What tests may look up.
-        compare_runs: The fixture of that name.
-        common: What all cases have.
-        options: Further arguments of ``compare_runs``.
-        ranks: Processes.
-    """
-
-    def __init__(
-        self,
-        cases: Iterable[Mapping[str, Any]],
-        compare_runs: Callable[..., list[dict[str, Any]]],
-        common: Mapping[str, Any],
-        *options: str,
-        ranks: int = 2,
-    ) -> None:
-        super().__init__()
-        self._cases = {name_of(case): {**common, **case} for case in cases}
-        self._train = lambda case: compare_runs([case], *options, ranks=ranks)
-
-    def __missing__(self, name: str) -> dict[str, Any]:
-        (self[name],) = self._train(self._cases[name])
-        return self[name]
+from tests.support.trainings.case import EVALUATION, Case
 
 
 def assert_as_eager(result: dict[str, Any]) -> None:
-    """Nothing failed, and nothing differs from eager training."""
+    """Assert that training succeeded and is bit-identical to eager."""
     assert not result["error"], result["error"]
     assert not result["differences"], result["differences"]
 
 
 def assert_went_on_eagerly(result: dict[str, Any]) -> None:
-    """After its failed capture the model was trained on without graphs."""
+    """Assert that training continued without graphs after a failed capture."""
     assert_as_eager(result)
     assert (result["graphs"], result["replays"]) == (0, 0)
 
 
 def assert_differs_from(result: dict[str, Any], step: int) -> None:
-    """The loss of ``step`` is the first that differs from eager training, on some rank."""
+    """Assert that losses differ from eager from ``step`` on, on some rank."""
     differences = result["differences"]
     assert any(f"losses[{step}]" in line for line in differences), differences
     assert not any(f"losses[{step - 1}]" in line for line in differences), differences
+
+
+def replays_of_evaluations(values: Mapping[str, Any], layers: int) -> list[int]:
+    """Return the expected graph replays of each evaluation.
+
+    Args:
+        values: The case.
+        layers: 0 if evaluation runs eagerly although the graphs may hold the whole model.
+    """
+    case = Case.of({name: value for name, value in values.items() if name != "control"})
+    whole = case.holds in (None, "model")
+    replays = (whole and bool(layers)) * case.microbatches_of(EVALUATION)
+    if case.evaluates == "often":
+        return [0] * (case.warmup + 1) + [replays] * (case.steps - case.warmup + 1)
+    return [replays] if case.evaluates else []

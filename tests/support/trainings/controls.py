@@ -354,7 +354,7 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
 
     def synchronize() -> None:
         """As schedules without stages do at the end of an evaluation."""
-        if not training.case.torch_fsdp:
+        if training.case.wrapper != "fsdp2":
             training.chunks[0].synchronize_param_gather()
 
     training.helper.create_cudagraphs()
@@ -624,7 +624,9 @@ def training_state(training: Training) -> dict[str, object]:
         "graphs": [list(layer.cuda_graphs) for layer in layers],
         "parameters": [(name, id(param)) for name, param in training.chunks[0].named_parameters()],
         # Those of FSDP2 are the optimizer's, which are zeroed after a capture.
-        "gradients": [param.grad is None or training.case.torch_fsdp for param in training.chunks[0].parameters()],
+        "gradients": [
+            param.grad is None or training.case.wrapper == "fsdp2" for param in training.chunks[0].parameters()
+        ],
         "distributed": getattr(fsdp, "is_param_fsdp_distributed", None),
         "capturing": (
             is_graph_capturing(),

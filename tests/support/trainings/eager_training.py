@@ -17,9 +17,11 @@ from tests.support.trainings.training import train
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3, "microbatches": 2}
 CASES = {
-    "double buffer": Case(**SMALL, double_buffer=True),
+    "double buffer": Case(**SMALL, config=(("fsdp_double_buffer", True),)),
     "dropout": Case(**SMALL, dropout=0.1),
-    "gradients sharded": Case(**SMALL, strategy="optim_grads", double_buffer=False),
+    "gradients sharded": Case.of(
+        SMALL | {"data_parallel_sharding_strategy": "optim_grads", "fsdp_double_buffer": False}
+    ),
     "experts": Case(**SMALL, experts=4, modules=("attn",)),
 }
 

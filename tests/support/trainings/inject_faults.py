@@ -49,7 +49,8 @@ from tests.support.trainings.training import Trace, Training, train
 LIMIT = 60.0  # seconds
 STEPS_BETWEEN = 25  # attempts between two steps
 STARTED = time.monotonic()
-SMALL = Case(hidden=16, heads=2, sequence=8, micro_batch=1, dropout=0.1, warmup=10)
+SMALL: dict[str, Any] = {"hidden": 16, "sequence": 8, "micro_batch": 1, "dropout": 0.1, "warmup": 10}
+SMALL |= {"num_attention_heads": 2}
 
 
 class InjectedError(RuntimeError):
@@ -388,7 +389,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tp,
         expert_model_parallel_size=args.ep,
-        num_distributed_optimizer_instances=args.case.get("instances", 1),
+        num_distributed_optimizer_instances=args.case.get("num_distributed_optimizer_instances", 1),
         distributed_timeout_minutes=LIMIT / 60,
     )
     first = args.stride // 2 if args.first is None else args.first
@@ -403,11 +404,8 @@ def main() -> None:
             done[result["case"]] = result
             write_results(args.output, command=command, gpus=dist.get_world_size(), results=list(done.values()))
 
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in args.case.items()
-    }
     for holds in args.holds:
-        case = replace(SMALL, layers=args.layers, holds=holds, **given)
+        case = Case.of(SMALL | {"layers": args.layers, "holds": holds} | args.case)
         run(case, args.kinds, args.stride, first, args.matching, shares, write)
     for result in done.values():
         attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())

@@ -1,6 +1,6 @@
-"""Starts ``compare_runs.py`` on ranks of its own: the fixture of the tests, and what is behind it.
+"""Fixtures that run ``compare_runs.py`` on ranks of its own.
 
-On GPUs torchrun starts the ranks; without, they are forked.
+torchrun starts the ranks on GPUs; without a GPU they are forked.
 """
 
 import json
@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,7 @@ from tests.support.ranks.forked_ranks import OWN, ForkedRanks
 
 COMPARE = Path(__file__).with_name("compare_runs.py")
 FAULTS = Path(__file__).with_name("inject_faults.py")
-TIMEOUT = 3600  # seconds: none that works takes so long, on a busy machine either
-
-
-def name_of(case: Mapping[str, Any]) -> str:
-    """Name a case by what it sets."""
-    values = {key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in case.items()}
-    return " ".join(f"{key}={value}" for key, value in values.items())
+TIMEOUT = 3600  # seconds; longer than any run takes on a busy machine
 
 
 def launch(
@@ -35,17 +29,17 @@ def launch(
     folder: Path,
     environment: dict[str, str] | None = None,
 ) -> tuple[subprocess.CompletedProcess, list[dict[str, Any]]]:
-    """Train ``cases`` both ways on ``ranks`` new processes of torchrun.
+    """Train ``cases`` both ways on ``ranks`` new torchrun processes.
 
     Args:
-        cases: Keyword arguments of ``case.Case``, with ``control`` for one of ``controls.CONTROLS``.
+        cases: Arguments of ``Case.of``; ``control`` names one of ``controls.CONTROLS``.
         options: Further arguments of ``compare_runs.py``.
-        ranks: Processes.
+        ranks: Number of processes.
         folder: An existing folder for the cases and their results.
-        environment: Variables to set beside this process's own.
+        environment: Additional environment variables.
 
     Returns:
-        The ended launcher with its output, and the results so far, in the order of the cases.
+        The finished launcher with its output, and the results so far in the order of the cases.
     """
     done = _torchrun(COMPARE, [*_write(cases, folder), *options], ranks, environment)
     return done, _read(folder)
@@ -57,7 +51,7 @@ def inject_faults(
     """Run ``inject_faults.py`` on ``ranks`` new processes and return its results.
 
     Raises:
-        AssertionError: a rank died; with the end of what it wrote.
+        AssertionError: a rank died; includes the end of its output.
     """
     output = folder / "results.json"
     status, shown = _run(FAULTS, ["--output", str(output), *options], ranks, folder, environment)
@@ -69,7 +63,7 @@ def inject_faults(
 def _run(
     script: Path, arguments: Sequence[str], ranks: int, folder: Path, environment: dict[str, str] | None
 ) -> tuple[int, str]:
-    """Run ``script`` on ``ranks`` new processes; return the exit status and the end of what they wrote."""
+    """Run ``script`` on ``ranks`` new processes; return the exit status and the end of their output."""
     if torch.cuda.is_available():
         done = _torchrun(script, arguments, ranks, environment)
         return done.returncode, done.stdout[-3000:] + done.stderr[:6000] + done.stderr[-6000:]
@@ -92,7 +86,7 @@ def _torchrun(
 
 
 def _write(cases: Sequence[dict[str, Any]], folder: Path) -> list[str]:
-    """Write ``cases`` to a file; return the arguments that name it and the file of results."""
+    """Write ``cases`` to a file; return the arguments for it and for the results."""
     (folder / "cases.json").write_text(json.dumps(cases))
     return ["--cases", str(folder / "cases.json"), "--output", str(folder / "results.json")]
 
@@ -103,37 +97,37 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 class Server:
-    """Two CPU ranks that run one job after another.
+    """CPU ranks that run one job after another.
 
     Attributes:
-        ranks: These.
+        ranks: The processes.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: int) -> None:
         jobs = folder / "jobs"
         os.mkfifo(jobs)
-        self._jobs = os.fdopen(os.open(jobs, os.O_RDWR), "w")  # opens though nobody reads yet
-        self.ranks = ForkedRanks([str(COMPARE), "--serve", str(jobs)], folder / "log")
+        self._jobs = os.fdopen(os.open(jobs, os.O_RDWR), "w")  # opens before a reader exists
+        self.ranks = ForkedRanks([str(COMPARE), "--serve", str(jobs)], folder / "log", ranks)
 
     def run(self, cases: Sequence[dict[str, Any]], options: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-        """Train ``cases`` both ways and return their results.
+        """Train ``cases`` both ways and return the results.
 
         Raises:
-            AssertionError: the ranks died; with the end of what they wrote.
+            AssertionError: the ranks died; includes the end of their log.
         """
         self._jobs.write(" ".join([*_write(cases, folder), *options]) + "\n")
         self._jobs.flush()
         end = time.monotonic() + TIMEOUT
         while len(results := _read(folder)) < len(cases):
             assert self.ranks.running() and time.monotonic() < end, self.ranks.log_tail()
-            time.sleep(0.1)
+            time.sleep(0.02)
         return results
 
     def close(self) -> None:
-        """End the ranks, between two jobs.
+        """End the ranks between two jobs.
 
         Raises:
-            AssertionError: they did not end by themselves.
+            AssertionError: they did not exit on their own.
         """
         self._jobs.close()
         self.ranks.ended(TIMEOUT)
@@ -141,20 +135,20 @@ class Server:
 
 @pytest.fixture(scope="session")
 def compare_runs(tmp_path_factory) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """A function that trains cases both ways in other processes and returns the results, one for each case.
+    """Return a function that trains cases eagerly and with graphs in other processes, one result per case.
 
-    Without a GPU two ranks serve all calls of the session, except those whose first error ends the ranks.
+    Without a GPU, ranks serve all calls of the session unless ``--stop-at-error`` may end them.
     """
-    servers: list[Server] = []
+    servers: dict[int, Server] = {}
 
     def run(
         cases: Sequence[dict[str, Any]], *options: str, ranks: int = 2, environment: dict[str, str] | None = None
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("compare_runs")
-        if not torch.cuda.is_available() and ranks == 2 and not environment and "--stop-at-error" not in options:
-            if not servers or not servers[-1].ranks.running():
-                servers.append(Server(tmp_path_factory.mktemp("server")))
-            return servers[-1].run(cases, options, folder)
+        if not torch.cuda.is_available() and not environment and "--stop-at-error" not in options:
+            if ranks not in servers or not servers[ranks].ranks.running():
+                servers[ranks] = Server(tmp_path_factory.mktemp("server"), ranks)
+            return servers[ranks].run(cases, options, folder)
         status, shown = _run(COMPARE, [*_write(cases, folder), *options], ranks, folder, environment)
         results = _read(folder)
         stopped_at_error = "--stop-at-error" in options and results
@@ -162,5 +156,19 @@ def compare_runs(tmp_path_factory) -> Iterator[Callable[..., list[dict[str, Any]
         return results
 
     yield run
-    for server in servers:
+    for server in servers.values():
         server.close()
+
+
+@pytest.fixture(scope="session")
+def trained(compare_runs) -> Callable[..., dict[str, Any]]:
+    """Return a function that trains a case once per session in a layout of ranks and returns its result."""
+    results: dict[str, dict[str, Any]] = {}
+
+    def train(case: dict[str, Any], *options: str, ranks: int = 2) -> dict[str, Any]:
+        key = json.dumps([case, options, ranks], sort_keys=True)
+        if key not in results:
+            (results[key],) = compare_runs([case], *options, ranks=ranks)
+        return results[key]
+
+    return train

@@ -31,8 +31,9 @@ from tests.gpu import (
     test_local_graphs,
     test_pipeline_chunks,
 )
+from tests.support.sample import name_of
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
-from tests.support.trainings.launch import launch, name_of
+from tests.support.trainings.launch import launch
 
 LAST = 75  # seconds of a launch, about
 CASES = 5  # of a launch, which keeps memory of all that it has trained

@@ -93,7 +93,8 @@ class Training:
         self.patches = ExitStack()  # closed when the training is over
         if case.fp8 and not case.transformer_engine:
             self.patches.enter_context(small_transformer_engine.in_megatron())
-        if case.fused_wgrad and case.fsdp and not case.transformer_engine:
+        fused = case.get("gradient_accumulation_fusion") and case.wrapper == "fsdp"
+        if fused and not case.transformer_engine:
             self.patches.enter_context(fused_kernels())
         self.config = models.transformer_config(case, graphs)
         self.stream = torch.cuda.Stream()
@@ -128,11 +129,8 @@ class Training:
         calculator.init_num_microbatches_calculator(0, None, size * ranks * count, size, ranks)
 
     def _wrapped_chunks(self) -> list[torch.nn.Module]:
-        wrap = models.under_fsdp if self.case.fsdp else models.under_ddp
-        if self.case.torch_fsdp:
-            wrap = models.under_torch_fsdp
         stages = [None] if self.case.virtual is None else range(self.case.virtual)
-        return [wrap(self.case, self.config, self._unwrapped_chunk(stage)) for stage in stages]
+        return [models.wrapped(self.case, self.config, self._unwrapped_chunk(stage)) for stage in stages]
 
     def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
         return models.gpt(self.case, self.config, virtual_stage)
@@ -142,7 +140,7 @@ class Training:
         from megatron.core.distributed import finalize_model_grads
 
         self.config.no_sync_func = self._of_chunks("no_sync")
-        if not self.case.fsdp:
+        if self.case.wrapper != "fsdp":
             self.config.grad_sync_func = self._of_chunks("start_grad_sync")
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -170,7 +168,7 @@ class Training:
             on: Whether to turn it on.
             param_sync: Whether to gather all parameters when it is turned off.
         """
-        if self.case.fsdp or not self.case.overlap_param_gather:
+        if self.case.wrapper == "fsdp" or not self.case.get("overlap_param_gather", True):
             return
         for chunk in self.chunks:
             if on:
@@ -351,14 +349,15 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             at_capture(training)
         for step in range(case.steps):
             first = step == case.warmup
-            if first and case.evaluates_often:
+            often = case.evaluates == "often"
+            if first and often:
                 training.evaluate()
             if by_helper and not training.before_step() and first:
                 training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
-            if first and case.evaluates_often:
+            if first and often:
                 training.evaluate()
             training.step()
-            if case.evaluates_often or (first and case.evaluates):
+            if often or (first and case.evaluates):
                 training.evaluate()
         trace = training.trace()
         if training.helper is not None and training.helper.graphs_created():
@@ -388,9 +387,7 @@ def _training(case: Case) -> type[Training]:
 
     if case.pattern:
         return HybridTraining
-    if case.captions:
-        return CaptionTraining
-    return VisionTraining if case.vision else Training
+    return {"gpt": Training, "vision": VisionTraining, "captions": CaptionTraining}[case.model]
 
 
 def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:

@@ -1,4 +1,4 @@
-"""Samples of combinations: each value is in `make test`, and nothing is lost."""
+"""Selection of the tests that run in `make test`."""
 
 import pytest
 
@@ -9,17 +9,17 @@ def quick(parameters):
     return [found.values for found in parameters if not found.marks]
 
 
-def test_each_value_is_in_a_quick_combination_and_all_combinations_are_there():
+def test_each_once_marks_combinations_that_repeat_values():
     found = each_once("abc", (1, 2))
     assert len(found) == 6
     assert quick(found) == [("a", 1), ("b", 2), ("c", 1)]
 
 
-def test_all_but_the_quick_cases_are_long():
+def test_mostly_long_marks_other_cases():
     assert quick(mostly_long(["a", "b", "c"], "b")) == [("b",)]
     assert quick(mostly_long([("a", 1), ("b", 2)], ("b", 2))) == [("b", 2)]
 
 
-def test_a_quick_case_that_is_none_is_named():
-    with pytest.raises(ValueError, match="no cases: \\['d'\\]"):
+def test_unknown_quick_case_is_an_error():
+    with pytest.raises(ValueError, match="not among the cases: \\['d'\\]"):
         mostly_long(["a"], "d")

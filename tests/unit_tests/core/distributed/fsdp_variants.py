@@ -64,13 +64,13 @@ class Variant:
         """The wrapped model, without an optimizer."""
         with self.in_place(upstream=upstream):
             config = models.transformer_config(self.case, graphs)
-            return models.under_fsdp(self.case, config, models.gpt(self.case, config))
+            return models.wrapped(self.case, config, models.gpt(self.case, config))
 
 
 def small(**changes: Any) -> Case:
     """A case of a few milliseconds a step; the double buffer only where parameters are sharded."""
-    sharded = changes.get("strategy", "optim_grads_params") == "optim_grads_params"
-    return Case(**{**SMALL, "double_buffer": sharded, **changes})
+    sharded = changes.get("data_parallel_sharding_strategy", "optim_grads_params") == "optim_grads_params"
+    return Case.of({**SMALL, "fsdp_double_buffer": sharded, **changes})
 
 
 def _with_our_buffers(kind: Any) -> type:

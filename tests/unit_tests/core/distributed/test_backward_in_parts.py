@@ -14,7 +14,7 @@ from .fsdp_variants import STRATEGIES, Variant, run_backward, small
 
 @pytest.fixture(params=STRATEGIES)
 def fsdp(ranks, request):
-    return Variant(small(strategy=request.param, double_buffer=False)).build().module
+    return Variant(small(data_parallel_sharding_strategy=request.param, fsdp_double_buffer=False)).build().module
 
 
 def test_their_bucket_is_reduced_once_when_all_passes_are_over(fsdp):

@@ -488,7 +488,7 @@ def graphs_alive() -> int:
         graphed(ONE),
         graphed(modules=("attn",)),
         graphed(experts=4, modules=("attn", "moe_router", "moe_preprocess")),
-        graphed(ONE, experts=4, grouped_tensor=True),
+        graphed(ONE, experts=4, moe_use_grouped_tensor=True),
     ],
     ids=["model", "all layers", "one layer", "attention", "parts of experts' layers", "experts"],
 )
@@ -599,8 +599,7 @@ class LooksAhead(CapturedTraining):
 def test_passes_without_gradients_in_training_mode_change_nothing_in_training(one_rank, modules):
     """Routers count tokens for the bias of experts, and add up losses, with gradients only."""
     router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    config = [f"{name}={value!r}" for name, value in router.items()]
-    case = graphed(ONE, dropout=0.1, experts=4, modules=modules, grouped_tensor=not modules, config=tuple(config))
+    case = graphed(ONE, dropout=0.1, experts=4, modules=modules, moe_use_grouped_tensor=not modules, **router)
     traces = []
     for graphs in (False, True):
         training = LooksAhead(replace(case, dtype="fp32" if modules else "bf16"), graphs)

@@ -65,7 +65,7 @@ def test_where_nothing_is_sharded_the_first_of_the_ranks_with_a_gradient_counts_
     four_ranks, expert_groups, counts_dense, ranks
 ):
     four_ranks(1, rank=1, expert_model_parallel_size=expert_groups)
-    optimizer = built(Variant(small(strategy="no_shard", experts=4)))
+    optimizer = built(Variant(small(data_parallel_sharding_strategy="no_shard", experts=4)))
     (chunk,) = optimizer.model_chunks
     chunk.zero_grad_buffer()
     chunk.finish_grad_sync()
@@ -78,5 +78,7 @@ def test_where_nothing_is_sharded_the_first_of_the_ranks_with_a_gradient_counts_
 
 def test_a_pipeline_stage_without_experts_counts_with_the_others(four_ranks):
     four_ranks(1, rank=1, expert_model_parallel_size=2)
-    optimizer = built(Variant(small(strategy="no_shard", experts=4, layers=2, moe_layer_freq=(0, 0))))
+    optimizer = built(
+        Variant(small(data_parallel_sharding_strategy="no_shard", experts=4, layers=2, moe_layer_freq=(0, 0)))
+    )
     assert ranks_of(optimizer.get_grad_stats_parallel_group()) == [0, 1, 2, 3]

@@ -25,11 +25,14 @@ from .hook_listing import HOOK_DICTS, describe, hooks_of, translated
 OTHER_DICTS = ("_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 VARIANTS = {
-    **{strategy: Variant(small(strategy=strategy)) for strategy in STRATEGIES},
-    **{f"{strategy}, fine forward": Variant(small(strategy=strategy), fsdp=FINE_FORWARD) for strategy in STRATEGIES},
+    **{strategy: Variant(small(data_parallel_sharding_strategy=strategy)) for strategy in STRATEGIES},
+    **{
+        f"{strategy}, fine forward": Variant(small(data_parallel_sharding_strategy=strategy), fsdp=FINE_FORWARD)
+        for strategy in STRATEGIES
+    },
     "fine forward and backward": Variant(fsdp=FINE_BOTH),
     "bf16": Variant(small(dtype="bf16")),
-    "experts": Variant(small(experts=4, shared_experts=32)),
+    "experts": Variant(small(experts=4, moe_shared_expert_intermediate_size=32)),
     "kept transposes": Variant(sharding={"keep_fp8_transpose_cache": True}),
     "frozen parameters": Variant(change=freeze_embedding),
     "shared parameters": Variant(**SHARED),
@@ -57,7 +60,7 @@ def test_hooks_are_those_of_megatron_core(pair):
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
 def test_units_with_unsharded_parameters_have_the_hooks_of_others(fsdp, strategy):
-    unsharded = Variant(small(strategy=strategy), fsdp=LAYERS_ARE_UNITS).build().module
+    unsharded = Variant(small(data_parallel_sharding_strategy=strategy), fsdp=LAYERS_ARE_UNITS).build().module
     ours, others = (hooks_of(each.module.decoder.layers[0]) for each in (unsharded, fsdp))
     assert ours == others
 

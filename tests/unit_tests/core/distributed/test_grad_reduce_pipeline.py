@@ -54,7 +54,7 @@ def test_a_bucket_in_the_free_buffer_waits_for_nothing(fsdp, queued):
 
 
 def test_without_double_buffers_nothing_waits(ranks):
-    variant = Variant(small(layers=3, double_buffer=False))
+    variant = Variant(small(layers=3, fsdp_double_buffer=False))
     fsdp = variant.build().module
     run_backward(fsdp, variant.case)
     reduction = Reduction()

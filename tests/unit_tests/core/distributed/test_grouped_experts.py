@@ -22,7 +22,7 @@ def test_weights_are_read_in_their_bucket(ranks, monkeypatch):
         return together
 
     monkeypatch.setattr(grouped_tensor, "as_one", noted)
-    with captured(small(experts=4, grouped_tensor=True, holds="model")):
+    with captured(small(experts=4, moe_use_grouped_tensor=True, holds="model")):
         assert read
     assert all(mine == theirs and experts == 4 for mine, theirs, experts in read)
 
@@ -49,7 +49,7 @@ def test_an_eager_moe_layer_asks_the_host_nothing(ranks, monkeypatch, dispatcher
 
     monkeypatch.setattr(MoELayer, "forward", watched)
     flags = {"experts": 4, "dispatcher": dispatcher, "modules": ("attn",)}
-    with captured(small(grouped_tensor=True, **flags)) as model:
+    with captured(small(moe_use_grouped_tensor=True, **flags)) as model:
         model.step()
     assert not asked
     with captured(small(**flags)) as model:

@@ -11,7 +11,7 @@ from .fsdp_variants import STRATEGIES, Variant, run_backward, small, upstream_cl
 
 
 def build(strategy, **sharding):
-    return Variant(small(strategy=strategy), sharding=sharding).build().module
+    return Variant(small(data_parallel_sharding_strategy=strategy), sharding=sharding).build().module
 
 
 def gathered(fsdp, start, **arguments):
@@ -55,7 +55,7 @@ def test_a_model_whose_whole_pass_is_captured_exchanges_its_parameters_there(ran
 def test_a_schedule_that_does_not_say_which_micro_batch_is_the_last_one_is_refused_where_it_must(
     ranks, strategy, refused
 ):
-    case = small(strategy=strategy)
+    case = small(data_parallel_sharding_strategy=strategy)
     fsdp = Variant(case).build().module
     with mock.patch.object(fsdp.ddp_config, "overlap_grad_reduce", True):
         with fsdp.no_sync():  # as all pipeline stages but the first when they have a ``grad_sync_func``

@@ -8,7 +8,7 @@ import torch
 
 from .fsdp_variants import SHARED, STRATEGIES, Variant, freeze_embedding, small, upstream_class
 
-VARIANTS = {strategy: Variant(small(strategy=strategy)) for strategy in STRATEGIES}
+VARIANTS = {strategy: Variant(small(data_parallel_sharding_strategy=strategy)) for strategy in STRATEGIES}
 VARIANTS |= {"tied": Variant(**SHARED), "frozen": Variant(change=freeze_embedding)}
 
 

@@ -41,7 +41,11 @@ def megatron_cores_own(name):
 @pytest.fixture(params=VARIANTS)
 def buffer(ranks, request):
     strategy, dtype, sharding = VARIANTS[request.param]
-    variant = Variant(small(strategy=strategy, dtype=dtype), sharding=GRAPH_MODE | sharding, change=freeze_embedding)
+    variant = Variant(
+        small(data_parallel_sharding_strategy=strategy, dtype=dtype),
+        sharding=GRAPH_MODE | sharding,
+        change=freeze_embedding,
+    )
     return variant.build().module.param_and_grad_buffer
 
 

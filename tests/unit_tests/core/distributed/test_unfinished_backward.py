@@ -19,7 +19,7 @@ def built(strategy):
     """A model under Megatron-FSDP, always with the same parameters, and its case."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    case = small(strategy=strategy, layers=3)
+    case = small(data_parallel_sharding_strategy=strategy, layers=3)
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     model = Variant(case).build()

@@ -99,7 +99,7 @@ def test_gradients_of_experts_of_one_rank_are_scaled_once(four_ranks, again, fac
 def test_layers_are_units_only_where_parameters_are_sharded(four_ranks, strategy):
     """A known limit of megatron-core, which docs/limits.md names."""
     four_ranks(1)
-    units = Variant(small(strategy=strategy)).build().module.fsdp_unit_modules
+    units = Variant(small(data_parallel_sharding_strategy=strategy)).build().module.fsdp_unit_modules
     assert bool(units) == (strategy == "optim_grads_params")
 
 
@@ -108,7 +108,7 @@ def test_layers_are_units_only_where_parameters_are_sharded(four_ranks, strategy
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_gradients_are_reduced_once_in_a_step(four_ranks, strategy, overlap, told_of_last):
     four_ranks(1)
-    variant = Variant(small(strategy=strategy), sharding={"overlap_grad_reduce": overlap})
+    variant = Variant(small(data_parallel_sharding_strategy=strategy), sharding={"overlap_grad_reduce": overlap})
     fsdp = variant.build().module
     for _ in range(2):
         fsdp.is_last_microbatch = False

@@ -19,7 +19,9 @@ GATHER, SHARD, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_red
 @contextmanager
 def trained(kind, instances, outer, **changes):
     """A model with graphs, between two steps."""
-    with captured(graphed(kind, instances=instances, outer=outer, **changes)) as training:
+    with captured(
+        graphed(kind, num_distributed_optimizer_instances=instances, outer_dp_sharding_strategy=outer, **changes)
+    ) as training:
         training.fsdp.is_last_microbatch = True
         training.step()
         yield training
@@ -176,7 +178,7 @@ def test_a_replay_waits_for_what_is_outside_of_units_and_an_eager_pass_for_all(h
 
 @RECORDED
 def test_gradients_of_units_are_sent_in_another_dtype_from_two_buffers(hybrid_ranks, kind):
-    case = graphed(kind, instances=hybrid_ranks)
+    case = graphed(kind, num_distributed_optimizer_instances=hybrid_ranks)
     with captured(case, Variant(case, sharding={"megatron_fsdp_grad_comm_dtype": torch.bfloat16})) as training:
         groups = training.fsdp.param_and_grad_buffer.parameter_groups
         assert sum(group.fsdp_unit_id is not None for group in groups) == 3

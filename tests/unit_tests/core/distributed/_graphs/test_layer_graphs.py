@@ -296,7 +296,9 @@ def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, la
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strategy, direction):
-    variant = Variant(small(strategy=strategy), fsdp={"enable_fine_grained_param_gather_hook": True})
+    variant = Variant(
+        small(data_parallel_sharding_strategy=strategy), fsdp={"enable_fine_grained_param_gather_hook": True}
+    )
     fsdp = variant.build(graphs=True).module
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.capture_graphs([layer]):
@@ -364,12 +366,12 @@ def has_sinks(variant):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_collectives_of_sharded_units_are_recorded(ranks, strategy):
-    assert has_sinks(Variant(small(strategy=strategy))) is (strategy == "optim_grads_params")
+    assert has_sinks(Variant(small(data_parallel_sharding_strategy=strategy))) is (strategy == "optim_grads_params")
 
 
 @pytest.mark.parametrize(
     "variant",
-    [Variant(small(double_buffer=False)), Variant(fsdp={"report_nan_in_param_grad": True})],
+    [Variant(small(fsdp_double_buffer=False)), Variant(fsdp={"report_nan_in_param_grad": True})],
     ids=["no double buffer", "NaN check"],
 )
 def test_collectives_without_fixed_addresses_are_not_recorded(ranks, variant):

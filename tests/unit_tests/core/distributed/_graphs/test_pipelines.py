@@ -127,9 +127,10 @@ def assert_neighbours_share_nothing(places):
 
 
 SOME_EXPERTS = small(layers=4, experts=4, moe_layer_freq=(0, 1, 1, 0))
+ONE_POOL = replace(SOME_EXPERTS, config=(*SOME_EXPERTS.config, ("megatron_fsdp_max_pool_double_buffer", True)))
 
 
-@pytest.mark.parametrize("case", [small(layers=4), SOME_EXPERTS, replace(SOME_EXPERTS, max_pool=True)], ids=str)
+@pytest.mark.parametrize("case", [small(layers=4), SOME_EXPERTS, ONE_POOL], ids=str)
 def test_neighbouring_units_have_different_places_before_any_pass(ranks, case):
     fsdp = Variant(case).build().module
     take_places(fsdp)

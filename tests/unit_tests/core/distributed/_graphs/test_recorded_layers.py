@@ -71,7 +71,7 @@ def test_an_eager_pass_gathers_what_the_graphs_gather_that_other_ranks_replay(ra
 
 @pytest.mark.parametrize("holds", ["decoder", "model"])
 def test_an_eager_pass_reduces_the_buckets_of_a_layer_together_as_graphs_do(ranks, holds):
-    with captured(graphed(holds, experts=4, capacity=1.0)) as training:
+    with captured(graphed(holds, experts=4, moe_expert_capacity_factor=1.0)) as training:
         units, reductions = training.fsdp.graphs.units, training.fsdp.grad_reduce_pipeline
         training.layers[1].mlp.register_forward_hook(lambda *_: None)
         with mock.patch.object(reductions, "reduce_gradients", wraps=reductions.reduce_gradients) as reduce:

@@ -49,7 +49,7 @@ def new_model(graphs=True, modules=()):
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
     layers = 2 * parallel_state.get_pipeline_model_parallel_world_size()
-    case = Case(vision=True, layers=layers, hidden=32, heads=2, dropout=0.1, modules=modules)
+    case = Case(model="vision", layers=layers, hidden=32, dropout=0.1, modules=modules)
     config = models.transformer_config(case, graphs)
     return vision_training.classifier(config, SIDE).cuda(), config
 
