@@ -203,7 +203,8 @@ DENSE_MODELS: list[dict] = [
     {"dtype": dtype, "holds": "model", "dropout": 0.1, "microbatches": 2} for dtype in ("bf16", "fp32")
 ]
 PADDED_MODELS: list[dict] = [
-    {"dtype": dtype, "holds": "model", "experts": 4, "capacity": 1.0, "microbatches": 2} for dtype in ("bf16", "fp32")
+    {"dtype": dtype, "holds": "model", "experts": 4, "moe_expert_capacity_factor": 1.0, "microbatches": 2}
+    for dtype in ("bf16", "fp32")
 ]
 
 
