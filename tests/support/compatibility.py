@@ -1,4 +1,4 @@
-"""Which flags work with CUDA graphs of a sharded model, with an example of each; writes ``docs/compatibility.md``.
+"""List the flags that work with CUDA graphs of a sharded model, and write ``docs/compatibility.md``.
 
 python -m tests.support.compatibility > docs/compatibility.md
 """
@@ -26,7 +26,7 @@ _USER_CODE = "tests/integration_tests/test_user_code.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 
-# Flags of a small model in whose place and beside which examples give others.
+# Flags of a small model, which examples extend or override.
 FITTING = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
     --micro-batch-size 1 --train-iters 5 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 64
@@ -47,7 +47,7 @@ STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights
 
 
 def command_line(example: str) -> list[str]:
-    """Return ``FITTING`` with the flags of an example added, and without those after a ``!``."""
+    """Return ``FITTING`` plus the flags of an example, minus those after a ``!``."""
     words = example.split()
     line = FITTING
     for left_out in (word[1:] for word in words if word.startswith("!")):
@@ -60,12 +60,13 @@ class Working:
     """Flags that work together with a sharded model and CUDA graphs.
 
     Attributes:
-        name: What pairs of features that are trained together call it.
-        flags: What it is about, in one line; no other, and no row of the product's table, has the same.
-        shown: The test that shows it, as a path in this repository.
-        example: Flags of it, as ``command_line`` reads them.
-        words: A remark, or nothing.
-        holds: What a graph holds at most, ``model``, ``layers`` (one each) or ``parts`` of them.
+        name: Name in ``pairs.FEATURES``.
+        flags: The flags, in one line; unique among all rows.
+        shown: Path of the test.
+        example: Example flags for ``command_line``.
+        words: A remark, possibly empty.
+        holds: The largest unit of a graph: ``model``, ``layers`` or ``parts``.
+        sharding: The required wrapper.
     """
 
     name: str
@@ -306,7 +307,7 @@ A flag without a row is passed through untested.
 read too, and, of what works, from `tests/support/compatibility.py`.
 """
 ROWS: tuple[Row | Working, ...] = (*WORKING, *TABLE)
-# How the flags of a topic's rows begin; the first topic that fits.
+# Topics by the beginning of a row's flags; the first match counts.
 TOPICS: dict[str, tuple[str, ...]] = {
     "What graphs hold": ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-layers", "--cuda-graph-warmup"),
     "Sharding and Megatron-FSDP's buffers": (
@@ -350,7 +351,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
 
 
 def page(table: Iterable[Row | Working] = ROWS) -> str:
-    """Return the page for the rows of ``table``, as Markdown."""
+    """Return the page for ``table`` as Markdown."""
     by_topic: dict[str, list[Row | Working]] = {title: [] for title in TOPICS}
     for row in table:
         by_topic[next(title for title, flags in TOPICS.items() if row.flags.startswith(flags))].append(row)

@@ -1,20 +1,20 @@
-"""Datasets of random tokens, as Megatron's trainings read them."""
+"""Write Megatron datasets of random tokens."""
 
 import random
 from pathlib import Path
 
 import numpy
 
-TOKENS = 255  # as many as NullTokenizer has with --vocab-size 255
+TOKENS = 255  # --vocab-size of the NullTokenizer
 
 
 def write_documents(prefix: Path, count: int, longest: int) -> Path:
-    """Write a dataset to ``prefix`` (a ``.bin`` and an ``.idx`` file), the same at every call, and return ``prefix``.
+    """Write the same dataset to ``prefix`` (a ``.bin`` and an ``.idx`` file) at every call, and return ``prefix``.
 
     Args:
-        prefix: The files' path without their endings.
-        count: Documents.
-        longest: The most tokens of a document; the fewest is 1.
+        prefix: Path of the files without suffix.
+        count: Number of documents.
+        longest: Maximum number of tokens of a document; the minimum is 1.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 

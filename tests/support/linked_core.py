@@ -1,4 +1,4 @@
-"""A folder of links to the installed megatron-core's files, some of them edited."""
+"""Make a folder of links to the installed megatron-core, with edited files."""
 
 import os
 import shutil
@@ -27,14 +27,14 @@ _GROUPS = "model, gtp_remat_group, egtp_remat_group, calculate_per_token_loss"
 
 
 def installed() -> Path:
-    """Return the folder that holds the installed ``megatron/core``."""
+    """Return the folder of the installed ``megatron/core``."""
     core = find_core()
     assert core is not None
     return Path(core.origin).parents[2]
 
 
 def linked_core(folder: Path) -> Path:
-    """Make the links below ``folder``, and return it."""
+    """Make the links below ``folder`` and return it."""
     for package in ("core", "training"):
         shutil.copytree(
             installed() / "megatron" / package,
@@ -46,7 +46,7 @@ def linked_core(folder: Path) -> Path:
 
 
 def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
-    """Put an edited copy in the place of a linked file; each first text of ``edits`` must be in it."""
+    """Replace a link by an edited copy; ``edits`` are pairs of old text, which must occur, and new text."""
     path = folder / name
     text = path.read_text()
     for old, new in edits:
@@ -57,15 +57,15 @@ def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
 
 
 def _with_every_strategy(follows: str) -> tuple[str, str]:
-    """An edit: what was asked of sharded parameters before a line is asked of all that is sharded."""
+    """Return an edit of a condition on sharded parameters: apply it to every strategy that shards."""
     return _SHARDS_PARAMETERS + follows, _SHARDS + follows
 
 
 def later_core(folder: Path) -> Path:
-    """Make a megatron-core below ``folder`` that differs from the installed one as 0.20 does, and return the folder.
+    """Make a megatron-core below ``folder`` with the known changes of 0.20, and return the folder.
 
-    ``FullyShardedDataParallel`` makes a ``FullyShardedDataParallelV1`` or a ``...V2``, layers are units with every
-    strategy that shards, and who finishes gradients gives the groups of ranks that share weights.
+    ``FullyShardedDataParallel`` constructs ``FullyShardedDataParallelV1`` or ``...V2``, layers are units with every
+    sharding strategy, and ``finalize_model_grads`` passes the groups that share weights.
     """
     linked_core(folder)
     change(folder, "megatron/core/package_info.py", ("MINOR = 19", "MINOR = 20"))

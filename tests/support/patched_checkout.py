@@ -1,9 +1,8 @@
-"""Applies the patch to a megatron-core checkout: everything imports, eager training is bit-identical, and tests pass.
+"""Apply the patch to a megatron-core checkout: it imports, eager training is bit-identical, and tests pass.
 
     python -m tests.support.patched_checkout FOLDER [--quick]
 
-FOLDER must not exist. Nothing of this project starts in the checkout: the overlay is off. With --quick only a few tests
-run in it.
+FOLDER must not exist. The overlay is off in the checkout. --quick runs few tests.
 """
 
 import argparse
@@ -23,12 +22,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 UNIT_TESTS = REPOSITORY / "tests" / "unit_tests" / "core"
 QUICK = ("optimizer/test_empty_shards.py", "transformer/_cuda_graphs/engine/test_make_graphed_callables.py")
 WHOLE = ("optimizer", "transformer/_cuda_graphs", "transformer/moe")
-# Files that compare with megatron-core's own definitions, which only the overlay keeps apart.
+# Tests that compare with megatron-core's originals need the overlay.
 WITH_OVERLAY = re.compile(r"megatron_fsdp_cuda_graphs\.overlay|import overlay|tests\.support\.replaced")
 
 
 class Checkout:
-    """A git repository of the installed megatron-core's files, and processes that import from it."""
+    """A git repository of the installed megatron-core, and processes that import it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,19 +41,19 @@ class Checkout:
         self.git("commit", "--quiet", "--message", "megatron-core")
 
     def git(self, *arguments: str, given: bytes | None = None) -> str:
-        """Run git in it, with ``given`` as its input; return what it writes."""
+        """Run git with ``given`` as input and return its output."""
         identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
         command = ["git", "-C", str(self.folder), *identity, *arguments]
         return subprocess.run(command, check=True, stdout=subprocess.PIPE, input=given).stdout.decode()
 
     def apply_patch(self) -> None:
-        """Apply the patch with ``git am``; the checkout is then clean."""
+        """Apply the patch with ``git am``."""
         command = [sys.executable, "-m", "tools.patch", str(self.folder)]
         self.git("am", "--quiet", given=subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         assert not self.git("status", "--porcelain")
 
     def python(self, *arguments: str) -> str:
-        """Run Python; return its output. Ends this process with the end of it if it fails."""
+        """Run Python and return its output; exit with the end of the output if it fails."""
         command = [sys.executable, *arguments]
         done = subprocess.run(command, env=self._environment, cwd=REPOSITORY, capture_output=True, text=True)
         if done.returncode:
@@ -62,13 +61,13 @@ class Checkout:
         return done.stdout
 
     def import_all(self) -> None:
-        """Import every module that the patch changes or adds, from this checkout."""
+        """Import every module of the patch from this checkout."""
         code = "import importlib, sys\nfor name in sys.argv[2:]:\n    file = importlib.import_module(name).__file__"
         code += "\n    assert file.startswith(sys.argv[1]), file"
         self.python("-c", code, str(self.folder), *patched_modules())
 
     def eager(self) -> list[str]:
-        """Return what eager training computes."""
+        """Train eagerly and return the printed numbers."""
         code = (
             "from tests.support.ranks.run_ranks import on_two_ranks;"
             "done = on_two_ranks('tests/support/trainings/eager_training.py');"

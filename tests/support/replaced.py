@@ -1,4 +1,4 @@
-"""megatron-core's own file of a module that the patch replaces, to compare with."""
+"""Load megatron-core's original of a module that the patch replaces."""
 
 import importlib
 from functools import cache
@@ -10,7 +10,7 @@ from megatron_fsdp_cuda_graphs.overlay import ordinary_spec
 
 @cache
 def replaced(name: str) -> Any:
-    """Load megatron-core's module ``name`` beside that of the patch."""
+    """Return megatron-core's module ``name``, loaded beside the patched one."""
     spec = ordinary_spec(name, importlib.import_module(name.rpartition(".")[0]).__path__)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)

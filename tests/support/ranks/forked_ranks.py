@@ -1,6 +1,6 @@
-"""Scripts on CPU ranks that are forked from a process that has imported everything.
+"""Run scripts on CPU ranks forked from a process that has imported everything.
 
-The imports take longer than a short training. Each process that starts ranks has one such process of its own.
+Imports take longer than a short training. Each process that starts ranks has its own preloaded process.
 """
 
 import os
@@ -17,17 +17,17 @@ from torch.multiprocessing import start_processes
 
 PRELOADED = "tests.support.ranks.preloaded"
 OWN = {"TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
-GRACE = 120  # seconds, in which ranks on a busy machine write a checkpoint
+GRACE = 120  # seconds for ranks on a busy machine to write a checkpoint
 
 
 class ForkedRanks:
-    """A script on ranks of the CPU backend, in the background. The first rank that fails ends the others.
+    """Runs a script on ranks of the CPU backend in the background. The first failed rank ends the others.
 
     Args:
         arguments: The script and its arguments.
-        log: The file of all that the ranks write.
-        ranks: Processes.
-        environment: Variables to set beside this process's own and ``OWN``.
+        log: File for the output of all ranks.
+        ranks: Number of processes.
+        environment: Additional environment variables.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class ForkedRanks:
         context.set_forkserver_preload([PRELOADED])
         variables = os.environ | OWN | (environment or {})
         self._launcher = context.Process(target=_launch, args=(list(arguments), variables, log, ranks))
-        with mock.patch.dict(os.environ, OWN):  # the server starts with the first process, and imports by them
+        with mock.patch.dict(os.environ, OWN):  # for imports of the server, which starts with the first process
             self._launcher.start()
 
     def running(self) -> bool:
-        """Whether the ranks have not ended."""
+        """Return whether the ranks are running."""
         return self._launcher.is_alive()
 
     def terminate(self) -> None:
@@ -55,10 +55,10 @@ class ForkedRanks:
         self._launcher.terminate()
 
     def ended(self, timeout: float) -> int:
-        """Wait for the end and return the exit status, 0 where every rank's is.
+        """Wait for the ranks and return the exit status, 0 if all ranks succeeded.
 
         Raises:
-            AssertionError: no end after ``timeout`` seconds; with the end of the log. The ranks are terminated.
+            AssertionError: ``timeout`` seconds passed; includes the end of the log. The ranks are terminated.
         """
         self._launcher.join(timeout)
         if self.running():
@@ -69,15 +69,15 @@ class ForkedRanks:
         return self._launcher.exitcode
 
     def log_tail(self) -> str:
-        """The end of the log."""
+        """Return the end of the log."""
         return self._log.read_text(errors="replace")[-12000:]
 
 
 def _launch(arguments: list[str], environment: dict[str, str], log: Path, ranks: int) -> None:
-    """Start the ranks, pass SIGTERM on to them (and SIGKILL after ``GRACE``), and wait for their end.
+    """Start the ranks, forward SIGTERM (and SIGKILL after ``GRACE``), and wait for them.
 
     Raises:
-        ProcessExitedException: a rank failed; names its exit status.
+        ProcessExitedException: a rank failed.
     """
     with log.open("wb") as file:
         for stream in (sys.stdout, sys.stderr):
@@ -100,7 +100,7 @@ def _launch(arguments: list[str], environment: dict[str, str], log: Path, ranks:
 
 
 def _rank(rank: int, arguments: list[str]) -> None:
-    """Be one of the ranks."""
+    """Run the script as one rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     sys.argv = ["", *arguments]
     runpy.run_module("megatron_fsdp_cuda_graphs.cpu_backend", run_name="__main__", alter_sys=True)

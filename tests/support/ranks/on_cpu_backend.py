@@ -1,4 +1,4 @@
-"""The CPU backend for tests in this process."""
+"""Use the CPU backend in this process."""
 
 import gc
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from megatron_fsdp_cuda_graphs.cpu_backend import install, installed, uninstall
 
 @contextmanager
 def on_cpu_backend() -> Iterator[None]:
-    """Install the CPU backend, and leave torch as it was. A process that had it already keeps it."""
+    """Install the CPU backend and restore torch afterwards, unless it was installed before."""
     if installed():
         yield
         return
     if torch.cuda.is_available():
         pytest.skip("a GPU is visible: the CPU backend needs CUDA_VISIBLE_DEVICES=''")
     install()
-    gc.freeze()  # every capture collects garbage: it need not walk through all imported modules each time
+    gc.freeze()  # skip imported objects when captures collect garbage
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
-"""What is imported before ranks are forked: the CPU backend and all that the scripts import.
+"""Import the CPU backend and everything that scripts import, before ranks are forked.
 
-Never import it elsewhere: the CPU backend stays installed.
+Never import this module elsewhere: the CPU backend stays installed.
 """
 
 import argparse
@@ -28,10 +28,10 @@ def _read_once(factory: Any, config: type) -> dict[str, str]:
     return dict(_docstrings[config])
 
 
-# megatron-core lists its flags with help texts that it parses out of its own sources: a third of a short training.
+# megatron-core parses help texts from its sources: a third of the time of a short training.
 argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
 arguments.add_megatron_arguments(argparse.ArgumentParser())
 sys.path.insert(0, str(SCRIPT.parent))
 runpy.run_path(str(SCRIPT))
 gc.collect()
-gc.freeze()  # captures collect garbage, and building a model does: spare them what the imports left
+gc.freeze()  # skip imported objects when captures and model building collect garbage

@@ -1,9 +1,9 @@
-"""What scripts on ranks of their own import before megatron-core: it installs the CPU backend where there is no GPU.
+"""Install the CPU backend without a GPU. Scripts of ranks import this module before megatron-core.
 
-Never import it in a process of tests: the CPU backend stays installed.
+Never import it in a test process: the CPU backend stays installed.
 
 Attributes:
-    on_cpu: Whether the ranks have no GPU.
+    on_cpu: Whether the ranks use the CPU backend.
 """
 
 import sys

@@ -1,7 +1,6 @@
-"""Fixtures of tests that run on the CPU backend, as rank 0 of four ranks whose collectives move nothing.
+"""Fixtures that make this process rank 0 of four on the CPU backend, with collectives that move no data.
 
-What Megatron-FSDP registers, allocates and releases does not depend on what is communicated. Where values count, a test
-runs as one rank.
+Hooks, allocations and releases of Megatron-FSDP do not depend on the data. Tests of values run as one rank.
 """
 
 import gc
@@ -17,7 +16,7 @@ from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 @pytest.fixture(scope="module")
 def cpu_backend_of_module():
-    """The CPU backend, while a module's tests run."""
+    """Install the CPU backend for the tests of a module."""
     with on_cpu_backend():
         yield
 
@@ -32,7 +31,7 @@ def _four_ranks(instances: int, rank: int = 0, **groups: int):
         num_distributed_optimizer_instances=instances, create_gloo_process_groups=False, **groups
     )
     model_parallel_cuda_manual_seed(1234)
-    gc.freeze()  # building a model collects garbage: spare it what the imports left
+    gc.freeze()  # skip imported objects when building a model collects garbage
     yield instances
     gc.unfreeze()
     parallel_state.destroy_model_parallel()
@@ -41,35 +40,35 @@ def _four_ranks(instances: int, rank: int = 0, **groups: int):
 
 @pytest.fixture(scope="module")
 def ranks(cpu_backend_of_module):
-    """Four ranks that shard together."""
+    """Make four ranks that shard together."""
     with _four_ranks(1) as instances:
         yield instances
 
 
 @pytest.fixture(scope="module")
 def hybrid_ranks(cpu_backend_of_module):
-    """Four ranks, two groups of two that shard."""
+    """Make two HSDP replicas of two ranks."""
     with _four_ranks(2) as instances:
         yield instances
 
 
 @pytest.fixture
 def instances_of_one_rank(cpu_backend_of_module):
-    """Four ranks, none of which shards with another."""
+    """Make four HSDP replicas of one rank."""
     with _four_ranks(4) as instances:
         yield instances
 
 
 @pytest.fixture
 def four_ranks(cpu_backend_of_module):
-    """Makes four ranks with so many instances, of which this is the given one, in the given parallel groups."""
+    """Return a function that makes four ranks with a number of HSDP replicas, a rank and parallel groups."""
     with ExitStack() as stack:
         yield lambda *args, **groups: stack.enter_context(_four_ranks(*args, **groups))
 
 
 @pytest.fixture(scope="module")
 def process_group(cpu_backend_of_module):
-    """A process group of this process alone, without Megatron's groups."""
+    """Make a process group of one rank, without Megatron's groups."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -77,7 +76,7 @@ def process_group(cpu_backend_of_module):
 
 @pytest.fixture(scope="module")
 def one_rank(process_group):
-    """This process alone, with collectives that communicate."""
+    """Make one rank, with real collectives."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -89,8 +88,8 @@ def one_rank(process_group):
 
 @pytest.fixture
 def side_stream(cpu_backend_of_module):
-    """The current stream is not the legacy default one, as in a program that captures."""
+    """Leave the legacy default stream, as programs that capture do."""
     gc.collect()
-    gc.freeze()  # captures collect garbage, and building a model does: spare them what is there
+    gc.freeze()  # skip live objects when captures and model building collect garbage
     with torch.cuda.stream(torch.cuda.Stream()):
         yield

@@ -1,4 +1,4 @@
-"""Runs a script on gloo ranks, on the CPU backend."""
+"""Run a script on gloo ranks of the CPU backend."""
 
 import json
 import tempfile
@@ -13,12 +13,12 @@ TIMEOUT = 600  # seconds
 
 
 def on_two_ranks(script: str, *arguments: str) -> CompletedProcess:
-    """Run ``script`` on two ranks; see ``on_ranks``."""
+    """Run ``script`` on two ranks, as ``on_ranks`` does."""
     return on_ranks(2, script, *arguments)
 
 
 def on_ranks(count: int, script: str, *arguments: str) -> CompletedProcess:
-    """Run ``script``, a path from the root of the tree; what all ranks write is both the output and the errors."""
+    """Run ``script``, a path from the repository root; stdout and stderr are the output of all ranks."""
     command = [str(ROOT / script), *arguments]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -29,10 +29,10 @@ def on_ranks(count: int, script: str, *arguments: str) -> CompletedProcess:
 
 
 def lines_of(launch: CompletedProcess) -> list[dict[str, Any]]:
-    """Return what the first rank printed as JSON, an object a line.
+    """Return the JSON objects that the first rank printed, one per line.
 
     Raises:
-        AssertionError: there is none; with the end of what the ranks wrote.
+        AssertionError: there is none; includes the end of the output.
     """
     lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
     assert lines, launch.stderr[-3000:]
