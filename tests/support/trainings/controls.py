@@ -1,4 +1,4 @@
-"""Captures with something wrong or unusual, each of which a comparison must notice or survive."""
+"""Controls: captures that break one thing, which a comparison must detect, or unusual ones that must succeed."""
 
 import logging
 import os
@@ -13,16 +13,24 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.support.trainings.case import Case
 from tests.support.trainings.training import (
     Training,
     distributed_optimizers,
     standing_in,
 )
 
+CONTROLS: dict[str, Callable[[Training], None]] = {}
 
+
+def control(function: Callable[[Training], None]) -> Callable[[Training], None]:
+    """Register a control, which captures in place of ``create_cudagraphs``."""
+    CONTROLS[function.__name__] = function
+    return function
+
+
+@control
 def dead_replay(training: Training) -> None:
-    """Graphs that are replayed but do nothing."""
+    """Make replays do nothing."""
     training.helper.create_cudagraphs()
     _kill_replays(training)
 
@@ -31,14 +39,16 @@ def _kill_replays(training: Training) -> None:
     training.patches.enter_context(mock.patch.object(torch.cuda.CUDAGraph, "replay"))
 
 
+@control
 def no_manual_hooks(training: Training) -> None:
-    """Layers under DistributedDataParallel that are not told which parameters to gather before a replay."""
+    """Leave layers under DistributedDataParallel without the hooks that gather before a replay."""
     training.helper.create_cudagraphs()
     training.helper.cuda_graph_set_manual_hooks = mock.Mock()
 
 
+@control
 def hooks_left(training: Training) -> None:
-    """Layers that are captured with their hooks on."""
+    """Capture layers with their hooks."""
     from megatron.core.transformer._cuda_graphs import hooks
 
     with mock.patch.object(hooks.ModuleHooks, "extract", _keep_hooks):
@@ -53,32 +63,37 @@ def _keep_hooks(module, outside_only=False):
     return ModuleHooks(module, {name: kept.get(name, {}) for name in (*kept, "_forward_hooks_with_kwargs")})
 
 
+@control
 def no_post_backward_sentinel(training: Training) -> None:
-    """FSDP's forward-pre wrapper without the sentinel that names its handler."""
+    """Remove the sentinel of FSDP's forward-pre wrapper."""
     for hook in training.layers[0]._forward_pre_hooks.values():
         vars(hook).pop("_cuda_graph_backward_handler", None) if hasattr(hook, "__dict__") else None
     training.helper.create_cudagraphs()
 
 
+@control
 def no_pre_backward_sentinel(training: Training) -> None:
-    """FSDP's forward wrapper without the sentinel that names its handler."""
+    """Remove the sentinel of FSDP's forward wrapper."""
     for hook in training.layers[0]._forward_hooks.values():
         vars(hook).pop("_cuda_graph_backward_pre_handler", None) if hasattr(hook, "__dict__") else None
     training.helper.create_cudagraphs()
 
 
+@control
 def failed_forward_capture(training: Training) -> None:
-    """A layer that reads a value on the host: its forward cannot be captured, and training goes on eagerly."""
+    """Synchronize in the forward pass of a layer, which fails the capture."""
     _fail_capture(training, lambda tensor: tensor.sum().item())
 
 
+@control
 def failed_backward_capture(training: Training) -> None:
-    """A layer whose gradient is read on the host: its backward cannot be captured, and training goes on eagerly."""
+    """Synchronize in the backward pass of a layer, which fails the capture."""
     _fail_capture(training, lambda tensor: tensor.register_hook(lambda grad: (grad.sum().item(), None)[1]) and None)
 
 
+@control
 def fallback_after_a_failure_on_one_rank(training: Training) -> None:
-    """The last rank runs out of memory in a layer: all ranks go on without graphs, as ``cuda_graph_fallback`` says."""
+    """Run out of memory in a layer of the last rank: with ``cuda_graph_fallback`` all ranks continue eagerly."""
 
     def hook(module, args, output):
         raise torch.OutOfMemoryError("out of memory, as it were")
@@ -95,8 +110,9 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
     assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
 
 
+@control
 def interrupted_on_one_rank(training: Training) -> None:
-    """Interrupt the last rank in a capture, a recapture and a capture for evaluation: all ranks end each time."""
+    """Interrupt the last rank in a capture, a recapture and a capture for evaluation: each ends on all ranks."""
     from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
 
     helper, case = training.helper, training.case
@@ -115,7 +131,7 @@ def interrupted_on_one_rank(training: Training) -> None:
 
 
 def _interrupt(training: Training, capture: Callable[[], object]) -> None:
-    """Call ``capture`` with KeyboardInterrupt in the capture of the last rank's last layer."""
+    """Call ``capture`` and raise KeyboardInterrupt in the last layer of the last rank."""
     mlp, last = training.layers[-1].mlp, dist.get_world_size() - 1
     forward = mlp.forward
 
@@ -137,8 +153,9 @@ def _interrupt(training: Training, capture: Callable[[], object]) -> None:
     assert all(re.fullmatch(expected, text) for text in everywhere[:last]), everywhere
 
 
+@control
 def failed_recaptures(training: Training) -> None:
-    """Capture; later captures run out of memory on the last rank, except in the shape of the first one."""
+    """Capture; later captures of other shapes run out of memory on the last rank."""
     mlp = training.layers[-1].mlp
     forward = mlp.forward
 
@@ -153,13 +170,15 @@ def failed_recaptures(training: Training) -> None:
         training.patches.enter_context(mock.patch.object(mlp, "forward", fail))
 
 
+@control
 def failed_forward_between_collectives(training: Training) -> None:
-    """The last rank fails in warm-up between the collectives of attention and of the MLP; training goes on eagerly."""
+    """Fail on the last rank in warm-up, between the collectives of attention and MLP."""
     _fail_between_collectives(training, "forward", _run_out_of_memory)
 
 
+@control
 def failed_backward_between_collectives(training: Training) -> None:
-    """The same in the backward pass."""
+    """Fail on the last rank in the backward pass of warm-up, between collectives."""
     _fail_between_collectives(training, "backward", lambda output: output.register_hook(_run_out_of_memory))
 
 
@@ -168,7 +187,7 @@ def _run_out_of_memory(tensor: torch.Tensor) -> None:
 
 
 def _fail_between_collectives(training: Training, phase: str, touch: Callable[[torch.Tensor], object]) -> None:
-    """Capture, with ``touch`` called on what the last rank's last layer has computed in attention."""
+    """Capture, and call ``touch`` on the attention output of the last layer of the last rank."""
     from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 
     last = dist.get_world_size() - 1
@@ -195,8 +214,9 @@ def _fail_between_collectives(training: Training, phase: str, touch: Callable[[t
     assert seconds < 60, f"the error took {seconds:.0f} s"
 
 
+@control
 def hook_on_one_rank(training: Training) -> None:
-    """A hook outside of layers on the last rank, which keeps the whole model out of a graph: layers are captured."""
+    """Register a hook outside of layers on the last rank: all ranks capture layers, not the whole model."""
     if dist.get_rank() == dist.get_world_size() - 1:
         from megatron.core.utils import get_attr_wrapped_model
 
@@ -210,15 +230,17 @@ def hook_on_one_rank(training: Training) -> None:
     assert training.helper._state.choice.not_model == expected, training.helper._state.choice.not_model
 
 
+@control
 def layer_hook_on_one_rank(training: Training) -> None:
-    """A layer with a hook on the last rank, which is in no graph with others there: nor is it on other ranks."""
+    """Register a hook on a layer of the last rank: all ranks capture it alone."""
     if dist.get_rank() == dist.get_world_size() - 1:
         training.layers[1].register_forward_hook(lambda *_: None)
     training.helper.create_cudagraphs()
 
 
+@control
 def late_hook_on_one_rank(training: Training) -> None:
-    """Capture; the last rank then has a hook in every second layer, which it runs eagerly where others replay it."""
+    """Capture, then hook every second layer of the last rank, which runs them eagerly beside replays."""
     training.helper.create_cudagraphs()
     for layer in training.layers[1::2] if dist.get_rank() == dist.get_world_size() - 1 else ():
         hooked = [
@@ -229,14 +251,16 @@ def late_hook_on_one_rank(training: Training) -> None:
             module.register_forward_hook(lambda *_: None)
 
 
+@control
 def late_hook_on_one_rank_without_plans(training: Training) -> None:
-    """The same where no collective may be recorded, so that replays gather and reduce through hooks."""
+    """Do the same without recorded collectives: replays gather and reduce through hooks."""
     with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
         late_hook_on_one_rank(training)
 
 
+@control
 def eager_on_last_rank(training: Training) -> None:
-    """Capture; the last rank then has a hook in a layer, for which the others wait. The first rank logs why."""
+    """Capture, then hook a layer of the last rank, for which the others wait. The first rank logs why."""
     training.helper.create_cudagraphs()
     if dist.get_rank() == dist.get_world_size() - 1:
         training.layers[1].mlp.register_forward_hook(lambda *_: None)
@@ -253,8 +277,9 @@ def eager_on_last_rank(training: Training) -> None:
     training.patches.callback(check)
 
 
+@control
 def eager_micro_batch_on_one_rank(training: Training) -> None:
-    """Capture; the last rank then runs the second micro-batch of each step eagerly, where others replay it."""
+    """Capture; the last rank then runs the second micro-batch of each step eagerly."""
     training.helper.create_cudagraphs()
     for graphs in standing_in(training.helper) if dist.get_rank() == dist.get_world_size() - 1 else ():
         assert len(graphs.slots) > 1
@@ -264,8 +289,9 @@ def eager_micro_batch_on_one_rank(training: Training) -> None:
         )
 
 
+@control
 def refused_on_one_stage(training: Training) -> None:
-    """A hook outside of layers in the last pipeline stage: layers are captured, those of the other stages too."""
+    """Register a hook outside of layers in the last pipeline stage: all stages capture layers."""
     last = dist.get_rank() == dist.get_world_size() - 1
     if last:
         from megatron.core.utils import get_attr_wrapped_model
@@ -279,24 +305,27 @@ def refused_on_one_stage(training: Training) -> None:
     )
 
 
+@control
 def captured_again(training: Training) -> None:
-    """Capture, delete the graphs, and capture again."""
+    """Capture, delete the graphs, and recapture."""
     training.helper.create_cudagraphs()
     training.helper.delete_cuda_graphs()
     assert not any(layer.cuda_graphs for layer in training.layers)
     training.helper.create_cudagraphs()
 
 
+@control
 def clipping_eager_on_one_rank(training: Training) -> None:
-    """Capture; one rank then clips gradients eagerly where the others replay that."""
+    """Capture; one rank then clips gradients eagerly."""
     training.helper.create_cudagraphs()
     if dist.get_rank() == 1:
         for optimizer in distributed_optimizers(training.optimizer):
             optimizer._whole_model_passes = lambda: None
 
 
+@control
 def captured_again_later(training: Training) -> None:
-    """Capture, train two steps, delete the graphs, train a step without, and capture again."""
+    """Capture, train two steps, delete the graphs, train an eager step, and recapture."""
     training.helper.create_cudagraphs()
     captured_after = len(training.losses)
 
@@ -312,8 +341,9 @@ def captured_again_later(training: Training) -> None:
     training.patches.enter_context(mock.patch.object(training, "step", step))
 
 
+@control
 def evaluation_eager_on_one_rank(training: Training) -> None:
-    """Capture; from the second evaluation on the last rank has a hook in a layer, and the others replay."""
+    """Capture; from the second evaluation on, a hook makes the last rank eager."""
     training.helper.create_cudagraphs()
     last, since = dist.get_rank() == dist.get_world_size() - 1, len(training.evaluations)
 
@@ -328,13 +358,15 @@ def evaluation_eager_on_one_rank(training: Training) -> None:
     training.patches.enter_context(mock.patch.object(training, "evaluate", evaluate))
 
 
+@control
 def failed_capture_for_evaluation(training: Training) -> None:
-    """The last rank runs out of memory when the first evaluation captures: all ranks evaluate eagerly."""
+    """Run out of memory on the last rank when the first evaluation captures: all ranks evaluate eagerly."""
     _fail_for_evaluation(training, torch.cuda.is_current_stream_capturing)
 
 
+@control
 def failed_warm_up_for_evaluation(training: Training) -> None:
-    """The same in warm-up, between the collectives of attention and of the MLP."""
+    """Run out of memory in warm-up for evaluation, between the collectives of attention and MLP."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
     graphs = getattr(training.chunks[0].module, "graphs", None)
@@ -353,7 +385,7 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
         return forward(*args, **kwargs)
 
     def synchronize() -> None:
-        """As schedules without stages do at the end of an evaluation."""
+        """Wait for gathers, as schedules do at the end of an evaluation."""
         if training.case.wrapper != "fsdp2":
             training.chunks[0].synchronize_param_gather()
 
@@ -368,21 +400,23 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     assert stages > 1 or not any(training.evaluation_replays)  # other stages replay
     changed = [key for key in before if before[key] != after[key]]
-    # TransformerEngine's attention moves the generator on without dropout, too.
+    # TransformerEngine's attention advances the generator even without dropout.
     assert changed == [] or (changed == ["rng"] and training.case.transformer_engine), (
         f"a failed capture changed {changed}"
     )
-    training.evaluations.clear()  # the eager run has none here
+    training.evaluations.clear()  # the eager run has no evaluation here
     training.evaluation_replays.clear()
 
 
+@control
 def not_reduced_between_instances(training: Training) -> None:
-    """Graphs of hybrid sharding, after which nothing is reduced between instances."""
+    """Capture; then reduce nothing across HSDP replicas."""
     _not_between_instances(training, "grad_reduce_pipeline", "reduce_all_between_instances")
 
 
+@control
 def not_gathered_between_instances(training: Training) -> None:
-    """Graphs of hybrid sharding, before which nothing is gathered between instances."""
+    """Capture; then gather nothing across HSDP replicas."""
     _not_between_instances(training, "all_gather_pipeline", "gather_between_instances")
 
 
@@ -392,8 +426,9 @@ def _not_between_instances(training: Training, pipeline: str, method: str) -> No
     training.patches.enter_context(mock.patch.object(owner, method))
 
 
+@control
 def captured_by_two_helpers(training: Training) -> None:
-    """Capture the last layers and the first one with a helper each, as for the language and the vision model of one."""
+    """Capture the last layers and the first with a helper each, as multimodal models do."""
     from megatron.core.transformer import cuda_graphs
 
     first, *rest = training.layers
@@ -403,8 +438,9 @@ def captured_by_two_helpers(training: Training) -> None:
         training.helper.create_cudagraphs()
 
 
+@control
 def failed_language_capture(training: Training) -> None:
-    """The language model beside a vision encoder cannot be captured: only the encoder has graphs."""
+    """Capture the vision encoder; fail to capture the language model."""
     vision = training.helper.vision
     vision.create_cudagraphs()
     training.helper = training.helper.language
@@ -412,18 +448,10 @@ def failed_language_capture(training: Training) -> None:
     failed_backward_capture(training)
 
 
-def beside_an_equal_model(training: Training) -> None:
-    """Another model of the same sizes trains between this one's forward and backward passes."""
-    _train_beside(training, training.case)
-
-
+@control
 def beside_a_larger_model(training: Training) -> None:
-    """The same with a model whose layers are larger."""
-    _train_beside(training, replace(training.case, hidden=2 * training.case.hidden))
-
-
-def _train_beside(training: Training, case: Case) -> None:
-    """Capture, then build another model and train it too, a step for each forward pass, graphed after its warm-up."""
+    """Capture; then train a larger model, one step per forward pass, with graphs after its warm-up."""
+    case = replace(training.case, hidden=2 * training.case.hidden)
     training.helper.create_cudagraphs()
     other = Training(case, graphs=True)
     other.make_helper()
@@ -440,8 +468,9 @@ def _train_beside(training: Training, case: Case) -> None:
     training.patches.enter_context(mock.patch.object(training, "_losses", losses))
 
 
+@control
 def taken_addresses(training: Training) -> None:
-    """Capture, then allocate the memory that Megatron-FSDP freed, as any other part of a program may."""
+    """Capture, then allocate the memory that Megatron-FSDP freed."""
     training.helper.create_cudagraphs()
     groups = training.chunks[0].module.param_and_grad_buffer.parameter_groups
     training.taken = [
@@ -450,15 +479,17 @@ def taken_addresses(training: Training) -> None:
     ]
 
 
+@control
 def buckets_not_kept(training: Training) -> None:
-    """Parts of layers whose weights come and go, without a double buffer."""
+    """Capture parts of layers whose weights do not keep their memory."""
     buffer = training.chunks[0].module.param_and_grad_buffer
     with mock.patch.object(buffer, "keep_weights"):
         training.helper.create_cudagraphs()
 
 
+@control
 def parameters_not_kept(training: Training) -> None:
-    """Parameters whose memory torch's FSDP2 frees after each pass."""
+    """Capture; then let torch's FSDP2 free parameters after each pass."""
     from megatron.core.transformer._cuda_graphs.te import capture_session
     from megatron.core.transformer._cuda_graphs.te.torch_fsdp import kept_parameters
 
@@ -475,20 +506,22 @@ def parameters_not_kept(training: Training) -> None:
         kept.release()
 
 
+@control
 def replays_that_gather_nothing(training: Training) -> None:
-    """Parts of layers that a schedule replays without calling the layer: no one else gathers their parameters."""
+    """Capture parts of layers; replays by the schedule do not gather their parameters."""
     fsdp = training.chunks[0].module
     fsdp.suggested_AG_prefetch_size = 0
     with mock.patch.object(fsdp.fsdp_hooks, "around_part", return_value=None):
         training.helper.create_cudagraphs()
 
 
+@control
 def dead_local_replay(training: Training) -> None:
-    """Local graphs that are replayed but do nothing."""
+    """Make replays of local graphs do nothing."""
 
     def kill(create: Callable[[], None]) -> None:
         create()
-        for runner in _runners(training):  # not the class: steps count calls of its method, and restore it
+        for runner in _runners(training):  # not on the class, whose method steps patch
             graphs = runner.graphs
             for name in ("forward_graph", "backward_graph"):
                 setattr(graphs, name, mock.Mock(kept=getattr(graphs, name)))
@@ -496,13 +529,15 @@ def dead_local_replay(training: Training) -> None:
     _at_local_capture(training, kill)
 
 
+@control
 def failed_local_capture(training: Training) -> None:
-    """A layer that reads a value on the host if it is captured: training goes on eagerly."""
+    """Synchronize in a local capture, which fails: training continues eagerly."""
     _fail_local_capture(training)
 
 
+@control
 def failed_local_capture_on_one_rank(training: Training) -> None:
-    """The same on the last rank; the others go on with graphs."""
+    """Fail the local capture of the last rank; the others replay."""
     if dist.get_rank() == dist.get_world_size() - 1:
         _fail_local_capture(training)
 
@@ -528,8 +563,9 @@ def _fail_local_capture(training: Training) -> None:
     _at_local_capture(training, fail)
 
 
+@control
 def local_graphs_recorded_again(training: Training) -> None:
-    """Delete local graphs after the fourth step, and let the next be recorded."""
+    """Delete local graphs after the fourth step and record the next one."""
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
     def delete(create: Callable[[], None]) -> None:
@@ -541,8 +577,9 @@ def local_graphs_recorded_again(training: Training) -> None:
     _at_local_capture(training, delete)
 
 
+@control
 def observed_evaluation_on_one_rank(training: Training) -> None:
-    """In evaluations the first rank has a forward hook that only observes."""
+    """Observe evaluations with a forward hook on the first rank."""
 
     def evaluate() -> None:
         seen: list[object] = []
@@ -557,7 +594,7 @@ def observed_evaluation_on_one_rank(training: Training) -> None:
 
 
 def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
-    """Let ``run`` call the function that schedules call at the end of each step."""
+    """Wrap the function that schedules call at the end of each step by ``run``."""
     from megatron.core.pipeline_parallel import schedules
 
     create = schedules.create_cudagraphs
@@ -573,7 +610,7 @@ def _runners(training: Training) -> list:
 
 
 def _process_state() -> dict[str, object]:
-    """The state of the process that a failed capture must not change, in a form that can be compared."""
+    """Return the process state that a failed capture must restore."""
     import gc
 
     from megatron.core.tensor_parallel.random import get_all_rng_states
@@ -586,6 +623,7 @@ def _process_state() -> dict[str, object]:
         + [state.get_state().tolist() for state in get_all_rng_states().values()],
         "cpu_rng": torch.get_rng_state().tolist(),
         "gc": gc.isenabled(),
+        "environment": dict(os.environ),
     }
 
 
@@ -607,15 +645,10 @@ def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -
 
 
 def training_state(training: Training) -> dict[str, object]:
-    """The state of the process and the model that a failed capture must not change, in a form that can be compared."""
-    import gc
-
-    from megatron.core.tensor_parallel.random import get_all_rng_states
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
+    """Return the state of process and model that a failed capture must restore."""
     layers = training.layers
     fsdp = training.chunks[0].module
-    return {
+    return _process_state() | {
         "hooks": [
             [(name, list(value.items())) for name, value in vars(module).items() if "_hooks" in name and value]
             for layer in layers
@@ -623,67 +656,10 @@ def training_state(training: Training) -> dict[str, object]:
         ],
         "graphs": [list(layer.cuda_graphs) for layer in layers],
         "parameters": [(name, id(param)) for name, param in training.chunks[0].named_parameters()],
-        # Those of FSDP2 are the optimizer's, which are zeroed after a capture.
+        # FSDP2's gradients are zeroed after a capture.
         "gradients": [
             param.grad is None or training.case.wrapper == "fsdp2" for param in training.chunks[0].parameters()
         ],
         "distributed": getattr(fsdp, "is_param_fsdp_distributed", None),
-        "capturing": (
-            is_graph_capturing(),
-            torch.cuda.is_current_stream_capturing(),
-            hasattr(fsdp, "fsdp_hooks") and fsdp.graphs.captured is not None,
-        ),
-        "stream": torch.cuda.current_stream().cuda_stream,
-        "rng": [torch.cuda.get_rng_state().tolist()]
-        + [state.get_state().tolist() for state in get_all_rng_states().values()],
-        "cpu_rng": torch.get_rng_state().tolist(),
-        "gc": gc.isenabled(),
-        "environment": dict(os.environ),
+        "captured": hasattr(fsdp, "fsdp_hooks") and fsdp.graphs.captured is not None,
     }
-
-
-CONTROLS: dict[str, Callable[[Training], None]] = {
-    function.__name__: function
-    for function in (
-        dead_replay,
-        no_manual_hooks,
-        hooks_left,
-        no_post_backward_sentinel,
-        no_pre_backward_sentinel,
-        failed_forward_capture,
-        failed_backward_capture,
-        fallback_after_a_failure_on_one_rank,
-        interrupted_on_one_rank,
-        failed_recaptures,
-        failed_forward_between_collectives,
-        failed_backward_between_collectives,
-        hook_on_one_rank,
-        layer_hook_on_one_rank,
-        late_hook_on_one_rank,
-        late_hook_on_one_rank_without_plans,
-        eager_on_last_rank,
-        eager_micro_batch_on_one_rank,
-        refused_on_one_stage,
-        captured_again,
-        captured_again_later,
-        clipping_eager_on_one_rank,
-        evaluation_eager_on_one_rank,
-        failed_capture_for_evaluation,
-        failed_warm_up_for_evaluation,
-        not_reduced_between_instances,
-        not_gathered_between_instances,
-        captured_by_two_helpers,
-        failed_language_capture,
-        beside_an_equal_model,
-        beside_a_larger_model,
-        taken_addresses,
-        buckets_not_kept,
-        parameters_not_kept,
-        replays_that_gather_nothing,
-        dead_local_replay,
-        failed_local_capture,
-        failed_local_capture_on_one_rank,
-        local_graphs_recorded_again,
-        observed_evaluation_on_one_rank,
-    )
-}

@@ -1,23 +1,20 @@
-"""Lets captures fail at every operator and call in them, one at a time, and checks what is left behind each time.
+"""Fail captures at every operator and call, one at a time, and check what each failure leaves behind.
 
     torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json
     torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json --stride 40
-    torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json --matching HeldWork.wait
     torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output out.json --tp 2 --holds layer model
 
-One model trains on; between two steps its capture is attempted with one fault after another, on one rank or on all.
-After each attempt every rank must have raised the same error, which names the rank that failed, within ``LIMIT``
-seconds (after which a collective that a rank waits in is given up), and hooks, parameters, generators, flags,
-environment and buffers must be what they were. Every few attempts, and at the end with graphs, a step must equal that
-of a model that never captured. Without a GPU it runs on the CPU backend. The results are written as they come;
-``places_left_out`` are those that ``--seconds`` left no time for.
+Between steps of one model, captures are attempted with one fault after another, on one rank or on all. After each
+attempt every rank must have raised the same error, which names the failed rank, within ``LIMIT`` seconds (the timeout
+of collectives), and hooks, parameters, generators, flags, environment and buffers must be restored. Every few attempts,
+and at the end with graphs, a step must equal that of a model that never captured. Without a GPU it runs on the CPU
+backend. Results are written as they come.
 """
 
 import argparse
 import functools
 import gc
 import json
-import math
 import os
 import re
 import sys
@@ -48,13 +45,12 @@ from tests.support.trainings.training import Trace, Training, train
 
 LIMIT = 60.0  # seconds
 STEPS_BETWEEN = 25  # attempts between two steps
-STARTED = time.monotonic()
 SMALL: dict[str, Any] = {"hidden": 16, "sequence": 8, "micro_batch": 1, "dropout": 0.1, "warmup": 10}
 SMALL |= {"num_attention_heads": 2}
 
 
 class InjectedError(RuntimeError):
-    """An exception in the place of an operator or call."""
+    """Raised in place of an operator or call."""
 
 
 def _raise(error: type[BaseException]) -> None:
@@ -62,7 +58,7 @@ def _raise(error: type[BaseException]) -> None:
 
 
 def _wait_on_host() -> None:
-    """Wait for the device, which a capture forbids."""
+    """Synchronize, which a capture forbids."""
     if not on_cpu:
         torch.cuda.current_stream().synchronize()
         return
@@ -81,14 +77,14 @@ KINDS: dict[str, Callable[[], None]] = {
 
 @dataclass(eq=False)
 class Faults(TorchDispatchMode):
-    """Counts the operators and calls of a capture; at the one of number ``at`` something happens instead.
+    """Counts the operators and calls of a capture and fails one of them.
 
     Attributes:
-        at: The number, from 0 on; None for never.
-        happens: What happens.
-        captured_only: Whether only those in a stream capture count.
-        names: Of those counted so far.
-        fired: Whether it has happened.
+        at: Index of the operator or call to fail; None for none.
+        happens: The fault.
+        captured_only: Count in stream captures only.
+        names: Names of the operators and calls so far.
+        fired: Whether the fault has happened.
     """
 
     at: int | None = None
@@ -96,7 +92,7 @@ class Faults(TorchDispatchMode):
     captured_only: bool = False
     names: list[str] = field(default_factory=list)
     fired: bool = False
-    internal: int = 0  # the CPU backend is at work, which has no counterpart on a GPU
+    internal: int = 0  # inside the CPU backend, without a counterpart on GPUs
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -107,7 +103,7 @@ class Faults(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, name: str, captured: bool) -> None:
-        """Count one; let it fail if its turn has come."""
+        """Count one operator or call, or fail it."""
         if self.captured_only and not captured:
             return
         self.names.append(name)
@@ -117,7 +113,7 @@ class Faults(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count in this context."""
+        """Count within this context."""
         from megatron.core.transformer._cuda_graphs.engine.capture_time_hooks import CaptureTimeHooks
         from megatron.core.transformer._cuda_graphs.engine.graph import Capture
 
@@ -130,7 +126,7 @@ class Faults(TorchDispatchMode):
                 from megatron_fsdp_cuda_graphs.cpu_backend import distributed as cpu_distributed
                 from megatron_fsdp_cuda_graphs.cpu_backend.tape import Recorder
 
-                for name in cpu_distributed.WRITING:  # ranks have agreed to launch it
+                for name in cpu_distributed.WRITING:  # after ranks have agreed to launch it
                     self._patch(stack, dist.ProcessGroup, name, counted=False, internal=True)
                 self._patch(stack, cpu_distributed.HeldWork, "wait", counted=True, internal=True)
                 self._patch(stack, Recorder, "_record", counted=True, captured=True, internal=True)
@@ -157,7 +153,7 @@ class Faults(TorchDispatchMode):
 
 
 def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, float]:
-    """Capture with ``faults``, as if for the first time; return the error and the seconds it took."""
+    """Capture with ``faults`` as if for the first time; return the error and the time in seconds."""
     if hasattr(training.chunks[0].module, "graphs"):
         training.chunks[0].module.graphs.reduced_once.clear()
     start = time.perf_counter()
@@ -171,13 +167,15 @@ def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, f
 
 @dataclass
 class Attempts:
-    """All attempts on one model.
+    """The attempts on one model.
 
     Attributes:
-        steps: For each step of the model what came before.
-        problems: What was not as it should be.
-        passed: Attempts of each kind that left nothing behind.
-        slowest: The longest time between the begin of an attempt and its error, in seconds.
+        steps: What preceded each step of the model.
+        problems: The failed attempts and steps.
+        counted, passed: Number of attempts of each kind, and of those that left nothing behind.
+        slowest: Longest time from the start of an attempt to its error, in seconds.
+        unreached: Faults after the end of a shorter capture.
+        compared: Compared steps.
     """
 
     training: Training
@@ -186,11 +184,11 @@ class Attempts:
     passed: Counter = field(default_factory=Counter)
     counted: Counter = field(default_factory=Counter)
     slowest: float = 0.0
-    unreached: int = 0  # places that a capture did not come to
-    compared: int = 0  # steps
+    unreached: int = 0
+    compared: int = 0
 
     def places(self, captured_only: bool) -> list[str]:
-        """The operators and calls of a capture on rank 0: captures of ranks may differ in a few."""
+        """Return the operators and calls of a capture on rank 0; ranks may differ in a few."""
         faults = Faults(captured_only=captured_only)
         error, _ = attempt(self.training, faults)
         if error is not None:
@@ -201,7 +199,7 @@ class Attempts:
         return names[0]
 
     def fail(self, kind: str, at: int, on: list[int]) -> None:
-        """Let a capture fail at one place on the ranks ``on``; note what it leaves behind."""
+        """Fail a capture at one place on the ranks ``on`` and record what it leaves behind."""
         before = training_state(self.training)
         mine = dist.get_rank() in on
         faults = Faults(at if mine else None, KINDS[kind], captured_only=kind == "host sync")
@@ -233,7 +231,7 @@ class Attempts:
         from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
 
         problems = [] if seconds < LIMIT else [f"the error took {seconds:.0f} s"]
-        if mine and not faults.fired and error is None:  # the other rank may have failed earlier
+        if mine and not faults.fired and error is None:  # another rank may have failed earlier
             problems.append(f"it has only {len(faults.names)} operators and calls")
         expected: type[BaseException] = CaptureFailedError
         if kind == "interrupt":
@@ -246,12 +244,12 @@ class Attempts:
         return problems
 
     def step(self, where: str) -> None:
-        """Train a step."""
+        """Train one step."""
         self.training.step()
         self.steps.append(where)
 
     def compare(self, eager: Trace) -> None:
-        """Note where the steps differ, bit for bit, from those of a model that never captured."""
+        """Record differences of the steps from a model that never captured."""
         found = eager.differences(self.training.trace())
         self.compared = len(self.training.losses)
         everywhere: list[Any] = [None] * dist.get_world_size()
@@ -260,50 +258,19 @@ class Attempts:
             self.problems.append({"steps": self.steps, "found": everywhere})
 
 
-class Shares:
-    """The time until ``end``, shared out evenly among so many parts, of which each may use what those before left.
-
-    Args:
-        end: As of ``time.monotonic``; infinite for no limit.
-        parts: How many there are.
-    """
-
-    def __init__(self, end: float, parts: int) -> None:
-        self._end, self._parts = end, parts
-        self._until = end
-
-    def begin_part(self) -> None:
-        """The next part begins."""
-        now = time.monotonic()
-        self._until = now + (self._end - now) / self._parts
-        self._parts -= 1
-
-    def used_up(self) -> bool:
-        """Whether the part's time has passed, by the clock of rank 0; every rank must ask."""
-        passed = [time.monotonic() >= self._until]
-        dist.broadcast_object_list(passed, src=0)
-        return passed[0]
-
-
 def run(
     case: Case,
     kinds: list[str],
     stride: int,
-    first: int,
-    matching: str,
-    shares: Shares,
     write: Callable[[dict[str, Any]], None],
 ) -> None:
     """Attempt captures with faults.
 
     Args:
-        case: What to train.
-        kinds: What happens, each a key of ``KINDS``.
-        stride: A fault is at every so many of the places.
-        first: The first of them.
-        matching: The regular expression that the name of a place must match.
-        shares: The time for each kind.
-        write: Takes what was found so far, now and then and at the end.
+        case: The training.
+        kinds: Keys of ``KINDS``.
+        stride: Distance between faults; the first is after half of it.
+        write: Called with the results so far.
     """
     start = time.monotonic()
     training = Training(case, graphs=True)
@@ -312,9 +279,8 @@ def run(
     attempts.step("at the beginning")
     attempts.places(False)  # allocates what later captures find
     gc.collect()
-    gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
+    gc.freeze()  # skip live objects when captures collect garbage
     places: dict[str, int] = {}
-    left_out: dict[str, int] = {}
     replays = 0
 
     def report() -> None:
@@ -323,10 +289,7 @@ def run(
                 "case": str(case),
                 "ranks": dist.get_world_size(),
                 "places": places,
-                "places_left_out": left_out,
-                "matching": matching,
                 "stride": stride,
-                "first": first,
                 "attempts": dict(attempts.counted),
                 "passed": dict(attempts.passed),
                 "unreached": attempts.unreached,
@@ -339,22 +302,15 @@ def run(
         )
 
     for kind in kinds:
-        shares.begin_part()
-        captured_only = kind == "host sync"
-        names = attempts.places(captured_only)
-        wanted = [at for at, name in enumerate(names) if re.search(matching, name)]
-        mine = wanted[first::stride]
-        places[kind], left_out[kind] = len(wanted), len(mine)
-        for number, at in enumerate(mine):
-            if shares.used_up():
-                break
+        names = attempts.places(captured_only=kind == "host sync")
+        places[kind] = len(names)
+        for number, at in enumerate(range(stride // 2, len(names), stride)):
             ranks = list(range(dist.get_world_size()))
             if dist.get_rank() == 0:
-                print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)  # who hangs leaves it last in the log
+                print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)  # the last line if it hangs
             attempts.fail(kind, at, ranks)
             if len(ranks) > 1:
                 attempts.fail(kind, at, [ranks[number % len(ranks)]])
-            left_out[kind] -= 1
             if number % STEPS_BETWEEN == 0:
                 report()
     attempts.step("after all attempts")
@@ -370,13 +326,10 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="where the results go, as JSON")
-    parser.add_argument("--stride", type=int, default=1, help="a fault at every so many places")
-    parser.add_argument("--first", type=int, help="the first of these places (default: half a stride)")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what happens there")
-    parser.add_argument("--matching", default="", help="only at places whose names match this regular expression")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="none is tried later; each kind has a share")
+    parser.add_argument("--stride", type=int, default=1, help="distance between faults")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of faults")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
-    parser.add_argument("--case", type=json.loads, default={}, help="JSON: other arguments of case.Case")
+    parser.add_argument("--case", type=json.loads, default={}, help="JSON: further arguments of Case.of")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--holds", nargs="+", default=["decoder", "layer"], help="as in Case")
@@ -392,12 +345,10 @@ def main() -> None:
         num_distributed_optimizer_instances=args.case.get("num_distributed_optimizer_instances", 1),
         distributed_timeout_minutes=LIMIT / 60,
     )
-    first = args.stride // 2 if args.first is None else args.first
     command = command_line("tests/support/trainings/inject_faults.py", sys.argv[1:]).replace(
         "python", "torchrun --nproc-per-node 2", 1
     )
     done: dict[str, dict[str, Any]] = {}
-    shares = Shares(STARTED + args.seconds, len(args.holds) * len(args.kinds))
 
     def write(result: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
@@ -406,7 +357,7 @@ def main() -> None:
 
     for holds in args.holds:
         case = Case.of(SMALL | {"layers": args.layers, "holds": holds} | args.case)
-        run(case, args.kinds, args.stride, first, args.matching, shares, write)
+        run(case, args.kinds, args.stride, write)
     for result in done.values():
         attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())
         print(f"{result['case']}: {passed} of {attempts}, slowest {result['slowest_seconds']} s", flush=True)
