@@ -1,8 +1,8 @@
-"""Sets of flags in which every two rows of the flag table that work stand together, and trainings of them.
+"""Train sets of flags that together contain every two compatible rows of the flag table.
 
-A feature is what a row says, or ``job``, something no row is about: as flags of ``pretrain.py`` that it sets (``True``
-for a flag without a value) or leaves out (``False``). ``pairs.json`` has sets of features, and on how many ranks each
-trains: every two features that fit together are in one of them. Add a new feature to the sets that it fits.
+A feature is a row of the table, or ``job`` for anything else. It sets flags of ``pretrain.py`` (``True`` for a flag
+without a value) or removes them (``False``). ``pairs.json`` has sets of features with their numbers of ranks; every two
+compatible features are in one of them. Add a new feature to the sets that it fits.
 """
 
 import json
@@ -16,7 +16,7 @@ Setting = Mapping[str, str | bool]
 FILE = Path(__file__).with_name("pairs.json")
 QUICK = (10, 30, 41)  # sets in `make test`: the whole model, parts of layers, whole layers
 STEPS, SAVED = 6, 3
-CHECKPOINTS = "CHECKPOINTS"  # stands for a folder
+CHECKPOINTS = "CHECKPOINTS"  # placeholder of a folder
 MODULES, LAYERS = "--cuda-graph-modules", "--cuda-graph-layers-per-graph"
 ONLY_WITH_GRAPHS = (LAYERS, "--cuda-graph-warmup-steps")
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -41,7 +41,7 @@ PARTS = "attn moe_router moe_preprocess"
 
 
 def heterogeneous_layers() -> str:
-    """Four layers, the second without attention, the third without an MLP, as a flag of Megatron takes them."""
+    """Return the JSON of four layers, the second without attention, the third without an MLP."""
 
     def layer(attention: bool, multiple: float | None) -> dict[str, Any]:
         return {
@@ -86,7 +86,7 @@ BASE: Setting = {
     "--hidden-dropout": "0",
     "--attention-dropout": "0",
 }
-# By the row's name, with what differs from another feature of the row.
+# By the name of the row, with a suffix if it has several.
 FEATURES: dict[str, Setting] = {
     "whole layers": {MODULES: False, "--num-experts": False, LAYERS: "all"},
     "whole layers: one in a graph": {MODULES: False, LAYERS: "1"},
@@ -124,7 +124,7 @@ FEATURES: dict[str, Setting] = {
     "positions: learned": {"--position-embedding-type": "learned_absolute"},
     "positions: none": {"--position-embedding-type": "none"},
     "hybrid models": {
-        "--hybrid-layer-pattern": "M*-M*-",  # each kind in both of two stages
+        "--hybrid-layer-pattern": "M*-M*-",  # every kind in both of two stages
         "--spec": "tests.support.layers.hybrid_spec local",
         "--num-layers": False,
         "--num-experts": False,
@@ -185,7 +185,7 @@ FEATURES: dict[str, Setting] = {
     "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},
 }
-# Rows that work of which no feature is: what they need is not there on the CPU backend.
+# Working rows without a feature, and what the CPU backend lacks for them.
 ELSEWHERE = {
     "fp8": "TransformerEngine's layers",
     "fp8 parameters": "TransformerEngine's layers",
@@ -195,7 +195,7 @@ ELSEWHERE = {
 
 
 def joined(names: Iterable[str]) -> Setting | None:
-    """Return what features set together; None if two differ."""
+    """Merge the flags of features; return None if two differ."""
     found: dict[str, str | bool] = {}
     for name in names:
         for flag, value in FEATURES[name].items():
@@ -205,7 +205,7 @@ def joined(names: Iterable[str]) -> Setting | None:
 
 
 def command(names: Iterable[str]) -> list[str]:
-    """Return all flags of a training with these features, but for those of its graphs.
+    """Return the flags of a training with these features, without ``GRAPHS``.
 
     Raises:
         ValueError: two set a flag differently.
@@ -224,7 +224,7 @@ def command(names: Iterable[str]) -> list[str]:
 
 
 def planned(names: Iterable[str]) -> list[str]:
-    """Return all flags of a training with these features and with graphs, for ``plan``.
+    """Return the flags of a training with these features and graphs, for ``plan``.
 
     Raises:
         ValueError: two set a flag differently.
@@ -240,15 +240,15 @@ def _flags(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def stored() -> list[tuple[tuple[str, ...], int]]:
-    """Return the sets of ``FILE``, and on how many ranks each trains."""
+    """Return the sets of ``FILE`` with their numbers of ranks."""
     return [(tuple(names), ranks) for names, ranks in json.loads(FILE.read_text())]
 
 
 def train(names: Sequence[str], ranks: int, folder: Path, *, graphs: bool) -> list[dict[str, Any]]:
-    """Train with features and return the metrics of each step; with graphs what resumes does so in new processes.
+    """Train with features and return the metrics of each step; with graphs, resume in new processes.
 
     Raises:
-        AssertionError: it failed; with the end of its log.
+        AssertionError: it failed; includes the end of the log.
     """
     folder.mkdir()
     arguments = " ".join(command(names)).replace(CHECKPOINTS, str(folder / "checkpoints"))
@@ -263,16 +263,12 @@ def train(names: Sequence[str], ranks: int, folder: Path, *, graphs: bool) -> li
 
 
 def _without_graphs(words: Sequence[str]) -> list[str]:
-    """Return flags without those that only graphs have."""
+    """Return flags without those of graphs."""
     return [word for flag in _flags(words) if flag[0] not in ONLY_WITH_GRAPHS for word in flag]
 
 
 def assert_as_eager(names: Sequence[str], ranks: int, folder: Path) -> None:
-    """Train with features, eagerly and with graphs.
-
-    Raises:
-        AssertionError: one of the two failed, or they differ, or there were no graphs.
-    """
+    """Assert that training with features is bit-identical to eager and uses graphs."""
     eager, graphed = (train(names, ranks, folder / kind, graphs=kind == "graphed") for kind in ("eager", "graphed"))
     assert len(eager) == STEPS
     assert numbers(graphed) == numbers(eager)

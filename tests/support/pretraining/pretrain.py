@@ -1,7 +1,4 @@
-"""Runs ``examples/pretrain_gpt.py`` on two ranks of the CPU backend, and returns its exact metrics.
-
-The ranks are forked. ``make demo`` starts the script with torchrun.
-"""
+"""Run ``examples/pretrain_gpt.py`` on forked ranks of the CPU backend and return its exact metrics."""
 
 import json
 from collections.abc import Callable
@@ -24,27 +21,27 @@ FLAGS = """
     --split 90,10,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0
 """
 BATCH = "--global-batch-size 8"
-SCHEDULE = "--step-batch-size-schedule"  # in the place of BATCH, where flags have it
-FP16 = "--fp16"  # in the place of --bf16, where flags have it
+SCHEDULE = "--step-batch-size-schedule"  # replaces BATCH
+FP16 = "--fp16"  # replaces --bf16
 GRAPHS = {False: "--cuda-graph-impl none", True: "--cuda-graph-impl transformer_engine"}
 TIMEOUT = 900  # seconds
 
 
 class Pretraining:
-    """A run that goes on in the background.
+    """A run in the background.
 
     Args:
-        folder: An existing folder for its log and metrics.
+        folder: An existing folder for log and metrics.
         flags: Further flags, as one string.
-        graphs: Whether layers are captured, after three steps unless ``flags`` say otherwise.
-        data: The path of a dataset without endings; None for one of a few documents in ``folder``.
-        script: What the ranks run.
-        base: The flags before these; ``--global-batch-size`` is given with ``FLAGS`` only.
-        ranks: Processes.
+        graphs: Capture, after three steps by default.
+        data: Path of a dataset without suffix; None for a few documents in ``folder``.
+        script: Script of the ranks.
+        base: Flags before ``flags``; if empty, ``BATCH`` is left out.
+        ranks: Number of processes.
         launch: ``ForkedRanks``, or a class with the same interface.
 
     Attributes:
-        log: The file of all that it writes.
+        log: File of the output.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class Pretraining:
         ranks: int = 2,
         launch: Callable[..., Any] = ForkedRanks,
     ) -> None:
-        # Mock data has so many samples that shuffling them takes longer than a short training.
+        # Shuffling mock data takes longer than a short training.
         data = data or write_documents(folder / "documents", count=100, longest=400)
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
         batch = BATCH if base and SCHEDULE not in flags else ""
@@ -72,10 +69,10 @@ class Pretraining:
         return steps_in(self._metrics)
 
     def ended(self) -> int:
-        """Wait for the end and return the exit status.
+        """Wait for the run and return the exit status.
 
         Raises:
-            AssertionError: it did not end; with the end of its log.
+            AssertionError: timeout; includes the end of the log.
         """
         return self._ranks.ended(TIMEOUT)
 
@@ -85,7 +82,7 @@ class Pretraining:
 
 
 def steps_in(metrics: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``step_metrics.StepMetrics`` in a file that is written, or about to be."""
+    """Return the complete lines of ``step_metrics.StepMetrics`` in a file that may not exist yet."""
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -94,7 +91,7 @@ def pretrain(folder: Path, flags: str, *, graphs: bool, **others: Any) -> list[d
     """Run to the end and return the metrics of each step; see ``Pretraining``.
 
     Raises:
-        AssertionError: it failed; with the end of its log.
+        AssertionError: it failed; includes the end of the log.
     """
     folder.mkdir()
     run = Pretraining(folder, flags, graphs=graphs, **others)
@@ -103,5 +100,5 @@ def pretrain(folder: Path, flags: str, *, graphs: bool, **others: Any) -> list[d
 
 
 def numbers(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What must be equal between two runs: of each step its number, loss, gradient norm, and whether it was skipped."""
+    """Return the values to compare: number, loss, gradient norm and skip of each step."""
     return [tuple(step[key] for key in ("step", "loss_hex", "grad_norm_hex", "skipped")) for step in steps]

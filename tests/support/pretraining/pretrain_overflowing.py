@@ -1,8 +1,7 @@
-"""Runs ``examples/pretrain_gpt.py`` with steps in which all tokens of some ranks go to the experts of the first one.
+"""Run ``examples/pretrain_gpt.py`` with steps that send all tokens of some ranks to the experts of the first rank.
 
-OVERFLOWS has, as JSON, these ranks by the number of the step, from 1. Each rank appends to NOTES-PATH.RANK, as lines of
-JSON, the number of each step that it asks of whether it overflowed, and the answer; last what its routers have in their
-buffers.
+OVERFLOWS maps steps, from 1, to ranks, as JSON. Each rank appends JSON lines to NOTES_PATH.RANK: each queried step and
+whether it overflowed, and at the end the buffers of its routers.
 """
 
 import json
@@ -16,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import training
 from tests.support.pretraining.pretrain import SCRIPT
 
-MUCH = 10.0  # beside scores of a sigmoid
+MUCH = 10.0  # compared with sigmoid scores
 step = 0
 
 

@@ -1,7 +1,7 @@
-"""Runs ``examples/pretrain_gpt.py`` with what its flags need and only TransformerEngine has.
+"""Run ``examples/pretrain_gpt.py`` with stand-ins for TransformerEngine.
 
-That is an optimizer whose step can be in a graph (``--optimizer-cuda-graph``), and kernels that write gradients of
-weights where they are reduced (unless ``--no-gradient-accumulation-fusion`` is given).
+They are a capturable optimizer (``--optimizer-cuda-graph``) and fused weight-gradient kernels (unless
+``--no-gradient-accumulation-fusion`` is given).
 """
 
 import runpy

@@ -43,7 +43,7 @@ def averaged_weights():
 
 
 def unused_parameters():
-    """Add an unused parameter to the model and to two layers, the most that the double buffer has room for."""
+    """Add an unused parameter to the model and to two layers, as many as fit the double buffer."""
 
     def add(chunks):
         for chunk in chunks:

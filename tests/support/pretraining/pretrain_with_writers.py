@@ -1,6 +1,6 @@
-"""Runs ``examples/pretrain_gpt.py`` with stand-ins for TensorBoard's writer and W&B, which tests do not install.
+"""Run ``examples/pretrain_gpt.py`` with stand-ins for TensorBoard's writer and W&B.
 
-Each appends what it is given to the file that SCALARS_PATH names, as lines of JSON: writer, name, value, iteration.
+They append JSON lines to the file SCALARS_PATH: writer, name, value, iteration.
 """
 
 import json
@@ -21,7 +21,7 @@ def note(writer, name, value, step):
 
 
 class SummaryWriter:
-    """The methods that Megatron calls."""
+    """Implements the methods that Megatron calls."""
 
     def __init__(self, log_dir, max_queue):
         self.flush = self.add_text = mock.Mock()
@@ -36,12 +36,12 @@ def log(scalars, step):
 
 
 def install():
-    """Put the stand-ins where Megatron imports them from."""
+    """Install the stand-ins as modules."""
     tensorboard, wandb = ModuleType("torch.utils.tensorboard"), ModuleType("wandb")
     vars(tensorboard).update(SummaryWriter=SummaryWriter)
     vars(wandb).update(init=mock.Mock(), finish=mock.Mock(), log=log, config=mock.Mock())
     for module in (tensorboard, wandb):
-        module.__spec__ = ModuleSpec(module.__name__, None)  # who looks whether it is installed reads this
+        module.__spec__ = ModuleSpec(module.__name__, None)  # read by checks for installed packages
         sys.modules[module.__name__] = module
 
 

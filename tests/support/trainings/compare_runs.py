@@ -1,12 +1,11 @@
-"""Trains cases eagerly and with CUDA graphs, on one process per GPU or CPU rank, and writes down how they differ.
+"""Train cases eagerly and with CUDA graphs, one process per GPU or CPU rank, and write the differences.
 
     torchrun --nproc-per-node 2 tests/support/trainings/compare_runs.py --cases cases.json --output results.json --tp 2
     torchrun --nproc-per-node 2 tests/support/trainings/compare_runs.py --serve /dev/stdin
 
-``cases.json`` is a list of keyword arguments of ``case.Case``; a further one, ``control``, names one of
-``controls.CONTROLS`` to capture with. Without a GPU it runs on the CPU backend. ``--serve`` reads the other arguments
-from a file or pipe, one job a line, until it ends. On GPUs each layout of ranks needs processes of its own: NCCL keeps
-the memory of communicators that are not used any more.
+``cases.json`` is a list of arguments of ``Case.of``; ``control`` names one of ``controls.CONTROLS``. Without a GPU it
+runs on the CPU backend. ``--serve`` reads jobs, the other arguments, from the lines of a file or pipe. On GPUs each
+layout of ranks needs its own processes: NCCL keeps the memory of unused communicators.
 """
 
 import argparse
@@ -36,37 +35,37 @@ from tests.support.trainings.training import Trace, train
 
 
 def main() -> None:
-    """Run the job of the command line, or those of a file."""
+    """Run the job of the command line, or the jobs of ``--serve``."""
     args = parse(sys.argv[1:])
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Ranks that are served wait for the next job, which may be that of the next file of tests.
+    # Served ranks wait for the next job without a timeout.
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(days=1))
     served = Served()
     for job in jobs(args.serve) if args.serve else (args,):
         served.run(job)
     dist.destroy_process_group()
-    cpu_backend.leave()  # on GPUs too: torch aborts where windows of NCCL's are freed after their communicators
+    cpu_backend.leave()  # also on GPUs: torch aborts if NCCL windows outlive their communicators
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return the arguments of a job."""
+    """Parse the arguments of a job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=Path, help="JSON list of cases")
-    parser.add_argument("--output", type=Path, help="where the results go, as JSON")
+    parser.add_argument("--output", type=Path, help="file of the results, as JSON")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks")
     parser.add_argument("--cp", type=int, default=1, help="context parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--etp", type=int, default=None, help="tensor parallel ranks of experts")
-    parser.add_argument("--instances", type=int, default=1, help="instances of hybrid sharding")
-    parser.add_argument("--stop-at-error", action="store_true", help="write the first error of any rank, and exit")
+    parser.add_argument("--instances", type=int, default=1, help="HSDP replicas")
+    parser.add_argument("--stop-at-error", action="store_true", help="write the first error of any rank and exit")
     parser.add_argument("--serve", type=Path, help="read the other arguments from this file or pipe")
     return parser.parse_args(arguments)
 
 
 def jobs(source: Path) -> Iterator[argparse.Namespace]:
-    """The jobs that the first rank reads from ``source``, on every rank."""
+    """Yield the jobs of ``source``, which the first rank reads, on every rank."""
     with source.open() if dist.get_rank() == 0 else nullcontext() as lines:
         while True:
             line = [lines.readline() if lines else ""]
@@ -77,14 +76,14 @@ def jobs(source: Path) -> Iterator[argparse.Namespace]:
 
 
 class Served:
-    """Runs jobs; keeps the groups of ranks and the eager trainings for the next job in the same layout."""
+    """Runs jobs; keeps process groups and eager results for the next job in the same layout."""
 
     def __init__(self) -> None:
         self._layout: dict[str, int | None] = {}
         self._eager: dict[Case, Trace] = {}
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run every case; the first rank writes the results after each."""
+        """Run every case; the first rank writes results after each."""
         self._arrange(args)
         results = []
         for arguments in json.loads(args.cases.read_text()):
@@ -92,16 +91,16 @@ class Served:
             errors_to = args.output if args.stop_at_error else None
             results.append(compare(Case.of(arguments), control, self._eager, errors_to))
             gc.collect()
-            gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
+            gc.freeze()  # skip live objects when captures collect garbage
             if dist.get_rank() == 0:
-                partial = args.output.with_suffix(".partial")  # whoever reads meanwhile, or after a crash, finds JSON
+                partial = args.output.with_suffix(".partial")  # readers find complete JSON at any time
                 partial.write_text(json.dumps(results, indent=1))
                 partial.replace(args.output)
                 shown = results[-1]["error"][-300:] or results[-1]["differences"][:3] or "bit-equal"
                 print(f"{results[-1]['case']}: {shown} ({results[-1]['seconds']:.1f} s)", flush=True)
 
     def _arrange(self, args: argparse.Namespace) -> None:
-        """Make the groups of ranks, unless they are there."""
+        """Initialize the process groups of the layout."""
         from megatron.core import parallel_state
 
         layout: dict[str, int | None] = {
@@ -117,7 +116,7 @@ class Served:
         if self._layout:
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**layout)
-        if dist.get_world_size() == 1:  # it can stand for instances, which send to each other
+        if dist.get_world_size() == 1:  # one rank can stand for two replicas
             parallel_state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = dist.new_group([0])
         self._layout, self._eager = layout, {}
 
@@ -126,10 +125,10 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     """Train ``case`` both ways and gather the differences.
 
     Args:
-        case: What to train; ``eager`` keeps the eager run for all cases that differ in nothing else.
-        control: What to do in place of a plain capture.
-        eager: Eager runs so far.
-        errors_to: Where to write an error before ending the process; None to go on after errors.
+        case: The training.
+        control: Name of a control; None for a plain capture.
+        eager: Cache of eager results, by cases without options of graphs.
+        errors_to: File for an error that ends the process; None to continue after errors.
     """
     from megatron.core import parallel_state
 
@@ -145,16 +144,16 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     except Exception:
         error = traceback.format_exc()
         if errors_to is not None:
-            # The other ranks may be waiting for this one. That it is gone is an error of theirs, which comes later.
+            # Other ranks may wait for this one and fail later.
             with suppress(FileExistsError), errors_to.open("x") as file:
                 json.dump([{"case": str(case), "error": error, "differences": []}], file)
             os._exit(1)
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # another stage may be waiting for this one
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # another stage may wait for this one
             print(f"{case}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
     errors: list = [None] * dist.get_world_size()
     of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)  # every rank fails at the same place, or this is where they hang
+    dist.all_gather_object(errors, error)  # hangs unless every rank fails at the same place
     dist.all_gather_object(of_ranks, differences)
     error = next(filter(None, errors), "")
     return {

@@ -1,6 +1,6 @@
-"""Two ranks: trains small models under Megatron-FSDP eagerly, and prints what they computed.
+"""Train small models under Megatron-FSDP eagerly on two ranks, and print the results.
 
-`patched_checkout.py` runs it without and with the patch: everything printed must stay the same.
+`patched_checkout.py` compares the output with and without the patch.
 """
 
 import sys
@@ -27,7 +27,7 @@ CASES = {
 
 
 def main() -> None:
-    """Train each, and print losses, norms and a sum of the weights' bits."""
+    """Train each case and print losses, norms and checksums of the weights."""
     from megatron.core import parallel_state
 
     dist.init_process_group("nccl")

@@ -1,10 +1,10 @@
-"""Sizes and environment of the comparisons on GPUs."""
+"""Define sizes and environment of comparisons on GPUs."""
 
 from typing import Any
 
 import torch
 
 SIZES: dict[str, Any] = {"transformer_engine": True, "hidden": 512, "sequence": 1024, "micro_batch": 1}
-# Without this, cuDNN's attention backward differs from run to run, graphs or not.
+# Otherwise cuDNN's attention backward differs between runs.
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""Trains megatron-core's ``HybridModel``: attention, MLP, MoE and Mamba layers in the order of a pattern."""
+"""Train megatron-core's ``HybridModel``: attention, MLP, MoE and Mamba layers in the order of a pattern."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from tests.support.trainings.training import Training
 
 
 class HybridTraining(Training):
-    """A hybrid model in place of the GPT; ``case.pattern`` says how many layers it has."""
+    """A training of a hybrid model; ``case.pattern`` sets the layers."""
 
     def __init__(self, case: Case, graphs: bool):
         main, *depths = case.pattern.split("/")

@@ -27,12 +27,12 @@ TIMEOUT_IN_CAPTURE = 2  # seconds, from before the capture on, as with --distrib
 
 
 def killed(timeout: int, holds: str, in_capture: bool = False) -> tuple[int, float, str]:
-    """Return the survivor's exit status, how long it outlived the other in seconds, and what it wrote.
+    """Kill one of two ranks; return the survivor's exit status, its remaining time in seconds, and its output.
 
     Args:
-        timeout: That of the process groups, in seconds.
-        holds: What a graph holds, as in ``Case``.
-        in_capture: Whether it dies in the capture; otherwise it does in a replay.
+        timeout: Timeout of the process groups in seconds.
+        holds: As in ``Case``.
+        in_capture: Kill the rank during capture, not replay.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -61,7 +61,7 @@ def killed(timeout: int, holds: str, in_capture: bool = False) -> tuple[int, flo
 
 
 def kill_at(graphs: type, name: str, call: int) -> None:
-    """Let this process die at a ``call`` of the method ``name`` of ``graphs``, counted from 1."""
+    """Kill this process at the given ``call`` of ``graphs.name``, counted from 1."""
     method, calls = getattr(graphs, name), []
 
     def die(graph: torch.cuda.CUDAGraph, *args, **kwargs) -> None:
@@ -74,10 +74,7 @@ def kill_at(graphs: type, name: str, call: int) -> None:
 
 
 def train(timeout: int, holds: str, in_capture: bool) -> None:
-    """Train with graphs; the last rank kills itself.
-
-    It does so before its second replay of the second step with graphs, or before its second graph is captured.
-    """
+    """Train with graphs; kill the last rank before its second capture, or its second replay of the second step."""
     on_cpu = torch.cuda.device_count() < 2
     if on_cpu:
         from megatron_fsdp_cuda_graphs import cpu_backend
@@ -89,7 +86,7 @@ def train(timeout: int, holds: str, in_capture: bool) -> None:
     from tests.support.trainings.case import Case
     from tests.support.trainings.training import Training
 
-    # The store is the first rank's, which survives.
+    # The surviving first rank owns the store.
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=timeout))
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout / 60)
     training = Training(Case(layers=2, warmup=2, holds=holds), graphs=True)
@@ -111,7 +108,7 @@ def train(timeout: int, holds: str, in_capture: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line: a rank where there is one, the parent of both otherwise."""
+    """Run a rank if RANK is set, otherwise the parent of both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=int, default=30, help="timeout of the process groups in seconds")
     parser.add_argument("--holds", default="decoder", help="as in Case")

@@ -1,12 +1,11 @@
-"""Trains the cases of ``tests/gpu`` on all GPUs of this machine, many at a time, and says which are not as eagerly.
+"""Train the cases of ``tests/gpu`` on all GPUs of this machine, many at a time, and list those unlike eager.
 
     python -m tests.support.trainings.on_gpus --output equality.json
     python -m tests.support.trainings.on_gpus --layouts "two instances" --tests test_hybrid_sharding --logs logs
     python -m tests.support.trainings.on_gpus --share 1/2 --output first_half.json
 
-One after the other, as pytest runs them, they take hours, of which the GPUs work few minutes. What tests say beside
-bits (graphs, replays) is in the file of results and not checked. A case for which the others had left no memory is
-trained again. Needs GPUs and TransformerEngine.
+pytest takes hours, during which the GPUs are mostly idle. Numbers of graphs and replays are in the results but not
+checked. Cases that ran out of memory beside others are trained again. Requires GPUs and TransformerEngine.
 """
 
 import argparse
@@ -35,22 +34,22 @@ from tests.support.sample import name_of
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.trainings.launch import launch
 
-LAST = 75  # seconds of a launch, about
-CASES = 5  # of a launch, which keeps memory of all that it has trained
-# The controls of which a replay does nothing: they must differ.
+LAST = 75  # approximate seconds of a launch
+CASES = 5  # per launch, which keeps memory of each
+# Controls that must differ from eager.
 DEAD = {"dead_local_replay", "dead_replay"}
-LEFT_OUT = {"losses", "grad_norms", "threads", "instructions"}  # of results: they are compared already
+LEFT_OUT = {"losses", "grad_norms", "threads", "instructions"}  # of results, already compared
 
 
 class Job(NamedTuple):
-    """A case and how it is trained.
+    """A case and its layout.
 
     Attributes:
-        tests: The file of tests that has it.
-        layout: That of the ranks, as the file calls it.
-        case: Keyword arguments of ``case.Case``, and ``control``.
-        options: Arguments of ``compare_runs.py`` that make the layout.
-        variables: Further environment variables, names and values.
+        tests: Name of the test module.
+        layout: Name of the layout in that module.
+        case: Arguments of ``Case.of``, and ``control``.
+        options: Arguments of ``compare_runs.py`` for the layout.
+        variables: Names and values of environment variables.
     """
 
     tests: str
@@ -61,7 +60,7 @@ class Job(NamedTuple):
 
 
 def jobs() -> Iterator[Job]:
-    """Yield all of them for as many GPUs as there are."""
+    """Yield all jobs for the visible GPUs."""
     for layout in test_fsdp_graphs.RUNS:
         options, extra, _ = test_fsdp_graphs.LAYOUTS[layout]
         for case in test_fsdp_graphs.cases_of(layout):
@@ -92,7 +91,7 @@ def jobs() -> Iterator[Job]:
 
 
 def together(chosen: list[Job]) -> Iterator[list[Job]]:
-    """Yield the jobs of each launch: they differ in cases only."""
+    """Yield the jobs of each launch, which differ only in their cases."""
     alike: dict[Any, list[Job]] = {}
     for job in chosen:
         alike.setdefault((job.layout, job.options, job.variables), []).append(job)
@@ -102,7 +101,7 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Return the results of ``part``, jobs of one launch; those after a crash say so, or the last."""
+    """Train the jobs of one launch and return the results; a crash is the error of the rest, or of the last job."""
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)
@@ -124,23 +123,23 @@ def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
 
 
 def control(job: Job) -> str:
-    """Return the control of a job, empty for none."""
+    """Return the name of a job's control, or an empty string."""
     return str(job.case.get("control", ""))
 
 
 def is_as_it_should_be(result: dict[str, Any]) -> bool:
-    """Whether a result is equal to eager training, or different if it must be."""
+    """Return whether a result equals eager, or differs if it must."""
     return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
 
 
 def train_all(chosen: list[Job], folder: Path, processes: int, until: float) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Yield each job with its result, as ``train`` returns it, of those that began before it was too late.
+    """Yield each job that started before the deadline with its result.
 
     Args:
         chosen: The jobs.
-        folder: Where each launch writes to a folder of its own.
-        processes: Launches at a time.
-        until: When no further launch begins, of ``time.monotonic``.
+        folder: Parent of the folders of the launches.
+        processes: Number of concurrent launches.
+        until: Deadline for starting launches, in ``time.monotonic``.
     """
 
     def in_time(part: list[Job], own: Path) -> list[dict[str, Any]]:
@@ -155,12 +154,12 @@ def train_all(chosen: list[Job], folder: Path, processes: int, until: float) -> 
 
 
 def lacked_memory(result: dict[str, Any]) -> bool:
-    """Whether a case failed as the other processes had left no memory on a GPU."""
+    """Return whether a case ran out of GPU memory."""
     return bool(re.search("out ?of ?memory", result["error"], re.IGNORECASE))
 
 
 def main() -> int:
-    """Train, print what is wrong, and write the results."""
+    """Train, print unexpected results, and write all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file of the results, JSON; written as they come")
     parser.add_argument("--logs", type=Path, help="folder for what processes write")

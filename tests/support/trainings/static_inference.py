@@ -1,6 +1,6 @@
-"""Generates tokens with a small GPT and static batching, eagerly and with local graphs, and prints both as JSON.
+"""Generate tokens with a small GPT and static batching, eagerly and with local graphs, and print both as JSON.
 
-Without a GPU it runs on the CPU backend, with plain torch operators in place of flash-attn's decoding kernel.
+Without a GPU it runs on the CPU backend, with torch operators in place of flash-attn's decoding kernel.
 """
 
 import json
@@ -33,9 +33,9 @@ VOCABULARY, LENGTH, PROMPT, LAYERS = 64, 24, 6, 3
 
 
 def decode(q, k_cache, v_cache, k, v, cache_seqlens, **options: Any) -> torch.Tensor:
-    """What flash-attn's ``flash_attn_with_kvcache`` computes for one new token, ``[batch, 1, heads, size]``.
+    """Compute flash-attn's ``flash_attn_with_kvcache`` for one new token, ``[batch, 1, heads, size]``.
 
-    It writes ``k`` and ``v`` into the caches, ``[batch, length, heads, size]``, at ``cache_seqlens``, ``[batch]``.
+    Writes ``k`` and ``v`` into the caches, ``[batch, length, heads, size]``, at ``cache_seqlens``, ``[batch]``.
     """
     place = cache_seqlens.long().view(-1, 1, 1, 1).expand_as(k)
     k_cache.scatter_(1, place, k)
@@ -47,7 +47,7 @@ def decode(q, k_cache, v_cache, k, v, cache_seqlens, **options: Any) -> torch.Te
 
 
 def new_model(graphs: bool) -> torch.nn.Module:
-    """A seeded GPT."""
+    """Return a seeded GPT."""
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
     config = TransformerConfig(
@@ -72,7 +72,7 @@ def new_model(graphs: bool) -> torch.nn.Module:
 
 
 def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, int, int]:
-    """Generate a sequence for each batch; return tokens and logits, and how many graphs there are and were replayed."""
+    """Generate a sequence per batch; return tokens and logits, the number of graphs, and of shared inputs."""
     model = new_model(graphs)
     found = []
     contexts = {size: StaticInferenceContext(size, LENGTH) for size in set(batches)}
@@ -107,7 +107,7 @@ def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, 
 
 
 def main() -> None:
-    """Print a JSON object: ``eager`` and ``graphed``, lists; ``graphs`` and ``shared_inputs``, numbers."""
+    """Print a JSON object with the lists ``eager`` and ``graphed`` and the numbers ``graphs`` and ``shared_inputs``."""
     os.environ.setdefault("LOCAL_RANK", "0")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(

@@ -1,7 +1,6 @@
-"""Trains a small model, eagerly or with CUDA graphs, and keeps the numbers that two runs are compared by.
+"""Train a small model, eagerly or with CUDA graphs, and record the numbers to compare.
 
-The model is under Megatron-FSDP, or under DistributedDataParallel with the distributed optimizer and, if asked for, in
-pipeline stages. The code is written for ``torch.cuda``; on CPU ranks it runs once the CPU backend is installed.
+The code uses ``torch.cuda``; on CPU ranks install the CPU backend first.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,19 +21,18 @@ from tests.support.trainings.case import EVALUATION, VOCABULARY, Case
 
 @dataclass
 class Trace:
-    """What a run computed on this rank.
+    """Results of a run on this rank.
 
     Attributes:
-        losses: Per step, the mean loss over micro-batches and data-parallel ranks, on every rank.
-        grad_norms: Per step; -1 where the optimizer skipped it.
-        shards: What the optimizer owns at the end, in its order: local shards of the parameters.
-        graphs: How many layer graphs there were.
-        step_replays: Per step, how often CUDA graphs of layers were replayed.
-        evaluations: The losses of each micro-batch of each evaluation.
-        evaluation_replays: For each evaluation how often its graph was replayed.
-        clipping_replays: How often the last graph of the gradients' norm was replayed.
-        logged: Per step what was recorded for the log, layer by layer, by its name: auxiliary losses of MoE layers, and
-            losses and hits of multi-token prediction.
+        losses: Per step, the mean loss over micro-batches and data-parallel ranks.
+        grad_norms: Per step; -1 if the optimizer skipped the step.
+        shards: Local shards of the optimizer's parameters at the end.
+        graphs: Number of layer graphs.
+        step_replays: Per step, the number of graph replays.
+        evaluations: Per evaluation, the losses of its micro-batches.
+        evaluation_replays: Per evaluation, the number of graph replays.
+        clipping_replays: Replays of the last graph of the gradient norm.
+        logged: Per step, the logged auxiliary losses of MoE layers, and losses and hits of multi-token prediction.
     """
 
     losses: list[float]
@@ -49,11 +47,11 @@ class Trace:
 
     @property
     def replays(self) -> int:
-        """How often CUDA graphs of layers were replayed in the last step."""
+        """Number of graph replays in the last step."""
         return self.step_replays[-1]
 
     def differences(self, other: "Trace") -> list[str]:
-        """Say where ``other`` differs, bit for bit; empty if nowhere."""
+        """Return the bitwise differences of ``other``."""
         found = []
         for what in ("losses", "grad_norms", "evaluations", "logged"):
             for step, (mine, theirs) in enumerate(zip(getattr(self, what), getattr(other, what), strict=True)):
@@ -66,10 +64,10 @@ class Trace:
 
 
 class Training:
-    """A model with its optimizer, ready to train. Model-parallel groups must stand.
+    """A model with its optimizer, ready to train. Requires model-parallel groups.
 
     Attributes:
-        chunks: The model's chunks of this pipeline stage, wrapped.
+        chunks: The wrapped model chunks of this pipeline stage.
     """
 
     def __init__(self, case: Case, graphs: bool):
@@ -80,7 +78,7 @@ class Training:
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         self.case = case
-        # their tensors have an element for each layer of the model before, or the shape of its optimizer's scale
+        # sized by the previous model
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
         destroy_moe_metrics_tracker()
         MTPLossLoggingHelper.tracker.clear()
@@ -110,10 +108,10 @@ class Training:
         if case.optimizer_graph:
             self._capture_optimizer(graphs)
         self._gather_in_hooks(False)
-        self.taken: list[torch.Tensor] = []  # memory that a control keeps from everyone else
+        self.taken: list[torch.Tensor] = []  # memory that a control occupies
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
-        self.replayed: list[Any] = []  # CUDA graphs, in the last step
+        self.replayed: list[Any] = []  # graphs, in the last step
         self.evaluations: list[list[float]] = []
         self.evaluation_replays: list[int] = []
         self.step_replays: list[int] = []  # of layers, in each step
@@ -146,7 +144,7 @@ class Training:
         self.config.grad_scale_func = self.optimizer.scale_loss
 
     def _capture_optimizer(self, graphs: bool) -> None:
-        """Let the optimizer's step be a graph after ``case.warmup`` steps, or only be able to be one."""
+        """Capture the optimizer's step after ``case.warmup`` steps, or only make it capturable."""
         from megatron.core.optimizer import optimizer_cuda_graph
 
         wrapper = optimizer_cuda_graph.OptimizerCudaGraphWrapper
@@ -160,13 +158,13 @@ class Training:
         return methods[0] if len(methods) == 1 else methods
 
     def _gather_in_hooks(self, on: bool, param_sync: bool = False) -> None:
-        """Turn gathering parameters where forward or a replay needs them on or off.
+        """Turn parameter gathering in forward hooks on or off.
 
-        megatron.training has it off in the first step, at capture and in evaluation.
+        megatron.training turns it off in the first step, at capture and in evaluation.
 
         Args:
-            on: Whether to turn it on.
-            param_sync: Whether to gather all parameters when it is turned off.
+            on: Turn it on.
+            param_sync: Gather all parameters when turning it off.
         """
         if self.case.wrapper == "fsdp" or not self.case.get("overlap_param_gather", True):
             return
@@ -184,7 +182,7 @@ class Training:
         return _batches(self.case, step)
 
     def _losses(self, model: Callable[..., Any], batch: Any) -> Any:
-        """Call ``model``, the model or what plans its passes, on ``batch``."""
+        """Call ``model``, or its ``build_schedule_plan``, on ``batch``."""
         packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
         if self.case.mtp:
             packed["loss_mask"] = batch.loss_mask
@@ -215,23 +213,23 @@ class Training:
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """The layers that are captured."""
+        """Captured layers."""
         from megatron.core.utils import get_attr_wrapped_model
 
         layers = [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for chunk in self.chunks if self.case.mtp else ():
-            from megatron.core.transformer._cuda_graphs.te.layers import mtp_layers  # not there with the patch off
+            from megatron.core.transformer._cuda_graphs.te.layers import mtp_layers  # missing with the patch off
 
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             layers += mtp_layers(model)
         return layers
 
     def capture(self, capture: Callable[["Training"], None]) -> None:
-        """Call ``capture`` as megatron.training calls ``create_cudagraphs``."""
+        """Call ``capture`` in place of ``create_cudagraphs``, as megatron.training does."""
         first_step_done = bool(self.losses)
         if first_step_done:
             self._gather_in_hooks(False)
-        self.config.cuda_graph_layers_per_graph = self.case.cuda_graph_layers_per_graph  # another since the last one
+        self.config.cuda_graph_layers_per_graph = self.case.cuda_graph_layers_per_graph  # a recapture may use another
         with torch.cuda.stream(self.stream):
             capture(self)
         if first_step_done:
@@ -260,19 +258,19 @@ class Training:
             self.step_replays.append(_number_of(self.replayed, _cuda_graphs(self.layers, self.helper)))
             self._read_log()
             _, grad_norm, _ = self.optimizer.step()
-            # only the last pipeline stage has losses
+            # only in the last pipeline stage
             loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
             dist.all_reduce(loss)
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             self.losses.append(loss.item() / (dist.get_world_size() // stages))
             self.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
             for group in self.optimizer.param_groups if self.case.optimizer_graph else ():
-                group["lr"].mul_(0.75)  # a graph must read the learning rate of each step
+                group["lr"].mul_(0.75)  # a graph must read the new learning rate
         if number == 0:
             self._gather_in_hooks(True)
 
     def _read_log(self) -> None:
-        """Read and clear what megatron.training logs of MoE layers and of multi-token prediction."""
+        """Read and clear logged metrics of MoE layers and multi-token prediction."""
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -299,7 +297,7 @@ class Training:
         )
 
     def evaluate(self) -> None:
-        """Run forward passes in evaluation mode, outside any step."""
+        """Evaluate between steps."""
         for chunk in self.chunks:
             chunk.eval()
         replayed: list[Any] = []
@@ -307,14 +305,14 @@ class Training:
         with torch.cuda.stream(self.stream), torch.no_grad(), noting:
             self._gather_in_hooks(False, param_sync=True)
             losses = self._run_passes(EVALUATION + len(self.evaluations), forward_only=True)
-            self.evaluations.append([item["loss"].item() for item in losses])  # waits for this stream
+            self.evaluations.append([item["loss"].item() for item in losses])  # synchronizes
         self.evaluation_replays.append(_number_of(replayed, _evaluation_graphs(self.helper)))
         for chunk in self.chunks:
             chunk.train()
         self._gather_in_hooks(True)
 
     def trace(self) -> Trace:
-        """Return what was computed so far."""
+        """Return the results so far."""
         torch.cuda.synchronize()
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
@@ -327,7 +325,7 @@ class Training:
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers that clip gradients."""
+    """Return the optimizers that clip gradients."""
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(each, "_clipping")]
 
 
@@ -335,10 +333,9 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
     """Train ``case`` and return its trace.
 
     Args:
-        case: What to train.
-        graphs: Whether layers are captured after ``case.warmup`` steps.
-        at_capture: Called in place of the capture; with ``case.local``, whose graphs capture themselves, at the
-            beginning.
+        case: The training.
+        graphs: Capture after ``case.warmup`` steps.
+        at_capture: Called in place of the capture; with ``case.local`` at the beginning.
     """
     training = _training(case)(case, graphs)
     by_helper = graphs and not case.local
@@ -373,7 +370,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
 
 
 def _clear_caches_of_rotary_embeddings() -> None:
-    """Forget the last embeddings that were called: the caches hold the modules, and by their hooks the models."""
+    """Clear caches that keep models alive through hooks of their embeddings."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
@@ -401,7 +398,7 @@ def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
 
 
 def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
-    """The CUDA graphs that replays of the layers, the decoder or the model run, with this project's engine."""
+    """Return the CUDA graphs of layers, decoder and model."""
     slots = [engine_callable(graph) for layer in layers for graph in getattr(layer, "cuda_graphs", ())]
     slots += whole_passes(helper)
     graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
@@ -409,12 +406,12 @@ def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
 
 
 def whole_passes(helper: Any) -> list[Any]:
-    """The graphs of passes of the whole model or of its chunks, or of all layers of a decoder."""
+    """Return the graphs of model, chunks or decoder."""
     return [passes for graphs in standing_in(helper) for passes in graphs.slots]
 
 
 def standing_in(helper: Any) -> list[Any]:
-    """What stands for the forward of models or decoders."""
+    """Return the replacements of the forward of models or decoders."""
     helpers = [helper, getattr(helper, "vision", None), getattr(helper, "language", None)]
     return [graphs for each in helpers if hasattr(each, "_state") for graphs in each._state.whole]
 
@@ -425,24 +422,24 @@ def _evaluation_graphs(helper: Any) -> list[Any]:
 
 
 def _number_of(replayed: list[Any], graphs: list[Any]) -> int:
-    """How many of ``replayed`` are among ``graphs``."""
+    """Return the number of ``replayed`` among ``graphs``."""
     ours = set(map(id, graphs))
     return sum(id(graph) in ours for graph in replayed)
 
 
 def engine_callable(graph: Any) -> Any:
-    """The engine's callable of one of ``layer.cuda_graphs``."""
-    return getattr(graph.graphed, "graphed", graph.graphed)  # those of vision encoders are in a wrapper
+    """Return the engine's callable of an entry of ``layer.cuda_graphs``."""
+    return getattr(graph.graphed, "graphed", graph.graphed)  # vision encoders wrap it
 
 
 def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
-    """Count the graphs of layers, and the layers that are in one graph with others."""
+    """Return the number of layers in graphs."""
     together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
     return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
 
 def _local_graphs(layers: list[torch.nn.Module]) -> int:
-    """Count the pairs of graphs of all managers of the layers."""
+    """Return the number of local forward and backward graph pairs."""
     managers = [module for layer in layers for module in layer.modules() if hasattr(module, "cudagraph_runners")]
     return sum(runner.bwd_graph is not None for manager in managers for runner in manager.cudagraph_runners)
 
@@ -466,7 +463,7 @@ def _batches(case: Case, step: int):
     given = not case.packed and case.masked_step in (None, step)
     positions = torch.arange(sequence).expand(size, -1)
     for microbatch in tokens:
-        if case.positions == "mrope":  # other positions in every micro-batch, as images in a text give
+        if case.positions == "mrope":  # positions differ between micro-batches, as for images in a text
             steps = torch.randint(1, 4, (3, size, sequence), generator=generator)
             positions = steps.cumsum(-1)
         packed = None

@@ -1,4 +1,4 @@
-"""Trains megatron-core's CLIP vision encoder under Megatron-FSDP, with a linear classifier or a language model."""
+"""Train megatron-core's CLIP vision encoder under Megatron-FSDP, with a linear classifier or a language model."""
 
 import math
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from tests.support.trainings.case import VOCABULARY, Case
 from tests.support.trainings.models import gpt_layer_spec
 from tests.support.trainings.training import Training
 
-PATCH, CLASSES = 4, 10  # pixels of a side of a patch; classes
+PATCH, CLASSES = 4, 10  # side of a patch in pixels
 
 
 class VisionTraining(Training):
-    """A vision encoder in place of the GPT. A micro-batch is one image: vision encoders have a batch dimension of 1."""
+    """A training of a vision encoder. A micro-batch is one image: vision encoders have a batch dimension of 1."""
 
     def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
         return classifier(self.config, _side(self.case), self.case.transformer_engine)
@@ -56,12 +56,12 @@ class VisionTraining(Training):
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """The layers that are captured."""
+        """Captured layers."""
         return list(self._encoder.decoder.layers)
 
 
 class CaptionTraining(VisionTraining):
-    """A GPT beside the vision encoder. A micro-batch is one image and one text."""
+    """A training of a GPT with a vision encoder. A micro-batch is one image and one text."""
 
     def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
         return captioner(self.config, self.case)
@@ -81,12 +81,12 @@ class CaptionTraining(VisionTraining):
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """The layers that are captured, those of the vision encoder first."""
+        """Captured layers, the vision encoder's first."""
         return super().layers + super(VisionTraining, self).layers
 
 
 class _BothHelpers:
-    """The helpers of a vision encoder and of a language model, used as one.
+    """Combines the helpers of a vision encoder and a language model.
 
     Attributes:
         vision, language: The helpers.
@@ -111,12 +111,12 @@ class _BothHelpers:
 
 
 def _side(case: Case) -> int:
-    """Pixels of a side of the images that have ``case.sequence`` patches, or somewhat fewer: they are square."""
+    """Return the side in pixels of square images with at most ``case.sequence`` patches."""
     return PATCH * math.isqrt(case.sequence)
 
 
 def classifier(config: Any, side: int, transformer_engine: bool = False) -> torch.nn.Module:
-    """A model with a ``vision_model``, which returns the loss of each image of ``side`` times ``side`` pixels."""
+    """Return a model with a ``vision_model`` that computes the loss of images of ``side`` times ``side`` pixels."""
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
@@ -128,7 +128,7 @@ def classifier(config: Any, side: int, transformer_engine: bool = False) -> torc
             self.head = torch.nn.Linear(config.hidden_size, CLASSES)
 
         def set_input_tensor(self, input_tensor):
-            """Take nothing: there is one pipeline stage."""
+            """Ignore the input: there is one pipeline stage."""
 
         def forward(self, images, labels):
             tokens = self.vision_model(images)
@@ -138,7 +138,7 @@ def classifier(config: Any, side: int, transformer_engine: bool = False) -> torc
 
 
 def captioner(config: Any, case: Case) -> torch.nn.Module:
-    """A GPT with a ``vision_model``, whose features are added to the embedding of each token."""
+    """Return a GPT that adds the features of a ``vision_model`` to its embeddings."""
     from megatron.core.models.gpt import GPTModel
 
     class Captioner(GPTModel):
@@ -152,7 +152,7 @@ def captioner(config: Any, case: Case) -> torch.nn.Module:
                 share_embeddings_and_output_weights=case.tied,
             )
             encoder = {"vision_model": _encoder(config, _side(case), case.transformer_engine)}
-            # Megatron-FSDP gathers ahead in the order of registration, which must be that of execution.
+            # Megatron-FSDP prefetches in the order of registration, which must be that of execution.
             self.__dict__["_modules"] = encoder | self.__dict__["_modules"]
 
         def forward(self, images, tokens, positions, mask, labels):
@@ -177,7 +177,7 @@ def _encoder(config: Any, side: int, transformer_engine: bool) -> torch.nn.Modul
         patch_dim=PATCH,
         img_h=side,
         img_w=side,
-        # With an odd number of tokens TransformerEngine's attention takes another kernel under capture.
+        # With an odd number of tokens TransformerEngine's attention uses another kernel under capture.
         add_class_token=False,
-        model_subtype="internvit",  # the others have norms that want Apex or TransformerEngine
+        model_subtype="internvit",  # other subtypes have norms that require Apex or TransformerEngine
     )
