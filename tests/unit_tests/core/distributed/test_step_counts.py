@@ -20,7 +20,7 @@ from .captured_training import WARMED_UP, captured
 from .fsdp_variants import small
 
 MOE = {"experts": 4, "modules": ("attn", "moe_router", "moe_preprocess")}
-GROUPED = {"experts": 4, "grouped_tensor": True}
+GROUPED = {"experts": 4, "moe_use_grouped_tensor": True}
 FSDP = "/core/distributed/fsdp/src/megatron_fsdp/"
 NOT_LAUNCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "resize_"}
 

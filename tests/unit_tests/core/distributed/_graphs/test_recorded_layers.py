@@ -84,7 +84,7 @@ def test_an_eager_pass_reduces_the_buckets_of_a_layer_together_as_graphs_do(rank
 
 @pytest.mark.parametrize("modules", [[], ["attn", "moe_router"], ["moe_router"]], ids=str)
 def test_an_eager_pass_of_a_layer_reduces_in_the_order_of_the_replays_of_other_ranks(ranks, modules):
-    parts = {"modules": modules} if modules else {"capacity": 1.0}
+    parts = {"modules": modules} if modules else {"moe_expert_capacity_factor": 1.0}
     with captured(graphed("layer", experts=4, **parts)) as training:
         launch, reduced = RecordedReduction.launch, []
 

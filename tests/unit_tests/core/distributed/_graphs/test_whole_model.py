@@ -252,7 +252,11 @@ def with_own_forward(model):
     ("case", "change", "reason"),
     [
         ({"modules": ("attn",)}, None, "only modules of layers are captured"),
-        ({"strategy": "optim_grads", "double_buffer": True}, None, "its collectives cannot be in graphs"),
+        (
+            {"data_parallel_sharding_strategy": "optim_grads", "fsdp_double_buffer": True},
+            None,
+            "its collectives cannot be in graphs",
+        ),
         ({}, with_hook, "decoder.final_layernorm has hooks"),
         ({}, with_parameter_hook, "parameter embedding.word_embeddings.weight has hooks"),
         ({}, with_gradient_hook, "parameter embedding.word_embeddings.weight has hooks"),
@@ -277,7 +281,7 @@ def test_where_the_whole_model_cannot_be_captured_its_layers_are_and_the_reason_
         captured(small(layers=3, holds=MODEL, warmup=WARMED_UP, **case)) as training,
     ):
         assert training.helper.model_graphs is None
-        together = "modules" not in case and "strategy" not in case
+        together = "modules" not in case and "data_parallel_sharding_strategy" not in case
         assert (training.helper.decoder_graphs is not None) == together
         assert [bool(layer.cuda_graphs) for layer in training.layers] == [not together] * 3
         assert training.fsdp.graphs_of_model is None

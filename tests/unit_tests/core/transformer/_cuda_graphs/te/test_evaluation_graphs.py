@@ -44,7 +44,7 @@ def evaluate_as(training, **changes):
     ("holds", "changes"),
     [
         (MODEL, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
-        (None, {"recompute": ("core_attn",), "latent_attention": True}),
+        (None, {"recompute_modules": ("core_attn",), "multi_latent_attention": True}),
         (MODEL, PACKED),
     ],
     ids=["dropout", "recompute", "packed"],
