@@ -1,6 +1,6 @@
-"""The installed patch, under the real torch: every way to install it, and the processes that a training starts.
+"""Every way to install the patch, under the real torch.
 
-megatron-core is a miniature ahead on the path, so that no test waits for the real one to be imported.
+A miniature replaces megatron-core, whose import takes long.
 """
 
 import functools
@@ -19,6 +19,7 @@ import pytest
 import setuptools
 import torch
 
+from tests.support.sample import mostly_long
 from tests.unit_tests.package.fake_core import PATCHED_LAYERS, ROOT, core_files, write
 
 NAME = "megatron_fsdp_cuda_graphs"
@@ -27,14 +28,14 @@ PACKAGES = Path(torch.__file__).parents[1]
 
 @dataclass(frozen=True)
 class Installation:
-    """An installed copy of this project, whose tree also replaces the miniature's ``megatron.core.layers``.
+    """An installed copy of this project that also replaces the miniature's ``megatron.core.layers``.
 
     Attributes:
-        python: The interpreter to run.
-        source: The copy of the project that was installed.
-        site: Where the files went; the folder that holds ``megatron_fsdp_cuda_graphs`` or points to it.
-        tree: The patch's files for ``megatron.*`` that an import is expected to use.
-        path: What PYTHONPATH must hold, in order.
+        python: The interpreter.
+        source: The installed copy of the project.
+        site: The folder that holds ``megatron_fsdp_cuda_graphs`` or points to it.
+        tree: The installed files of ``megatron.*``.
+        path: Entries of PYTHONPATH.
     """
 
     python: Path
@@ -43,13 +44,17 @@ class Installation:
     tree: Path
     path: tuple[Path, ...]
 
-    def run(self, *arguments: str, folder: Path | None = None, **environment: str) -> str:
-        """Run Python, in ``folder`` if given, and return what it printed; AssertionError if it fails."""
+    def run(self, *arguments: str, **environment: str) -> str:
+        """Run Python and return its output.
+
+        Raises:
+            AssertionError: Python failed.
+        """
         inherited = {k: v for k, v in os.environ.items() if k not in ("MEGATRON_FSDP_CUDA_GRAPHS", "PYTHONPATH")}
         variables = {**inherited, "PYTHONPATH": os.pathsep.join(map(str, self.path)), **environment}
         command = [str(self.python), *map(dedent, arguments)]
         done = subprocess.run(
-            command, cwd=folder or self.source.parent, env=variables, capture_output=True, text=True, timeout=600
+            command, cwd=self.source.parent, env=variables, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -61,16 +66,16 @@ def copy_of_the_project(folder: Path) -> Path:
         shutil.copytree(ROOT / tree, source / tree, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / file, source)
-    # an earlier installation from this folder leaves modules that the project no longer has
+    # left behind by an earlier installation
     stale = {f"build/lib/{NAME}/removed.py": ""}
     return write(source, {"megatron/core/layers.py": PATCHED_LAYERS, **stale})
 
 
 def environment_with_torch(folder: Path) -> Path:
-    """Make a virtual environment that borrows torch and setuptools; return its interpreter."""
+    """Make a virtual environment that borrows torch and setuptools, and return its interpreter."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    borrowed = dict.fromkeys([str(PACKAGES), str(Path(setuptools.__file__).parents[1])])  # this torch is found first
+    borrowed = dict.fromkeys([str(PACKAGES), str(Path(setuptools.__file__).parents[1])])  # this torch first
     (site_packages(python) / "borrowed.pth").write_text("\n".join(borrowed))
     return python
 
@@ -94,7 +99,7 @@ def install(kind: str, folder: Path) -> Installation:
 
 
 def built(kind: str, source: Path) -> Path:
-    """Build a wheel or a source distribution; return the file."""
+    """Build a wheel or source distribution and return the file."""
     folder = source.parent / "dist"
     wheel = ["-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     arguments = {
@@ -111,140 +116,93 @@ def installed(tmp_path_factory) -> Callable[[str], Installation]:
     return functools.cache(lambda kind: install(kind, tmp_path_factory.mktemp(kind)))
 
 
-# The environment in which tests run is an editable installation.
-@pytest.fixture(
-    params=[
-        "regular",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("editable", "target", "wheel", "sdist")),
-    ]
-)
+# The tests' own environment is an editable installation.
+@pytest.fixture(params=mostly_long(["regular", "editable", "target", "wheel", "sdist"], "regular"))
 def installation(request, installed) -> Installation:
     return installed(request.param)
 
 
-@pytest.fixture
-def regular(installed) -> Installation:
-    return installed("regular")
+def test_installation_patches_without_user_code(installation):
+    code = """
+        import inspect, megatron.core.layers as layers, torch
+        print(inspect.getsourcefile(layers.Linear), layers.Linear.graphed)
+    """
+    assert installation.run("-c", code) == f"{installation.tree}/core/layers.py True"
 
 
-class TestEveryInstallation:
-    def test_it_patches_without_a_word_from_the_program(self, installation):
-        code = """
-            import inspect, megatron.core.layers as layers, torch
-            print(inspect.getsourcefile(layers.Linear), layers.Linear.graphed)
-        """
-        assert installation.run("-c", code) == f"{installation.tree}/core/layers.py True"
-
-    def test_its_tree_holds_every_file_of_the_project(self, installation):
-        modules = {file.relative_to(installation.tree) for file in installation.tree.rglob("*.py")}
-        expected = {
-            file.relative_to(installation.source / "megatron") for file in installation.source.rglob("megatron/**/*.py")
-        }
-        assert modules == expected
-
-    def test_no_file_of_its_tree_has_a_second_name(self, installation):
-        code = f"""
-            import importlib
-            for name in ("core", "_overlay", "_overlay.d", "_overlay.d.core"):
-                try:
-                    importlib.import_module(f"{NAME}.{{name}}.layers")
-                    raise AssertionError(name)
-                except ModuleNotFoundError:
-                    pass
-        """
-        installation.run("-c", code)
-
-    def test_it_puts_no_file_where_megatron_core_keeps_its_own(self, installation):
-        assert not (installation.site / "megatron").exists()
-
-    def test_a_python_of_another_environment_does_not_find_it_in_the_folder_of_the_project(self, installation):
-        assert not list(importlib.metadata.distributions(name=NAME, path=[str(installation.source)]))
+def test_installation_has_every_file(installation):
+    modules = {file.relative_to(installation.tree) for file in installation.tree.rglob("*.py")}
+    source = installation.source / "megatron"
+    assert modules == {file.relative_to(source) for file in source.rglob("*.py")}
+    assert not (installation.site / "megatron").exists()  # megatron-core's own folder
 
 
-def test_uninstalled_it_leaves_nothing_and_megatron_core_as_it_was(tmp_path):
+def test_source_folder_has_no_metadata(installation):
+    assert not list(importlib.metadata.distributions(name=NAME, path=[str(installation.source)]))
+
+
+@pytest.mark.long
+def test_uninstalling_restores_megatron_core(tmp_path):
     installation = install("regular", tmp_path)
     code = "import torch, megatron.core.layers as layers; print(hasattr(layers.Linear, 'graphed'))"
     assert installation.run("-c", code) == "True"
     pip = [sys.executable, "-m", "pip", "--python", str(installation.python)]
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", "megatron-fsdp-cuda-graphs"], check=True, timeout=600)
     assert [path.name for path in installation.site.iterdir()] == ["borrowed.pth"]
-    # torch's own folder, which is borrowed, names the entry point of the installation that runs these tests
+    # The borrowed folder has the entry point of the tests' own installation.
     assert installation.run("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
 
 
-class TestContainer:
-    """An environment with a build of torch from before its release, as NVIDIA's containers have."""
-
-    VERSION = "2.11.0a0+eb65b36914.nv26.2"
-
-    @pytest.mark.parametrize("options", [[], ["--no-deps"]], ids=["plain", "no-deps"])
-    def test_pip_keeps_its_torch(self, tmp_path, options):
-        source = copy_of_the_project(tmp_path)
-        core = write(tmp_path / "core", core_files())
-        python = environment_with_torch(tmp_path / "environment")
-        metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {self.VERSION}\n"
-        write(site_packages(python), {f"torch-{self.VERSION}.dist-info/METADATA": metadata})
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-build-isolation"]
-        done = subprocess.run([*pip, *options, str(source)], capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.splitlines()[-1] == "Successfully installed megatron-fsdp-cuda-graphs-0.2.0"
-        site = site_packages(python)
-        installation = Installation(python, source, site, site / NAME / "_overlay.d", (core,))
-        code = """
-            import importlib.metadata, torch
-            from megatron.core.layers import Linear
-            print(importlib.metadata.version("torch"), Linear.graphed)
-        """
-        assert installation.run("-c", code) == f"{self.VERSION} True"
+@pytest.mark.long
+@pytest.mark.parametrize("options", [[], ["--no-deps"]], ids=["plain", "no-deps"])
+def test_pip_keeps_the_torch_of_a_container(tmp_path, options):
+    version = "2.11.0a0+eb65b36914.nv26.2"  # a build before the release, as in NVIDIA's containers
+    source = copy_of_the_project(tmp_path)
+    core = write(tmp_path / "core", core_files())
+    python = environment_with_torch(tmp_path / "environment")
+    metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+    write(site_packages(python), {f"torch-{version}.dist-info/METADATA": metadata})
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--quiet", *options, str(source)], check=True, timeout=600)
+    site = site_packages(python)
+    installation = Installation(python, source, site, site / NAME / "_overlay.d", (core,))
+    code = """
+        import importlib.metadata, torch
+        from megatron.core.layers import Linear
+        print(importlib.metadata.version("torch"), Linear.graphed)
+    """
+    assert installation.run("-c", code) == f"{version} True"
 
 
-class TestAutoload:
-    @pytest.mark.parametrize("value", ["true", " Off ", "maybe"])
-    def test_torchrun_starts_whatever_the_switch_is(self, regular, value):
-        usage = regular.run("-m", "torch.distributed.run", "--help", MEGATRON_FSDP_CUDA_GRAPHS=value)
-        assert usage.startswith("usage: ")
-
-    def test_the_patch_is_on_when_torch_is_imported_first(self, regular):
-        code = "import torch, megatron.core.layers; print(megatron.core.layers.Linear.graphed)"
-        assert regular.run("-c", code) == "True"
-
-    def test_turned_off_the_patch_waits_for_a_call_of_activate(self, regular):
-        code = f"""
-            import torch
-            from {NAME}.overlay import activate, is_active
-            print(is_active())
-            activate()
-            import megatron.core.layers as layers
-            print(layers.Linear.graphed)
-        """
-        assert regular.run("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False\nTrue"
+@pytest.mark.long
+@pytest.mark.parametrize("value", ["true", "maybe"])
+def test_torchrun_starts_with_any_value_of_the_switch(installed, value):
+    usage = installed("regular").run("-m", "torch.distributed.run", "--help", MEGATRON_FSDP_CUDA_GRAPHS=value)
+    assert usage.startswith("usage: ")
 
 
-class TestChildProcesses:
-    def test_torchrun_ranks_are_patched(self, regular, tmp_path):
-        source = """
-            import os
-            from megatron.core.layers import Linear
-            with open(os.environ["RANK"], "w") as file:
-                file.write(str(Linear.graphed))
-        """
-        script = write(tmp_path, {"rank.py": source}) / "rank.py"
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        regular.run(*launch, str(script), folder=tmp_path, OMP_NUM_THREADS="1")
-        assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
+@pytest.mark.long
+def test_without_autoload_activate_turns_the_patch_on(installed):
+    code = f"""
+        import torch
+        from {NAME}.overlay import activate, is_active
+        print(is_active())
+        activate()
+        import megatron.core.layers as layers
+        print(layers.Linear.graphed)
+    """
+    assert installed("regular").run("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False\nTrue"
 
-    def test_a_process_that_torch_multiprocessing_spawns_takes_a_class_of_a_patched_module(self, regular, tmp_path):
-        script = """
-            import pathlib
-            import torch.multiprocessing
 
-            def child(index, file, cls):
-                import megatron.core.layers as layers
-                file.write_text(str((cls is layers.Linear, cls.graphed)))
-
-            if __name__ == "__main__":
-                from megatron.core.layers import Linear
-                torch.multiprocessing.spawn(child, (pathlib.Path("found"), Linear))
-        """
-        regular.run(str(write(tmp_path, {"main.py": script}) / "main.py"), folder=tmp_path)
-        assert (tmp_path / "found").read_text() == "(True, True)"
+@pytest.mark.long
+def test_torchrun_ranks_are_patched(installed, tmp_path):
+    source = """
+        import os
+        from megatron.core.layers import Linear
+        with open(os.environ["RANK"], "w") as file:
+            file.write(str(Linear.graphed))
+    """
+    script = write(tmp_path, {"rank.py": f"import os\nos.chdir({str(tmp_path)!r})\n{dedent(source)}"}) / "rank.py"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    installed("regular").run(*launch, str(script), OMP_NUM_THREADS="1")
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]

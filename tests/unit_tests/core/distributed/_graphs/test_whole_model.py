@@ -244,6 +244,9 @@ def with_gradient_hook(model):
     next(model.embedding.parameters()).register_hook(lambda grad: None)
 
 
+UNSHARDED = {"data_parallel_sharding_strategy": "optim_grads", "fsdp_double_buffer": True}
+
+
 def with_own_forward(model):
     model.forward = model.forward
 
