@@ -255,11 +255,7 @@ def with_own_forward(model):
     ("case", "change", "reason"),
     [
         ({"modules": ("attn",)}, None, "only modules of layers are captured"),
-        (
-            {"data_parallel_sharding_strategy": "optim_grads", "fsdp_double_buffer": True},
-            None,
-            "its collectives cannot be in graphs",
-        ),
+        (UNSHARDED, None, "its collectives cannot be in graphs"),
         ({}, with_hook, "decoder.final_layernorm has hooks"),
         ({}, with_parameter_hook, "parameter embedding.word_embeddings.weight has hooks"),
         ({}, with_gradient_hook, "parameter embedding.word_embeddings.weight has hooks"),
