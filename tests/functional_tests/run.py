@@ -1,29 +1,28 @@
-"""Trains the cases of ``test_cases`` and compares them with golden values, and with eager training.
+"""Train the recipes of ``test_cases`` and compare them with golden values and eager training.
 
-    python tests/functional_tests/run.py                              # every case that this machine can run
-    python tests/functional_tests/run.py gpt moe/fsdp_parts           # those of a folder, and one
-    python tests/functional_tests/run.py gpt --against-eager          # the eager cases that they must equal, too
+    python tests/functional_tests/run.py                              # all cases that this machine supports
+    python tests/functional_tests/run.py gpt moe/fsdp_parts           # a folder and a case
+    python tests/functional_tests/run.py gpt --against-eager          # train their eager cases, too
     python tests/functional_tests/run.py gpt --record --golden FOLDER # write golden values
 
 A case is a folder with a ``model_config.yaml``:
-    BASE          another case; all but its EQUALS and TEST_TYPE holds here too
-    EQUALS        the eager case whose losses and gradient norms it must have, bit for bit
-    TEST_TYPE     regular; or ckpt-resume: trained to the middle, and from that checkpoint to the end
-    RANKS         processes; without CPU_BACKEND each has a GPU
+    BASE          another case, which provides all missing keys except EQUALS and TEST_TYPE
+    EQUALS        the eager case with bit-identical losses and gradient norms
+    TEST_TYPE     regular; or ckpt-resume: train to the middle and resume from the checkpoint
+    RANKS         number of processes, with a GPU each unless CPU_BACKEND is set
     CPU_BACKEND   true for the CPU backend
-    NEEDS         packages that must be importable
-    PYTHON_PATH   folders of this repository in which the processes find modules, too
-    ENV_VARS      variables, and MODEL_ARGS flags of megatron.training with their values; null takes one of BASE away
-    BOUNDS        how many times its golden value ms, max_allocated_mib or max_reserved_mib may be
+    NEEDS         required packages
+    PYTHON_PATH   further folders of this repository on the path of the processes
+    ENV_VARS      environment variables; null removes one of BASE
+    MODEL_ARGS    flags of megatron.training; null removes one of BASE
+    BOUNDS        maximum ratios of ms, max_allocated_mib or max_reserved_mib to the golden value
 
-Losses and gradient norms of all steps and losses of evaluations must be the golden ones of this model of GPU, bit for
-bit, if torch, megatron-core and TransformerEngine are those that the golden values were measured with. Processors round
-in different ways: on the CPU backend the golden values hold within what rounding explains
-(``tests/support/trainings/rounding.py``), and the eager cases are always trained beside the others, to be equal bit for
-bit.
-``--record`` also trains the eager cases, and writes nothing for a case that is not equal to its own. Cases of one
-layout of ranks are trained one after the other in the same processes. The exit code is 1 if a case did not pass, or
-none was run.
+Losses and gradient norms of all steps and evaluation losses must equal the golden values of this GPU model bit for bit,
+if the versions of torch, megatron-core and TransformerEngine match. Rounding differs between processors: on the CPU
+backend golden values have a tolerance (``tests/support/trainings/rounding.py``), and cases must always equal their
+eager cases bit for bit.
+``--record`` also trains the eager cases, and writes nothing for a case that differs from its own. Cases of one layout
+of ranks run in the same processes. The exit code is 1 if a case fails or none runs.
 """
 
 import argparse
@@ -44,23 +43,25 @@ from tests.functional_tests._runner.verdict import Verdict, compare_with_golden,
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments.
+    """Parse the arguments.
 
     Raises:
-        SystemExit: they are wrong.
+        SystemExit: the arguments are invalid.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="a case or a folder of cases (default: all)")
     parser.add_argument(
         "--against-eager",
         action="store_true",
-        help="train the eager cases, and compare with them; always on the CPU backend",
+        help="compare with eager cases, as always on the CPU backend",
     )
     parser.add_argument("--record", action="store_true", help="write golden values; implies --against-eager")
-    parser.add_argument("--golden", type=Path, metavar="FOLDER", help="where golden values are (default: at the cases)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the results, as JSON")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to keep logs and checkpoints; a new folder")
-    parser.add_argument("--stall-seconds", type=float, default=240, help="a training that takes longer has failed")
+    parser.add_argument(
+        "--golden", type=Path, metavar="FOLDER", help="folder of golden values (default: beside the cases)"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file of the results, as JSON")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="new folder for logs and checkpoints")
+    parser.add_argument("--stall-seconds", type=float, default=240, help="maximum duration of a training")
     args = parser.parse_args(arguments)
     if args.logs and args.logs.exists():
         parser.error(f"--logs {args.logs} exists: name a new folder")
@@ -68,13 +69,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, logs: Path) -> tuple[list[Verdict], dict[str, str]]:
-    """Train and compare what ``args`` says.
+    """Train and compare the cases of ``args``.
 
     Returns:
-        What was found, and, by its name, why a case was not run.
+        The verdicts, and the reasons of skipped cases by name.
 
     Raises:
-        ValueError: a case is wrong, or there is no such case.
+        ValueError: a case is invalid or missing.
     """
     machine = this_machine()
     asked = find(args.cases)
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Verdict], dict[str, 
 
 
 def _with_eager(cases: list[Case]) -> list[Case]:
-    """``cases``, each behind the eager case that it must equal."""
+    """Return ``cases``, each after the eager case that it must equal."""
     all_of_them: dict[str, Case] = {}
     for case in cases:
         if case.equals:
@@ -111,7 +112,7 @@ def _with_eager(cases: list[Case]) -> list[Case]:
 
 
 def report(verdicts: list[Verdict], not_run: dict[str, str]) -> str:
-    """Return what differs, what was not run, and the table."""
+    """Return the differences, the skipped cases, and the table."""
     lines = []
     for verdict in verdicts:
         reasons = [*verdict.differences, *verdict.notes]
@@ -122,14 +123,14 @@ def report(verdicts: list[Verdict], not_run: dict[str, str]) -> str:
     lines.append(f"\n{'case':{wide}}  passed  {'ms':>8}  {'MiB':>6}")
     for verdict in verdicts:
         measured = verdict.found.measured
-        # The CPU backend does not count memory.
+        # The CPU backend does not measure memory.
         numbers = f"{measured['ms']:8.1f}  {measured['max_reserved_mib'] or '-':>6}" if measured else ""
         lines.append(f"{verdict.case.name:{wide}}  {'yes' if verdict.passed else 'NO':6}  {numbers}".rstrip())
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases, print what was found, and return the exit code."""
+    """Run the cases, print the report, and return the exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     args = parse(given)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Graphs are captured again on GPUs where sequence lengths grow: bit for bit as eagerly before, meanwhile and after.
+"""Recapture for growing sequence lengths is bit-identical to eager before, between and after captures.
 
-Data parallel over all GPUs, under Megatron-FSDP, and without it under DistributedDataParallel. `test_ddp_graphs.py` has
-other numbers of micro-batches in a pipeline.
+Data parallel over all GPUs, under Megatron-FSDP and DistributedDataParallel. `test_ddp_graphs.py` has other numbers of
+micro-batches in a pipeline.
 """
 
 from typing import Any
@@ -10,7 +10,8 @@ import pytest
 
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
 from tests.support.sample import name_of
-from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.compared import assert_as_eager
+from tests.support.trainings.gpus import SIZES
 
 CAPTURED_AFTER = 3
 CAPTURED_AGAIN_AFTER = 2 * STEPS + 1  # steps after a capture, for a change in the step after it
@@ -31,18 +32,10 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def results(compare_runs):
-    """The result of each case, by its name."""
-    compared = compare_runs([TWICE | case for case in CASES], ranks=GPUS, environment=DETERMINISTIC)
-    return {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
-
-
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_graphs_are_captured_for_each_sequence_length(results, case):
-    result = results[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+def test_graphs_are_recaptured_for_each_sequence_length(together, case):
+    result = together(TWICE | case, [TWICE | each for each in CASES])
+    assert_as_eager(result)
     second = CAPTURED_AFTER + CAPTURED_AGAIN_AFTER
     third = second + CAPTURED_AGAIN_AFTER
     replayed = [CAPTURED_AFTER, *range(second, CAPTURED_AFTER + 1 + TURN), *range(third, TWICE["steps"])]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.sample import name_of
+from tests.support.trainings.compared import assert_as_eager
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
 
 DDP: dict[str, Any] = SIZES | {"wrapper": "ddp", "dtype": "bf16"}
@@ -55,31 +56,15 @@ RUNS = [layout for layout in LAYOUTS if LAYOUTS[layout][2] <= max(GPUS, 1)]
 CASES = [(layout, case) for layout in RUNS for case in LAYOUTS[layout][1]]
 
 
-@pytest.fixture(scope="module")
-def results(compare_runs):
-    """The results of each layout, by case; each layout in processes of its own."""
-    found = {}
-    for layout in RUNS:
-        options, cases, _ = LAYOUTS[layout]
-        blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if layout == BLOCKING else {}
-        compared = compare_runs(
-            [DDP | case for case in cases],
-            *options,
-            ranks=GPUS,
-            environment=DETERMINISTIC | blocking,
-        )
-        found[layout] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
-    return found
-
-
 @pytest.mark.parametrize(
     ("layout", "case"),
     [pytest.param(layout, case, id=f"{layout}: {name_of(case)}") for layout, case in CASES],
 )
-def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
-    result = results[layout][name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+def test_graphs_are_bit_identical_to_eager(together, layout, case):
+    options, cases, _ = LAYOUTS[layout]
+    blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if layout == BLOCKING else {}
+    result = together(DDP | case, [DDP | each for each in cases], *options, **blocking)
+    assert_as_eager(result)
     microbatches = case.get("microbatches", 1)
     slots = {"data parallel": 1, "PP2": microbatches / 2}.get(layout, microbatches)
     assert result["graphs"] == (4 + case.get("mtp", 0)) * slots
@@ -87,9 +72,8 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
 
 @pytest.mark.skipif(GPUS == 1, reason="two pipeline stages need two GPUs")
 @pytest.mark.parametrize("virtual", [None, 2])
-def test_another_number_of_micro_batches_is_captured_again_in_a_pipeline(compare_runs, virtual):
+def test_pipeline_recaptures_for_another_number_of_micro_batches(compare_runs, virtual):
     case = DDP | {"microbatches": 4, "microbatches_later": 2, "dropout": 0.1, "virtual": virtual}
     (result,) = compare_runs([case], "--pp", "2", "--stop-at-error", ranks=GPUS, environment=DETERMINISTIC)
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert result["graphs"] == 2 * 2  # layers of a stage, micro-batches

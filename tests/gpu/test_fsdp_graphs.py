@@ -1,4 +1,4 @@
-"""The matrix of layouts and graph modules: with graphs, a model under Megatron-FSDP trains bit for bit as eagerly.
+"""Layouts and graph modules under Megatron-FSDP: graphs are bit-identical to eager.
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
 parallel 2 (four GPUs); expert parallel over all GPUs, with dropless experts. MoE models of 4 TransformerEngine layers
@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 
 from tests.support.sample import name_of
-from tests.support.trainings.compared import replays_of_evaluations
-from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.compared import assert_as_eager, assert_differs_from, replays_of_evaluations
+from tests.support.trainings.gpus import GPUS, SIZES
 from tests.support.trainings.models import FULL_RECOMPUTE
 
 LAYOUTS = {
@@ -223,31 +223,15 @@ def cases_of(layout: str) -> list[dict]:
 RUNS = [layout for layout in LAYOUTS if LAYOUTS[layout][2] <= max(GPUS, 1)]
 
 
-@pytest.fixture(scope="session")
-def results(compare_runs):
-    """The results of each layout, by case; each layout in processes of its own."""
-    found = {}
-    for layout in RUNS:
-        options, extra, _ = LAYOUTS[layout]
-        cases = cases_of(layout)
-        compared = compare_runs(
-            [SIZES | extra | case for case in cases],
-            *options,
-            ranks=GPUS,
-            environment=DETERMINISTIC,
-        )
-        found[layout] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
-    return found
-
-
 @pytest.mark.parametrize(
     ("layout", "case"),
     [pytest.param(layout, case, id=f"{layout}: {name_of(case)}") for layout in RUNS for case in cases_of(layout)],
 )
-def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
-    result = results[layout][name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+def test_graphs_are_bit_identical_to_eager(together, layout, case):
+    options, extra, _ = LAYOUTS[layout]
+    sizes = SIZES | extra
+    result = together(sizes | case, [sizes | each for each in cases_of(layout)], *options)
+    assert_as_eager(result)
     control = case.get("control", "")
     failed = "fail" in control and "evaluation" not in control
     whole = case.get("holds", "decoder") in (None, "model")
@@ -263,7 +247,6 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
 
 
 @pytest.mark.parametrize("holds", ["decoder", "model"])
-def test_a_replay_that_does_nothing_changes_the_loss(compare_runs, holds):
+def test_dead_replay_changes_the_loss(together, holds):
     case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": holds}
-    (result,) = compare_runs([case], ranks=GPUS, environment=DETERMINISTIC)
-    assert any("losses[3]" in line for line in result["differences"])
+    assert_differs_from(together(case, [case]), 3)

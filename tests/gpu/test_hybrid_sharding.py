@@ -1,11 +1,12 @@
-"""Hybrid sharding on GPUs: two instances, or one rank that stands for both, train with graphs as they do eagerly."""
+"""HSDP on GPUs with two replicas, or one rank that stands for both: graphs are bit-identical to eager."""
 
 from typing import Any
 
 import pytest
 
 from tests.support.sample import name_of
-from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.compared import assert_as_eager
+from tests.support.trainings.gpus import GPUS, SIZES
 
 HYBRID: dict[str, Any] = {"dtype": "bf16", "num_distributed_optimizer_instances": 2}
 OPTIM = HYBRID | {"outer_dp_sharding_strategy": "optim"}
@@ -23,26 +24,14 @@ CASES: list[dict[str, Any]] = [
     OPTIM | {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "microbatches": 2},
 ]
 
-pytestmark = pytest.mark.skipif(GPUS > 1 and GPUS % 2 == 1, reason="the GPUs are no two instances")
-
-
-@pytest.fixture(scope="session")
-def results(compare_runs):
-    """The results of each case."""
-    compared = compare_runs(
-        [SIZES | case for case in CASES],
-        *("--instances", str(min(GPUS, 2))),
-        ranks=GPUS,
-        environment=DETERMINISTIC,
-    )
-    return {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
+pytestmark = pytest.mark.skipif(GPUS > 1 and GPUS % 2 == 1, reason="needs an even number of GPUs")
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_graphs_train_bit_for_bit_as_eager(results, case):
-    result = results[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+def test_graphs_are_bit_identical_to_eager(together, case):
+    options = "--instances", str(min(GPUS, 2))
+    result = together(SIZES | case, [SIZES | each for each in CASES], *options)
+    assert_as_eager(result)
     microbatches = case.get("microbatches_later") or case.get("microbatches", 1)
     by_layer = case.get("modules") or case.get("holds") == "layer"
     assert result["replays"] == 2 * microbatches * (4 if by_layer else 1)

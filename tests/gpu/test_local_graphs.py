@@ -1,8 +1,7 @@
-"""With local graphs, a model under DistributedDataParallel trains bit for bit as eagerly.
+"""Local graphs under DistributedDataParallel are bit-identical to eager.
 
-Layouts: data parallel over all GPUs; tensor parallel; expert parallel; two pipeline stages, each with one model chunk
-or with two that interleave. Models of 4 layers of TransformerEngine's or Megatron's own, the distributed optimizer. The
-first step is recorded, every later one replayed.
+Layouts: data parallel over all GPUs; tensor parallel; expert parallel; two pipeline stages with one or two model chunks
+each. Models have 4 layers of TransformerEngine or Megatron. The first step is recorded, later ones replay.
 """
 
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.sample import name_of
-from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.compared import assert_as_eager, assert_differs_from, assert_went_on_eagerly
+from tests.support.trainings.gpus import GPUS, SIZES
 
 LOCAL: dict[str, Any] = SIZES | {"local": True, "wrapper": "ddp", "dtype": "bf16"}
 MOE: dict[str, Any] = {"experts": 4, "moe_shared_expert_intermediate_size": 256, "modules": ["attn", "moe_router"]}
@@ -46,7 +46,7 @@ PIPELINE: list[dict[str, Any]] = [
 ]
 SURVIVED: dict[str, Any] = {"dropout": 0.1, "control": "failed_local_capture"}
 DEAD_REPLAY: dict[str, Any] = {"control": "dead_local_replay"}
-# The options, the cases, and how many GPUs they need.
+# Options, cases, and the minimum number of GPUs.
 LAYOUTS: dict[str, tuple[list[str], list[dict[str, Any]], int]] = {
     "data parallel": ([], [*DATA_PARALLEL, SURVIVED, DEAD_REPLAY], 1),
     "TP2": (["--tp", "2"], TENSOR_PARALLEL, 2),
@@ -57,35 +57,29 @@ RUNS = [layout for layout in LAYOUTS if LAYOUTS[layout][2] <= max(GPUS, 1)]
 EQUAL = [(layout, case) for layout in RUNS for case in LAYOUTS[layout][1] if case not in (SURVIVED, DEAD_REPLAY)]
 
 
-@pytest.fixture(scope="module")
-def results(compare_runs):
-    """The results of each layout, by case; each layout in processes of its own."""
-    found = {}
-    for layout in RUNS:
+@pytest.fixture
+def train(together):
+    """Return a function that trains a case of a layout."""
+
+    def run(layout, case):
         options, cases, _ = LAYOUTS[layout]
-        compared = compare_runs([LOCAL | case for case in cases], *options, ranks=GPUS, environment=DETERMINISTIC)
-        found[layout] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
-    return found
+        return together(LOCAL | case, [LOCAL | each for each in cases], *options)
+
+    return run
 
 
 @pytest.mark.parametrize(("layout", "case"), [pytest.param(*run, id=f"{run[0]}: {name_of(run[1])}") for run in EQUAL])
-def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
-    result = results[layout][name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+def test_graphs_are_bit_identical_to_eager(train, layout, case):
+    result = train(layout, case)
+    assert_as_eager(result)
     in_a_layer = 2 if "moe_router" in case.get("modules", []) else 1
     in_a_stage = 2 * case["microbatches"] if layout == "PP2" else 4 + case.get("mtp", 0)
     assert result["graphs"] == in_a_layer * in_a_stage
 
 
-def test_training_goes_on_eagerly_after_a_failed_capture(results):
-    result = results["data parallel"][name_of(SURVIVED)]
-    assert not result["error"]
-    assert result["differences"] == []
-    assert result["graphs"] == 0
+def test_training_continues_eagerly_after_a_failed_capture(train):
+    assert_went_on_eagerly(train("data parallel", SURVIVED))
 
 
-def test_a_replay_that_does_nothing_changes_the_loss_of_the_second_step(results):
-    differences = results["data parallel"][name_of(DEAD_REPLAY)]["differences"]
-    assert any("losses[1]" in line for line in differences)
-    assert not any("losses[0]" in line for line in differences)
+def test_dead_replay_changes_the_loss_of_the_second_step(train):
+    assert_differs_from(train("data parallel", DEAD_REPLAY), 1)

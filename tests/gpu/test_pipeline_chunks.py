@@ -1,7 +1,4 @@
-"""Whole chunks of a pipeline in graphs of their own for each micro-batch train bit for bit as eagerly.
-
-Two stages, with one chunk each or with two.
-"""
+"""Graphs of whole pipeline chunks for each micro-batch are bit-identical to eager, in two stages."""
 
 from typing import Any
 
@@ -9,7 +6,7 @@ import pytest
 
 from tests.support.sample import name_of
 from tests.support.trainings.compared import assert_as_eager, assert_differs_from
-from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
+from tests.support.trainings.gpus import GPUS, SIZES
 from tests.support.trainings.models import FULL_RECOMPUTE
 
 COMMON: dict[str, Any] = {"layers": 2, "microbatches": 4, "tied": False, "holds": "model"}
@@ -26,33 +23,21 @@ STAGES: list[dict[str, Any]] = [
 ]
 
 
-def compared(compare_runs, cases, *options, ranks):
-    environment = DETERMINISTIC
-    found = compare_runs([SIZES | case for case in cases], *options, ranks=ranks, environment=environment)
-    return {name_of(case): result for case, result in zip(cases, found, strict=True)}
+RANKS = GPUS // 2 * 2
+
+pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
-@pytest.fixture(scope="session")
-def stages(compare_runs):
-    return compared(compare_runs, STAGES, "--pp", "2", ranks=GPUS // 2 * 2)
-
-
-def assert_replayed(case, result, chunks):
+@pytest.mark.parametrize("case", STAGES, ids=name_of)
+def test_two_stages_are_bit_identical_to_eager(together, case):
+    result = together(SIZES | case, [SIZES | each for each in STAGES], "--pp", "2", ranks=RANKS)
     assert_as_eager(result)
-    replays = 2 * chunks * case["microbatches"]
+    replays = 2 * case.get("virtual", 1) * case["microbatches"]
     if case["holds"] == "layer":
         replays *= case["layers"]
     assert result["replays"] == replays
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("case", STAGES, ids=name_of)
-def test_two_stages(stages, case):
-    assert_replayed(case, stages[name_of(case)], case.get("virtual", 1))
-
-
-@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-def test_a_replay_that_does_nothing_changes_the_loss(compare_runs):
-    case = COMMON | {"layers": 4, "dtype": "bf16", "control": "dead_replay"}
-    (result,) = compared(compare_runs, [case], "--pp", "2", ranks=GPUS // 2 * 2).values()
-    assert_differs_from(result, 3)
+def test_dead_replay_changes_the_loss(together):
+    case = SIZES | COMMON | {"layers": 4, "dtype": "bf16", "control": "dead_replay"}
+    assert_differs_from(together(case, [case], "--pp", "2", ranks=RANKS), 3)

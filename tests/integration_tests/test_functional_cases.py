@@ -15,11 +15,9 @@ GOLDEN = f"golden_values_{CPU_BACKEND}.json"
 GPT = "gpt_cpu_backend"
 EAGER = f"{GPT}/fsdp_eager"
 PASSING = [
-    *(f"{GPT}/{name}" for name in ("fsdp_whole_layers", "fsdp_recompute", "fsdp_resume", "fsdp_resume_eager")),
-    *(f"{GPT}/fsdp_{what}_whole_model" for what in ("mtp", "packed", "cp2")),
-    f"{GPT}/fsdp_pp2_mtp_whole_chunks",
+    *(f"{GPT}/{name}" for name in ("fsdp_whole_layers", "fsdp_resume", "fsdp_resume_eager", "fsdp_pp2_whole_chunks")),
     "hybrid_cpu_backend/fsdp_whole_model",
-    *(f"moe_cpu_backend/{name}" for name in ("fsdp_parts", "fsdp_grouped", "fsdp_grouped_ep2", "fsdp_bounded_ep2")),
+    "moe_cpu_backend/fsdp_grouped",
 ]
 # Changed trainings, and the first step whose loss differs.
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,4 +1,4 @@
-"""Cases as their ``model_config.yaml`` files describe them."""
+"""Load cases from ``model_config.yaml`` files."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ REGULAR, RESUME = "regular", "ckpt-resume"
 INHERITED = ("RANKS", "CPU_BACKEND", "NEEDS", "PYTHON_PATH")
 MERGED = ("ENV_VARS", "MODEL_ARGS", "BOUNDS")
 KEYS = {"BASE", "EQUALS", "TEST_TYPE", *INHERITED, *MERGED}
-# What a bound can be set on: names of what a training measured.
+# Measurements that can have a bound.
 MEASURED = ("ms", "max_allocated_mib", "max_reserved_mib")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training and what its results must be.
+    """A training and its expected results.
 
     Attributes:
-        name: Its folder below ``CASES``, as ``gpt/fsdp_whole_layers``.
-        folder: That folder; its golden values are there.
-        resumes: Whether the training is interrupted in its middle and goes on from a checkpoint.
-        ranks: Processes, each with a GPU of its own.
-        on_cpu: Whether it runs on the CPU backend.
-        needs: Packages that must be importable.
-        python_path: Folders of the repository in which the processes find modules, too.
-        environment: Variables that the processes are started with.
-        arguments: Flags of ``megatron.training`` and their values; True for a flag without one.
-        equals: Name of the eager case whose losses and gradient norms it must have; None for an eager case.
-        bounds: How many times its golden value a measurement (of ``MEASURED``) may be.
+        name: Folder relative to ``CASES``, as ``gpt/fsdp_whole_layers``.
+        folder: The folder, which has the golden values.
+        resumes: Interrupt the training in the middle and resume from a checkpoint.
+        ranks: Number of processes.
+        on_cpu: Use the CPU backend.
+        needs: Required packages.
+        python_path: Further folders of the repository on the path of the processes.
+        environment: Environment variables of the processes.
+        arguments: Flags of ``megatron.training`` and their values; True for a flag without a value.
+        equals: Name of the eager case to equal; None for an eager case.
+        bounds: Maximum ratio of a measurement (of ``MEASURED``) to its golden value.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        """The arguments as words of a command line."""
+        """The arguments as a command line."""
         words: list[str] = []
         for flag, value in self.arguments.items():
             given = value if isinstance(value, list) else [value]
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole training."""
+        """Number of steps of the whole training."""
         return int(self.arguments["--train-iters"])
 
     @property
@@ -68,10 +68,10 @@ class Case:
 
 
 def load(name: str, root: Path = CASES) -> Case:
-    """Return the case ``name`` below ``root``, with what it takes over from its BASE.
+    """Return the case ``name`` below ``root``, merged with its BASE.
 
     Raises:
-        ValueError: the file is missing or wrong; says which key of which file.
+        ValueError: the file is missing or has an invalid key.
     """
     merged = _merged(name, root, ())
     where = f"{name}/{FILE}"
@@ -100,7 +100,7 @@ def load(name: str, root: Path = CASES) -> Case:
 
 
 def _merged(name: str, root: Path, extending: tuple[str, ...]) -> dict[str, Any]:
-    """The keys of a case's file over those of its BASE; a null takes a flag, variable or bound away."""
+    """Return the keys of a case merged over those of its BASE; null removes a flag, variable or bound."""
     path = root / name / FILE
     if name in extending:
         raise ValueError(f"{name}/{FILE}: BASE leads back to it: {' -> '.join((*extending, name))}")
@@ -120,10 +120,10 @@ def _merged(name: str, root: Path, extending: tuple[str, ...]) -> dict[str, Any]
 
 
 def find(given: Iterable[str], root: Path = CASES) -> list[Case]:
-    """Return the cases that ``given`` names: a case, its folder, or a folder of cases; all of them for nothing.
+    """Return the cases of ``given``, names of cases or folders of cases; all cases if empty.
 
     Raises:
-        ValueError: there is no such case.
+        ValueError: a case does not exist.
     """
     names: list[str] = []
     for text in given or [str(root)]:

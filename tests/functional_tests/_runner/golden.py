@@ -1,4 +1,4 @@
-"""Golden values: what a case's training gave on some machine, in ``golden_values_MACHINE.json`` beside the case."""
+"""Golden values: results of a case on one machine, in ``golden_values_MACHINE.json`` beside the case."""
 
 import json
 import platform
@@ -12,17 +12,17 @@ from .case import Case
 from .trainings import Found
 
 NUMBERS = {"lm loss": "losses", "grad-norm": "norms", "evaluation lm loss": "evaluations"}
-DECISIVE = ("torch", "megatron-core", "transformer-engine")  # with other versions of these, other bits are no error
-SHOWN = 4  # steps of a comparison
+DECISIVE = ("torch", "megatron-core", "transformer-engine")  # other versions may give other bits
+SHOWN = 4  # steps in a report
 
 
 def path(case: Case, machine: str, folder: Path | None) -> Path:
-    """Return the file of ``case`` for ``machine``, beside the case or, if given, below ``folder``."""
+    """Return the file of ``case`` for ``machine``, beside the case or below ``folder``."""
     return (folder / case.name if folder else case.folder) / f"golden_values_{machine}.json"
 
 
 def write(file: Path, case: Case, found: Found) -> None:
-    """Write what was found: losses and norms by step, graphs, and the measurements that have a bound."""
+    """Write losses and norms by step, the number of graphs, and bounded measurements."""
     file.parent.mkdir(parents=True, exist_ok=True)
     numbers = {name: _by_number(getattr(found, attribute)) for name, attribute in NUMBERS.items()}
     write_results(
@@ -79,7 +79,7 @@ def differences(found: Found, golden: dict[str, Any], case: Case) -> list[str]:
 
 
 def differences_from(reference: Found, found: Found, name: str) -> list[str]:
-    """Return which losses and norms of ``found`` are not those of ``reference``, the training of the case ``name``."""
+    """Return the differences in losses and norms from ``reference``, the training of the case ``name``."""
     lines = []
     for kind, attribute in NUMBERS.items():
         expected = _by_number(getattr(reference, attribute))
@@ -88,7 +88,7 @@ def differences_from(reference: Found, found: Found, name: str) -> list[str]:
 
 
 def _by_number(values: list[str | None]) -> dict[str, str | None]:
-    """The values by their number from 1, as a string: JSON's keys."""
+    """Return the values by their numbers from 1, as strings for JSON."""
     return {str(number): value for number, value in enumerate(values, 1)}
 
 
@@ -104,7 +104,7 @@ def _of_steps(
 
 
 def _equal(value: str | None, expected: str | None, rounding: float) -> bool:
-    """Whether they are the same, or differ by no more than a share ``rounding`` of what is expected."""
+    """Return whether the values are equal up to the relative error ``rounding``."""
     if value == expected or value is None or expected is None:
         return value == expected
     reference = float.fromhex(expected)

@@ -1,4 +1,4 @@
-"""What this machine has, and which cases it can run."""
+"""Determine which cases this machine can run."""
 
 import importlib
 import re
@@ -16,15 +16,15 @@ class Machine:
     """This machine.
 
     Attributes:
-        gpus: How many GPUs are visible.
-        name: What golden values measured here are called after: the model of the GPUs, or ``CPU_BACKEND``.
+        gpus: Number of visible GPUs.
+        name: The GPU model, or ``CPU_BACKEND``; part of the names of golden values.
     """
 
     gpus: int
     name: str
 
     def cannot_run(self, case: Case) -> str | None:
-        """Return why ``case`` cannot run here; None if it can."""
+        """Return why ``case`` cannot run here, or None."""
         if case.on_cpu:
             return "the CPU backend needs CUDA_VISIBLE_DEVICES=" if self.gpus else None
         if case.ranks > self.gpus:
@@ -34,14 +34,14 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return what is visible of this machine."""
+    """Return this machine."""
     if not torch.cuda.is_available():
         return Machine(0, CPU_BACKEND)
     return Machine(torch.cuda.device_count(), _short(torch.cuda.get_device_name()))
 
 
 def _short(device: str) -> str:
-    """``h200`` for 'NVIDIA H200', ``h100`` for 'NVIDIA H100 80GB HBM3'."""
+    """Return ``h200`` for 'NVIDIA H200', ``h100`` for 'NVIDIA H100 80GB HBM3'."""
     model = device.removeprefix("NVIDIA ").split()[0]
     return re.sub(r"\W+", "_", model.lower())
 
@@ -49,6 +49,6 @@ def _short(device: str) -> str:
 def _importable(package: str) -> bool:
     try:
         importlib.import_module(package)
-    except Exception:  # a package for another version of CUDA or torch fails in its own ways
+    except Exception:  # packages for other versions of CUDA or torch raise various errors
         return False
     return True

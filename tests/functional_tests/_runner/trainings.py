@@ -1,4 +1,4 @@
-"""Trains cases, those that can share processes one after the other in one launch."""
+"""Train cases, with one launch for those that can share processes."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -13,20 +13,20 @@ from benchmarks._step_time.plan import Run
 from .case import Case
 
 ROOT = Path(__file__).resolve().parents[3]
-# Megatron keeps the process groups of a process's first training.
+# Megatron keeps the process groups of the first training of a process.
 GROUPS = ("parallel-size", "--num-distributed-optimizer-instances")
 
 
 @dataclass
 class Found:
-    """What a training of a case gave.
+    """The results of a training.
 
     Attributes:
-        losses, norms: Loss and gradient norm of each step, from the first, as ``float.hex``; None where there is none.
-        evaluations: Loss of each evaluation, likewise.
-        graphs: CUDA graphs of the first rank, at the end.
-        measured: Milliseconds of a step and memory in MiB, by the names in ``case.MEASURED``.
-        error: The end of the log of a training that failed.
+        losses, norms: Loss and gradient norm of each step as ``float.hex``, or None.
+        evaluations: Loss of each evaluation as ``float.hex``, or None.
+        graphs: Number of CUDA graphs of the first rank at the end.
+        measured: Step time in ms and memory in MiB, by the names in ``case.MEASURED``.
+        error: End of the log of a failed training.
     """
 
     losses: list[str | None] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Found:
     error: str | None = None
 
     def add(self, result: dict[str, Any], names: Iterable[str]) -> None:
-        """Add what ``worker.py`` told of a training, or of its next part, whose measurements count."""
+        """Add the result of ``worker.py`` for a training or its next part, whose measurements count."""
         if "error" in result:
             self.error = self.error or result["error"]
             return
@@ -56,14 +56,14 @@ def train(
     stall_seconds: float,
     ended: Callable[[Case, dict[str, Found]], None],
 ) -> None:
-    """Train ``cases``, and print a line for each training.
+    """Train ``cases`` and print a line for each training.
 
     Args:
-        cases: What to train.
-        names: What is kept of the measurements.
+        cases: The cases.
+        names: Names of the measurements to keep.
         logs: An existing folder for logs and checkpoints.
-        stall_seconds: How long a training may take.
-        ended: Called with each case that has ended, and what was found so far, by the case's name.
+        stall_seconds: Maximum duration of a training.
+        ended: Called with each finished case and all results so far, by name of the case.
     """
     found: dict[str, Found] = {}
     for number, group in enumerate(_launches(cases)):
@@ -98,7 +98,7 @@ def train(
 
 
 def _launches(cases: Iterable[Case]) -> list[list[Case]]:
-    """The cases by what only new processes can change."""
+    """Group the cases that can share processes."""
     groups: dict[Any, list[Case]] = {}
     for case in cases:
         layout = [f"{flag} {value}" for flag, value in case.arguments.items() if flag.endswith(GROUPS)]
@@ -108,14 +108,14 @@ def _launches(cases: Iterable[Case]) -> list[list[Case]]:
 
 
 def _environment(case: Case) -> dict[str, str]:
-    """The variables that the processes of a case are started with."""
+    """Return the environment variables of the processes of a case."""
     path = [os.environ.get("PYTHONPATH"), *(str(ROOT / folder) for folder in case.python_path)]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if case.on_cpu else {}
     return case.environment | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def _runs(case: Case, number: int, logs: Path) -> list[Run]:
-    """The trainings of a case: one, or one to its middle and one from there."""
+    """Return the trainings of a case: one, or two if it resumes."""
     numbers = count(number)
 
     def run(variant: str, steps: int, *more: str) -> Run:

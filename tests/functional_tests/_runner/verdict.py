@@ -1,4 +1,4 @@
-"""Whether what a case gave is what it must be."""
+"""Judge the results of cases."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +11,14 @@ from .trainings import Found
 
 @dataclass
 class Verdict:
-    """What was compared for one case.
+    """The comparisons of one case.
 
     Attributes:
         case: The case.
-        found: What its training gave.
-        differences: What is not as it must be, a line each.
-        compared: With what the training was compared: the eager case, or the file of golden values.
-        notes: What was not compared, and why.
+        found: Its results.
+        differences: One line for each difference.
+        compared: The references: the eager case, the file of golden values.
+        notes: Reasons why a comparison was skipped.
     """
 
     case: Case
@@ -29,11 +29,11 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared, and nothing differs."""
+        """Whether something was compared and nothing differs."""
         return bool(self.compared) and not self.differences
 
     def row(self) -> dict[str, Any]:
-        """What JSON shall hold of it."""
+        """Return the verdict for JSON."""
         return {
             "case": self.case.name,
             "passed": self.passed,
@@ -46,12 +46,12 @@ class Verdict:
 
 
 def judge(case: Case, found: Found, eager: Found | None) -> Verdict:
-    """Compare with the eager case, where it was trained too, and see that graphs are there if, and only if, asked for.
+    """Compare with the eager case, and check that graphs exist only if requested.
 
     Args:
         case: The case.
-        found: What its training gave.
-        eager: What the training of the case that it must equal gave; None if it was not trained.
+        found: Its results.
+        eager: Results of the case to equal; None if it was not trained.
     """
     verdict = Verdict(case, found)
     if found.error:
@@ -72,7 +72,7 @@ def judge(case: Case, found: Found, eager: Found | None) -> Verdict:
 
 
 def compare_with_golden(verdict: Verdict, file: Path) -> None:
-    """Compare with the golden values in ``file``, if they are of such a machine and such versions."""
+    """Compare with the golden values in ``file`` if machine and versions match."""
     if verdict.found.error:
         return
     try:
