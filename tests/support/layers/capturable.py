@@ -1,7 +1,7 @@
-"""An optimizer's step without a wait for the device, so that it can be captured without TransformerEngine as well.
+"""Stand-ins that make an optimizer's step capturable without TransformerEngine.
 
-TransformerEngine's Adam, norm and scaling need none. Where it is missing, megatron-core takes torch's Adam, which
-refuses ``capturable`` on CPU ranks, and a norm that is read on the host: here are stand-ins, for tests only.
+Without TransformerEngine, megatron-core uses torch's Adam, which refuses ``capturable`` on CPU ranks, and a norm that
+synchronizes.
 """
 
 from contextlib import AbstractContextManager, ExitStack
@@ -23,13 +23,13 @@ def norm(chunk_size, noop_flag, tensor_lists, per_tensor):
 
 
 def scale(chunk_size, noop_flag, tensor_lists, factor):
-    """Write each tensor of the first list, times the tensor ``factor``, to that of the second."""
+    """Write each tensor of the first list times the tensor ``factor`` to the second list."""
     for source, to in zip(*tensor_lists, strict=True):
         to.copy_(source * factor)
 
 
 def capturable_on_this_device() -> AbstractContextManager[object]:
-    """Within it, optimizers may be ``capturable``, and clipping does not wait for the device."""
+    """Return a context in which optimizers may be ``capturable`` and clipping does not synchronize."""
     from megatron.core.optimizer import clip_grads
 
     stack = ExitStack()

@@ -1,4 +1,4 @@
-"""Kernels that write gradients of weights where they are reduced, in place of TransformerEngine's, for CPU ranks."""
+"""Stand-ins for fused weight-gradient kernels on CPU ranks."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,12 +13,11 @@ from tests.support.stand_ins import fused_weight_gradient_mlp_cuda
 
 @contextmanager
 def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
-    """Megatron's own linear layers find their kernels, and megatron-core does not ask for TransformerEngine's version.
+    """Provide the kernels of Megatron's linear layers and skip the version check of TransformerEngine.
 
     Args:
-        as_transformer_engine: Whether layers do under Megatron-FSDP as those of TransformerEngine, which add to the
-            gradient of a weight unless it has megatron-core's mark that says otherwise. Megatron's own overwrite it in
-            any case.
+        as_transformer_engine: Under Megatron-FSDP accumulate gradients as TransformerEngine does, unless the weight has
+            ``overwrite_main_grad``. Megatron's own layers always overwrite.
     """
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.extensions import transformer_engine
@@ -37,7 +36,7 @@ def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
 
 
 def _gemm(inputs: torch.Tensor, grads: torch.Tensor, *, out: torch.Tensor, **unused: Any) -> None:
-    """Write the gradient of the caller's ``weight`` to ``out``, or add it."""
+    """Write or add the gradient of the caller's ``weight`` to ``out``."""
     weight = inspect.currentframe().f_back.f_locals["weight"]  # type: ignore[union-attr]
     product = grads.t() @ inputs
     if getattr(weight, "overwrite_main_grad", False):

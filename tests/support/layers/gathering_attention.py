@@ -1,4 +1,4 @@
-"""Attention of context-parallel ranks in the place of TransformerEngine's: each rank gathers all keys and values."""
+"""Context-parallel attention that gathers all keys and values, in place of TransformerEngine's."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 class GatheringAttention(torch.nn.Module):
-    """Causal attention over a sequence of which each rank has one chunk from the front and one from the back."""
+    """Causal attention; each rank has one chunk from the front and one from the back of the sequence."""
 
     def __init__(self, config: Any, **unused: Any):
         super().__init__()
@@ -32,7 +32,7 @@ class GatheringAttention(torch.nn.Module):
         return output.reshape(tokens, sequences, -1)
 
     def _gathered(self, positions: torch.Tensor) -> torch.Tensor:
-        """Put what is in the order of the sequence in that of the ranks."""
+        """Reorder positions from the order of the sequence to that of the ranks."""
         ranks, chunks = self.group.size(), positions.chunk(2 * self.group.size())
         return torch.cat([chunks[each] for rank in range(ranks) for each in (rank, 2 * ranks - 1 - rank)])
 
@@ -41,13 +41,13 @@ class GatheringAttention(torch.nn.Module):
 
 
 def with_gathering_attention(layer: Any) -> Any:
-    """Return the spec ``layer`` of a layer with this attention."""
+    """Return the layer spec ``layer`` with this attention."""
     layer = deepcopy(layer)
     layer.submodules.self_attention.submodules.core_attention = GatheringAttention
     return layer
 
 
 def local_layers(config: Any, vp_stage: int | None = None) -> Any:
-    """Megatron's layers with this attention, for ``--spec tests.support.layers.gathering_attention local_layers``."""
+    """Return Megatron's layers with this attention, for ``--spec``."""
     block = get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=False, vp_stage=vp_stage)
     return replace(block, layer_specs=[with_gathering_attention(layer) for layer in block.layer_specs])

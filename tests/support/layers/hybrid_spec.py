@@ -1,6 +1,6 @@
-"""Layers of hybrid models where TransformerEngine or ``mamba-ssm`` is missing: for tests, and for ``--spec``.
+"""Specs of hybrid models without TransformerEngine or ``mamba-ssm``.
 
-So ``--hybrid-layer-pattern M-*-ME --spec tests.support.layers.hybrid_spec local`` builds them.
+Use them by ``--hybrid-layer-pattern M-*-ME --spec tests.support.layers.hybrid_spec local``.
 """
 
 from importlib.util import find_spec
@@ -30,11 +30,11 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-KERNEL = 4  # tokens that a token is mixed with, its own too
+KERNEL = 4  # tokens in a mix
 
 
 class ShiftMixer(torch.nn.Module):
-    """Stands for ``MambaMixer``: gated causal mixing of the last tokens, channel by channel, without CUDA kernels.
+    """Replaces ``MambaMixer``: gated causal mixing of the last tokens per channel, without CUDA kernels.
 
     Args:
         config: The ``TransformerConfig``.
@@ -50,7 +50,7 @@ class ShiftMixer(torch.nn.Module):
         self.out_proj = torch.nn.Linear(d_model, d_model, dtype=dtype)
 
     def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        """Return ``[sequence, batch, hidden]`` of ``hidden_states``, of the same shape and dtype, and no bias."""
+        """Return ``[sequence, batch, hidden]``, like ``hidden_states``, and no bias."""
         values, gate = self.in_proj(self.norm(hidden_states)).chunk(2, dim=-1)
         padded = torch.nn.functional.pad(values, (0, 0, 0, 0, KERNEL - 1, 0))
         mixed = sum(tap * padded[shift : shift + len(values)] for shift, tap in enumerate(self.taps))
@@ -58,7 +58,7 @@ class ShiftMixer(torch.nn.Module):
 
 
 class LocalHybridStack(HybridStack):
-    """A ``HybridStack`` whose final norm is Megatron's own rather than TransformerEngine's."""
+    """A ``HybridStack`` with Megatron's final norm."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         with mock.patch.object(hybrid_block, "TENorm", LocalSpecProvider().layer_norm()):
@@ -105,7 +105,7 @@ local = ModuleSpec(
         ),
     ),
 )
-"""Megatron's own layers, with the mixer of this file."""
+"""Megatron's layers with ``ShiftMixer``."""
 
 if find_spec("mamba_ssm") is not None:
     transformer_engine = hybrid_stack_spec
@@ -114,4 +114,4 @@ else:
         module=HybridStack,
         submodules=HybridStackSubmodules(**(vars(hybrid_stack_spec.submodules) | {"mamba_layer": _shift_layer})),
     )
-"""TransformerEngine's layers, with the mixer of this file if ``mamba-ssm`` is missing."""
+"""TransformerEngine's layers, with ``ShiftMixer`` if ``mamba-ssm`` is missing."""

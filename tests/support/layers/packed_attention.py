@@ -1,6 +1,6 @@
-"""Attention within packed sequences, in the place of TransformerEngine's, and the sequences of a micro-batch.
+"""Attention within packed sequences, in place of TransformerEngine's, and random packed sequences.
 
-Of context-parallel ranks each has a piece from the front and one from the back of each sequence.
+Each context-parallel rank has a piece from the front and one from the back of each sequence.
 """
 
 from copy import deepcopy
@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each packed sequence; reads offsets on the device alone, as graphs must."""
+    """Causal attention within each packed sequence; reads offsets on the device only, as graphs require."""
 
     def __init__(self, config: Any, **unused: Any):
         super().__init__()
@@ -40,25 +40,25 @@ class PackedAttention(torch.nn.Module):
 
 
 def with_packed_attention(layer: Any) -> Any:
-    """Return the spec ``layer`` of a layer with this attention."""
+    """Return the layer spec ``layer`` with this attention."""
     layer = deepcopy(layer)
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return layer
 
 
 def local_layer(config: Any) -> Any:
-    """Megatron's own layer with this attention; for ``--spec tests.support.layers.packed_attention local_layer``."""
+    """Return Megatron's layer with this attention, for ``--spec``."""
     return with_packed_attention(get_gpt_layer_local_spec())
 
 
 def places_on_rank(offsets: torch.Tensor, tokens: int, rank: int, ranks: int) -> torch.Tensor:
-    """Return where the ``tokens`` tokens of a rank are among those of all ranks, int64 ``[tokens]``.
+    """Return the positions of a rank's tokens among those of all ranks, int64 ``[tokens]``.
 
     Args:
-        offsets: Where whole sequences begin, and the last one ends; their lengths are multiples of ``2 * ranks``.
-        tokens: How many.
+        offsets: Starts of the sequences and the end of the last one; lengths are multiples of ``2 * ranks``.
+        tokens: Number of tokens of the rank.
         rank: The rank.
-        ranks: How many ranks there are.
+        ranks: Number of ranks.
     """
     token = torch.arange(tokens, device=offsets.device)
     if ranks == 1:
@@ -71,9 +71,9 @@ def places_on_rank(offsets: torch.Tensor, tokens: int, rank: int, ranks: int) ->
 
 
 def packed_params(tokens: int, sequences: int, generator: torch.Generator, ranks: int = 1) -> PackedSeqParams:
-    """Return parameters of up to ``sequences`` sequences of random lengths, ``tokens`` in all, padded.
+    """Return padded parameters of up to ``sequences`` sequences of random lengths with ``tokens`` tokens in total.
 
-    Their lengths are such that ``ranks`` context-parallel ranks can have parts of each.
+    Lengths are divisible among ``ranks`` context-parallel ranks.
     """
     count, least = int(torch.randint(1, sequences + 1, (), generator=generator)), 1 if ranks == 1 else 2 * ranks
     inner = (torch.randperm(tokens // least - 1, generator=generator)[: count - 1] + 1).sort().values * least
@@ -86,6 +86,6 @@ def packed_params(tokens: int, sequences: int, generator: torch.Generator, ranks
 
 
 def positions_in_sequences(offsets: torch.Tensor) -> torch.Tensor:
-    """Return each token's place in its sequence, int64 ``[tokens]``, for offsets that end with the number of tokens."""
+    """Return each token's position in its sequence, int64 ``[tokens]``; offsets end with the number of tokens."""
     token = torch.arange(int(offsets[-1]), device=offsets.device)
     return token - offsets[torch.searchsorted(offsets, token, right=True) - 1]

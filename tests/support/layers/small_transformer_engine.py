@@ -1,4 +1,4 @@
-"""A TransformerEngine in miniature: delayed and current scaling, cached weights; the interface and rules of 2.20."""
+"""A miniature TransformerEngine: delayed and current scaling, cached weights; the interface of 2.20."""
 
 import sys
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-LEVELS = 1024.0  # values are rounded to so many steps of their scale
-CURRENT = "tensorwise"  # the recipe without statistics
-INPUT, GRADIENT, WEIGHT = range(3)  # the places of a layer's statistics
+LEVELS = 1024.0  # quantization steps of a scale
+CURRENT = "tensorwise"  # a recipe without statistics
+INPUT, GRADIENT, WEIGHT = range(3)  # indices of a layer's statistics
 
 
 class State:
-    """What ``FP8GlobalStateManager`` is."""
+    """Replaces ``FP8GlobalStateManager``."""
 
     enabled = capturing = first = False
     recipe = group = None
@@ -117,14 +117,14 @@ def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics() -> dict[str, Any]:
-    """Of the forward pass, of the backward pass, and of the weight."""
+    """Return statistics of input, gradient and weight."""
     return {"scale": torch.full((3,), 64.0, device="cuda"), "amax": torch.zeros(3, device="cuda")}
 
 
 def _quantized(
     x: torch.Tensor, meta: dict[str, Any], place: int, recipe: Any, skip: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x`` in steps of its scale. Its largest value is noted, unless ``skip`` is set on the device."""
+    """Return ``x`` quantized; record its maximum unless ``skip`` is set on the device."""
     amax = x.abs().max().float()
     if recipe == CURRENT:
         return rounded(x, LEVELS / amax.clamp(min=1e-6)).to(x.dtype)
@@ -153,9 +153,9 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedProduct:
-    """What modules with a quantized weight do, beside being modules."""
+    """Mixin of modules with a quantized weight."""
 
-    __module__ = "transformer_engine.pytorch.module.base"  # sets much of its own from pass to pass
+    __module__ = "transformer_engine.pytorch.module.base"  # whose modules change attributes between passes
     weight: torch.Tensor
 
     def set_up(self) -> None:
@@ -174,7 +174,7 @@ class QuantizedProduct:
         return self._fp8_workspaces.get("weight", torch.zeros_like(self.weight))
 
     def product(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        """``x @ weight.t()``, quantized; weights are quantized again in the first micro-batch, or always for None."""
+        """Return ``x @ weight.t()``, quantized; requantize weights in the first micro-batch, or always for None."""
         capturing, meta, recipe = State.fp8_graph_capturing(), self.fp8_meta, State.recipe
         skip = State.quantization_state.skip_fp8_weight_update_tensor if capturing else None
         if skip is not None:
@@ -196,7 +196,7 @@ class QuantizedProduct:
 
 
 class Linear(torch.nn.Module, QuantizedProduct):
-    """Takes and returns ``[4, 6]``; multiplies with rounded values."""
+    """A quantized linear layer from and to ``[4, 6]``."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ class Linear(torch.nn.Module, QuantizedProduct):
 
 
 class DotProductAttention(torch.nn.Module):
-    """Holds statistics of its own, which count only if the recipe quantizes attention."""
+    """Attention with statistics, used only if the recipe quantizes attention."""
 
     def __init__(self):
         super().__init__()
@@ -221,7 +221,7 @@ class DotProductAttention(torch.nn.Module):
 
 
 class Operation(torch.nn.Module):
-    """An operation with statistics for each direction."""
+    """An operation with statistics of each direction."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ class Operation(torch.nn.Module):
 
 
 class Fused(torch.nn.Module):
-    """Runs its operation without calling it."""
+    """A fused module that does not call its operation."""
 
     def __init__(self):
         super().__init__()
@@ -282,7 +282,7 @@ def _modules() -> dict[str, Any]:
 
 
 def installed(monkeypatch) -> ModuleType:
-    """Put this in TransformerEngine's place; returns what stands for ``transformer_engine.pytorch.graph``."""
+    """Install the stand-in; return its ``transformer_engine.pytorch.graph``."""
     modules = _modules()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -293,7 +293,7 @@ def installed(monkeypatch) -> ModuleType:
 
 
 class _InMegatron(QuantizedProduct):
-    """A linear layer of Megatron's that is not divided among ranks, as its layer of TransformerEngine's is."""
+    """Mixin that quantizes Megatron's linear layers, as TransformerEngine's are."""
 
     config: Any
     is_first_microbatch: bool
@@ -308,7 +308,7 @@ class _InMegatron(QuantizedProduct):
 
 
 def quantize_linear_layers(model: torch.nn.Module) -> None:
-    """Let the linear layers of all layers of ``model`` quantize what they multiply."""
+    """Quantize the linear layers in all layers of ``model``."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     of_layers = [part for name in ("decoder", "mtp") for part in getattr(model, name, torch.nn.Module()).modules()]
