@@ -1,4 +1,4 @@
-"""``--cuda-graph-report`` on GPUs: graphs and memory are in the report."""
+"""``--cuda-graph-report`` on GPUs contains graphs and memory."""
 
 import json
 import os
@@ -21,7 +21,7 @@ FLAGS_ON_GPUS = f"""
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The report of a training with a graph per layer."""
+    """Return the report of a training with a graph per layer."""
     folder = tmp_path_factory.mktemp("report")
     done = subprocess.run(
         [

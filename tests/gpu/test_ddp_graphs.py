@@ -1,8 +1,7 @@
-"""Without Megatron-FSDP: with graphs, a model under DistributedDataParallel trains bit for bit as eagerly.
+"""Graphs under DistributedDataParallel are bit-identical to eager.
 
-Layouts: data parallel over all GPUs; two pipeline stages, each with one model chunk or with two that interleave; expert
-parallel 2, the tokens of one micro-batch travelling while another is computed. Models of 4 TransformerEngine layers,
-the distributed optimizer.
+Layouts: data parallel over all GPUs; two pipeline stages with one or two model chunks each; expert parallel 2 with
+overlapped communication. Models have 4 TransformerEngine layers and the distributed optimizer.
 """
 
 from typing import Any
@@ -43,7 +42,7 @@ OVERLAP: list[dict[str, Any]] = [
     {"overlap_moe_expert_parallel_comm": True, "microbatches": 3, **MOE, **case}
     for case in ({}, {"dropout": 0.1, "modules": ["attn"]})
 ]
-# Eager runs differ from each other in weight gradients of attention, unless each launch is waited for.
+# Without blocking launches, eager runs differ from each other in weight gradients of attention.
 DELAYED: list[dict[str, Any]] = [OVERLAP[0] | {"gradient_accumulation_fusion": True, "delay_wgrad_compute": True}]
 BLOCKING = "EP2, blocking launches"
 LAYOUTS = {

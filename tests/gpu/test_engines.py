@@ -1,4 +1,4 @@
-"""Our engine on a GPU, trains bit for bit as eagerly and holds no more memory than TransformerEngine's."""
+"""The engine on a GPU is bit-identical to eager and uses no more memory than TransformerEngine's."""
 
 import gc
 import os
@@ -33,7 +33,7 @@ STEPS = 10
 
 @pytest.fixture(autouse=True)
 def stream_of_its_own():
-    """Everything but the legacy default stream, on which no backward pass can be captured."""
+    """Leave the legacy default stream, on which backward passes cannot be captured."""
     torch.manual_seed(1)
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
@@ -45,7 +45,7 @@ def stream_of_its_own():
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_our_engine_trains_bit_for_bit(case):
+def test_plain_callables_are_bit_identical_to_eager(case):
     assert_same_bits(train(case, native, STEPS), train(case, None, STEPS))
 
 
@@ -140,7 +140,7 @@ def test_the_comparison_notices_statistics_that_are_not_updated(monkeypatch):
 
 
 def delayed_weight_gradients(engine: Callable | None, had_gradients: bool) -> list[torch.Tensor | None]:
-    """Numbers of a training of two layers, each a chunk, whose weight gradients run after both backward passes.
+    """Train two chunks of a layer whose weight gradients run after both backward passes; return the numbers.
 
     Parameters have gradients before capture, or none.
     """
@@ -183,10 +183,10 @@ def test_delayed_weight_gradients_train_bit_for_bit(had_gradients):
 # ----------------------------------------------------------------------------------------------- capture-time hooks
 
 
-# -------------------------------------------------------------------------------------------- what cannot be captured
+# -------------------------------------------------------------------------------------------- unsupported captures
 
 
-def test_gradients_on_the_legacy_stream_are_refused_before_capture_and_training_goes_on():
+def test_gradients_on_the_legacy_stream_are_refused():
     with torch.cuda.stream(torch.cuda.default_stream()):
         layer = torch.nn.Linear(8, 8).cuda()
         # As data parallel wrappers do, which keep the node alive.
@@ -203,7 +203,7 @@ def test_gradients_on_the_legacy_stream_are_refused_before_capture_and_training_
 
 
 def reserved() -> int:
-    """What the allocator holds and cannot give back."""
+    """Return the memory that the allocator cannot release."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
@@ -222,7 +222,7 @@ def large_layers() -> tuple[tuple[torch.nn.Module, ...], tuple[tuple[torch.Tenso
 
 
 def bytes_held(engine: Callable) -> int:
-    """What the allocator holds for the graphs of eight layers."""
+    """Return the memory of the graphs of eight layers."""
     layers, samples = large_layers()
     before = reserved()
     graphed = engine(

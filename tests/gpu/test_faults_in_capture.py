@@ -1,4 +1,4 @@
-"""A sample of faults in captures on GPUs, and a rank that is killed; see the integration tests of the same names."""
+"""Faults in captures and killed ranks on GPUs, as in the integration tests of the same names."""
 
 import json
 
@@ -12,7 +12,7 @@ if GPUS < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
 
 TIMEOUT = 30  # seconds, of the process groups
-# Attention and router of layers that gather and scatter their sequence over two tensor-parallel ranks.
+# Attention and router with sequence parallelism.
 SEQUENCE_PARALLEL = json.dumps(
     {
         "transformer_engine": True,
@@ -22,7 +22,7 @@ SEQUENCE_PARALLEL = json.dumps(
         "dtype": "bf16",
         "hidden": 64,
         "num_attention_heads": 4,
-        "sequence": 128,  # with 32 TransformerEngine takes another attention kernel under capture
+        "sequence": 128,  # with 32 TransformerEngine uses another attention kernel under capture
     }
 )
 
@@ -33,7 +33,7 @@ OPTIONS.append(("--holds", "layer", "--tp", "2", "--case", SEQUENCE_PARALLEL))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
-def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, options):
+def test_fault_is_an_error_on_every_rank_and_leaves_nothing(tmp_path, options):
     (result,) = inject_faults("--stride", "151", *options, ranks=2, folder=tmp_path, environment=DETERMINISTIC)
     assert not result["problems"], str(result["problems"])[:4000]
     assert sum(result["attempts"].values()) >= 40
@@ -42,7 +42,7 @@ def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, o
 
 
 @pytest.mark.parametrize("holds", ["decoder", "layer"])
-def test_the_watchdog_ends_the_rank_that_outlives_a_killed_one(holds):
+def test_watchdog_ends_the_survivor_of_a_killed_rank(holds):
     status, seconds, output = killed(TIMEOUT, holds)
     assert LAUNCHED in output
     assert status not in (0, -9)

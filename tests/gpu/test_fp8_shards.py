@@ -1,4 +1,4 @@
-"""Casts of shards to FP8 give the bytes, scales and maxima that they give with transposes."""
+"""Casts of shards to FP8 are bit-identical to casts with transposes."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp import mixed_precision
 
-SHAPE = (256, 384)  # of a weight, of which a rank has the last two thirds
+SHAPE = (256, 384)  # of a weight; a rank has the last two thirds
 START = 256 * 128
 
 
@@ -26,7 +26,7 @@ def group():
 
 
 def cast(quantize, recipe, group):
-    """The bytes of the shard, and what the cast left of scales, after ``quantize``."""
+    """Return the bytes of the shard and the scales after ``quantize``."""
     torch.manual_seed(1)
     with te.quantized_model_init(recipe=recipe):
         weight = te.Linear(SHAPE[1], SHAPE[0], bias=False, params_dtype=torch.bfloat16).weight
@@ -39,7 +39,7 @@ def cast(quantize, recipe, group):
 
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=["delayed", "tensorwise"])
-def test_the_same_bytes_and_scales(recipe, group):
+def test_bytes_and_scales_are_equal(recipe, group):
     expected, scales = cast(mixed_precision._upstream.fp8_quantize, recipe, group)
     found, found_scales = cast(mixed_precision.fp8_quantize, recipe, group)
     assert torch.equal(found, expected) and expected.any()

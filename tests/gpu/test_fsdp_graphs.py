@@ -2,7 +2,7 @@
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
 parallel 2 (four GPUs); expert parallel over all GPUs, with dropless experts. MoE models of 4 TransformerEngine layers
-with shared experts. Then, data parallel, what else a job may turn on.
+with shared experts. Data parallel has further flags.
 """
 
 from itertools import product
@@ -28,7 +28,7 @@ MOE: list[dict] = [
         ("bf16", "fp32"), (["attn"], ["attn", "moe_router", "moe_preprocess"], ["moe_router"])
     )
 ]
-# Experts whose tokens only the device counts: whole layers, or the whole model, are in graphs.
+# Experts with token counts on the GPU, in graphs of whole layers or the whole model.
 GROUPED: list[dict] = [
     {"dtype": "bf16", "experts": 8, "moe_use_grouped_tensor": True, **case}
     for case in (
@@ -68,7 +68,7 @@ EXCHANGED: list[dict] = [
         {"modules": ["attn", "moe_router", "moe_preprocess"]},
     )
 ]
-# One rank runs eagerly what the others replay.
+# One rank runs eagerly beside replays.
 BESIDE_REPLAYS: list[dict] = [
     {"dtype": "bf16", "sequences_later": [512], "later_on_one_rank": True} | case
     for case in (
@@ -167,7 +167,7 @@ MORE: list[dict] = [
 
 
 FULL = FULL_RECOMPUTE | {"recompute_num_layers": 2}
-# FP8 in one graph with what happens around layers.
+# FP8 in graphs of model and decoder.
 QUANTIZED: list[dict] = [
     {"dtype": "bf16", "fp8": recipe, "fp8_param": params, "microbatches": 2, **case}
     for recipe in ("delayed", "tensorwise")
@@ -198,7 +198,7 @@ QUANTIZED += [
 ]
 
 
-# The whole model in a graph, dense and with padded experts, where several groups of ranks communicate.
+# The whole model in a graph, in layouts with several communicating groups.
 DENSE_MODELS: list[dict] = [
     {"dtype": dtype, "holds": "model", "dropout": 0.1, "microbatches": 2} for dtype in ("bf16", "fp32")
 ]

@@ -1,4 +1,4 @@
-"""Memory of local graphs on a GPU: what a graph no longer needs serves the graphs after it."""
+"""Local graphs on a GPU reuse the memory of earlier graphs."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ WIDTH = 2048
 
 @pytest.fixture
 def trackers(monkeypatch):
-    """The RNG trackers of the process, put back at the end."""
+    """Restore the RNG trackers of the process."""
     for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
         monkeypatch.setattr(tensor_parallel_random, name, getattr(tensor_parallel_random, name))
 
 
 def memory_of_graphs(layers: int) -> int:
-    """Bytes that the graphs of so many layers take, whose weights add their gradients to main gradients."""
+    """Return the bytes of the graphs of ``layers`` layers with main gradients."""
     with torch.cuda.stream(torch.cuda.Stream()):
         model = Stack([Layer(number + 1) for number in range(layers)])
         for module in (model.before, model.after, *(layer.linear for layer in model.layers)):
@@ -45,10 +45,10 @@ def memory_of_graphs(layers: int) -> int:
     return sum(segment["total_size"] for segment in segments)
 
 
-def test_gradients_of_one_layer_after_the_other_take_the_memory_of_one(trackers):
+def test_gradients_of_layers_share_memory(trackers):
     delete_cuda_graphs()
     use_graphable_rng()
-    memory_of_graphs(1)  # what is set up once
+    memory_of_graphs(1)  # one-time allocations
     gradient = WIDTH * WIDTH * 4
     few, many = memory_of_graphs(2), memory_of_graphs(10)
     assert few > 0
@@ -56,7 +56,7 @@ def test_gradients_of_one_layer_after_the_other_take_the_memory_of_one(trackers)
 
 
 def test_model_built_on_the_default_stream_trains_with_graphs(trackers):
-    """As megatron-core's users build it: the model, then ``DistributedDataParallel`` around it."""
+    """Build the model on the default stream, as users of ``DistributedDataParallel`` do."""
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
     def train(graphs):

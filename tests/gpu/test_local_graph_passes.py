@@ -28,7 +28,7 @@ ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVTE_FLASH_ATTN": "0", 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """Megatron's process groups, of this process alone."""
+    """Initialize Megatron's process groups for one rank."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -43,7 +43,7 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture
 def block(one_rank):
-    """Makes a seeded block of two layers, with or without graphs."""
+    """Return a function that makes a seeded block of two layers, with or without graphs."""
     streams = torch.cuda.stream(torch.cuda.Stream())
 
     def make(graphs, dropout=0.0):
@@ -75,13 +75,13 @@ def block(one_rank):
 
 
 def hidden(number: int) -> torch.Tensor:
-    """Hidden states of a micro-batch, ``[TOKENS, 1, HIDDEN]``."""
+    """Return hidden states of a micro-batch, ``[TOKENS, 1, HIDDEN]``."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(TOKENS, 1, HIDDEN, generator=generator).to("cuda", torch.bfloat16)
 
 
 def packed(lengths: tuple[int, ...], slots: tuple[int, ...]) -> PackedSeqParams:
-    """Sequences of ``lengths``, each at the beginning of one of the ``slots``."""
+    """Pack sequences of ``lengths``, each at the start of a slot."""
     real, padded = (torch.tensor([0, *each]).cumsum(0).int().cuda() for each in (lengths, slots))
     return PackedSeqParams(
         qkv_format="thd",
@@ -96,7 +96,7 @@ def packed(lengths: tuple[int, ...], slots: tuple[int, ...]) -> PackedSeqParams:
 
 
 def step(model: TransformerBlock, number: int, **kwargs) -> list[torch.Tensor]:
-    """Forward and backward; returns the output and the gradients."""
+    """Run forward and backward; return the output and the gradients."""
     out = model(hidden_states=hidden(number).requires_grad_(), attention_mask=None, **kwargs)
     out.float().square().mean().backward()
     create_cudagraphs()

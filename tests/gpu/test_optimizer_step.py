@@ -1,4 +1,4 @@
-"""Steps of TransformerEngine's Adam with kept lists change parameters and states bit for bit as its own do."""
+"""TransformerEngine's Adam with cached lists is bit-identical to its own steps."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def build(mesh, dtype, **options):
     for param in params:
         param.grad = shard(param.shape)
         param.grad.stays = True
-    nowhere = torch.nn.Parameter(shard((2,)))  # no gradient, like a parameter of which the rank has no shard
+    nowhere = torch.nn.Parameter(shard((2,)))  # no gradient, like a parameter without a local shard
     groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5, "weight_decay": 0.0}, {"params": [nowhere]}]
     return FusedAdam(groups, lr=0.1, weight_decay=0.1, **options)
 
@@ -56,7 +56,7 @@ def tensors(optimizer):
         (torch.bfloat16, {}),
     ],
 )
-def test_the_optimizers_bits(mesh, dtype, options):
+def test_cached_steps_are_bit_identical(mesh, dtype, options):
     expected, optimizer = build(mesh, dtype, **options), build(mesh, dtype, **options)
     shards = None
     for step in range(STEPS):
@@ -77,7 +77,7 @@ def test_the_optimizers_bits(mesh, dtype, options):
             group["lr"] *= 0.9
 
 
-def test_states_in_low_precision_are_left_to_the_optimizer(mesh):
+def test_states_in_low_precision_are_not_cached(mesh):
     optimizer = build(mesh, torch.float32, exp_avg_dtype=torch.bfloat16)
     optimizer.step()
     assert not LocalShards.eligible(optimizer, (FusedAdam,))

@@ -215,7 +215,7 @@ def a_capture_waits_for_no_other_rank() -> None:
     if dist.get_rank() == 0:
         with torch.cuda.graph(graph):
             dist.all_reduce(counts)
-            picked = torch.arange(3, device="cuda")[counts]  # what is gathered may be an index
+            picked = torch.arange(3, device="cuda")[counts]  # a gathered tensor may be an index
     dist.barrier()
     assert counts.tolist() == [7]
     if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""Overlapped expert communication (--overlap-moe-expert-parallel-comm): graphs hold what precedes the experts.
+"""Overlapped expert communication (--overlap-moe-expert-parallel-comm): graphs end before the experts.
 
 The schedule runs layers in parts, the forward pass of one micro-batch beside the backward pass of another. On two CPU
 ranks, under Megatron-FSDP and DistributedDataParallel, training is bit-identical to eager with the same schedule.
@@ -22,7 +22,7 @@ OVERLAP: dict[str, Any] = SIZES | {"overlap_moe_expert_parallel_comm": True, "fs
 ONE_DENSE: dict[str, Any] = {"layers": 3, "moe_layer_freq": [0, 1, 1]}
 PARTS: dict[str, Any] = {"modules": ["attn", "moe_router", "moe_preprocess"]}
 SHARED: dict[str, Any] = {"moe_shared_expert_intermediate_size": 64}
-# Compared with training without the overlap, too.
+# Also compared with training without the overlap.
 IN_TURN: list[dict[str, Any]] = [
     {**PARTS, **case}
     for case in (

@@ -48,7 +48,7 @@ MODEL: list[dict[str, Any]] = [
         FUSED | {"microbatches_later": 2, "average_in_collective": True},
     )
 ]
-# Gradient clipping is a graph, too.
+# Gradient clipping is also a graph.
 CLIPPED: list[dict[str, Any]] = [
     {"holds": "model", "norm_on_device": True, **case}
     for case in (
@@ -116,7 +116,7 @@ QUANTIZED: list[dict[str, Any]] = [
     )
 ]
 EQUAL = MODEL + CLIPPED + DECODER + LAYERS + MODULES + QUANTIZED
-# One case per mode and for what no set of flags in test_pairs.py covers.
+# One case per mode, recomputation, FP8 and control.
 QUICK = [MODEL[0], MODEL[8], MODEL[12], CLIPPED[-1], DECODER[1], DECODER[-1], LAYERS[0], MODULES[1], QUANTIZED[0]]
 
 # Capture before the first step, with layers of two kinds in one double buffer.
@@ -180,7 +180,7 @@ def test_graphs_are_bit_identical_to_eager(train, case):
     assert len(result["losses"]) == case.get("steps", SIZES["steps"])
     if case in CLIPPED:
         assert result["clipping_replays"] >= 2
-    if case is FP16:  # the loss scale is too large, before and after capture
+    if case is FP16:  # the loss scale overflows before and after capture
         assert result["grad_norms"][0] < 0
         assert any(norm < 0 for norm in result["grad_norms"][3:])
 
@@ -214,7 +214,7 @@ def test_hook_on_one_layer_of_one_rank_splits_graphs_on_all(train):
 
 
 @pytest.mark.parametrize("case", mostly_long(BESIDE_REPLAYS, BESIDE_REPLAYS[1], BESIDE_REPLAYS[-2]))
-def test_eager_fallback_on_one_rank_keeps_the_order_of_collectives(train, case):
+def test_eager_fallback_on_one_rank_keeps_collective_order(train, case):
     result = train(case)
     assert_as_eager(result)
     assert result["replays"] == replays_of_a_step(case)

@@ -46,7 +46,7 @@ LAYERS: list[tuple[str, dict[str, Any]]] = [
 ]
 CHUNK: dict[str, Any] = {"holds": None}
 PADDED: dict[str, Any] = {"experts": 4, "moe_expert_capacity_factor": 1.0}
-PREDICTING: dict[str, Any] = {"mtp": 1}  # the last stage has the embedding, too
+PREDICTING: dict[str, Any] = {"mtp": 1}  # the last stage also has the embedding
 RECOMPUTED: dict[str, Any] = FULL_RECOMPUTE | {"recompute_num_layers": 2}
 EAGER_MICRO_BATCH: dict[str, Any] = {"control": "eager_micro_batch_on_one_rank"}
 HSDP: dict[str, Any] = {"num_distributed_optimizer_instances": 2, "tied": True, **PREDICTING}

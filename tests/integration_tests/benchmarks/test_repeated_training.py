@@ -1,4 +1,4 @@
-"""repeated_training on the CPU backend: repeated runs are equal, and another learning rate is found."""
+"""repeated_training finds equal runs and another learning rate on the CPU backend."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""replay_overhead: the benchmark runs; what it measures on a CPU means nothing."""
+"""replay_overhead runs on the CPU backend."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "replay_overhead.py"
 
 
 @pytest.mark.long
-def test_every_engine_that_is_there_is_timed_and_weighed(tmp_path):
+def test_every_engine_is_measured(tmp_path):
     output = tmp_path / "results.json"
     sizes = ["--callables", "1", "3", "--repeats", "2", "--rounds", "2", "--memory-hidden", "8"]
     command = [sys.executable, "-m", "megatron_fsdp_cuda_graphs.cpu_backend", str(SCRIPT), *sizes]

@@ -1,4 +1,4 @@
-"""soak: a short one on the CPU backend is bit-equal over an interruption."""
+"""A short soak on the CPU backend is bit-identical over an interruption."""
 
 import json
 import os
@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["moe", "grouped"])
-def test_a_short_soak_is_bit_equal_over_an_interruption(tmp_path, name):
+def test_soak_is_bit_identical_over_an_interruption(tmp_path, name):
     output = tmp_path / "soak.json"
     command = [sys.executable, str(BENCHMARKS / "soak.py"), "--output", str(output), "--configurations", name]
     sizes = (

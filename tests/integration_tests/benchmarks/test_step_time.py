@@ -1,4 +1,4 @@
-"""step_time: it trains, compares bits and counts calls, on two CPU ranks; the times of a CPU mean nothing."""
+"""step_time compares bits and counts calls on two CPU ranks."""
 
 import json
 import os
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The ended benchmark, of three variants of which one has another seed, and its folder."""
+    """Run three variants, one with another seed; return the process and its folder."""
     folder = tmp_path_factory.mktemp("step_time")
     return train(folder, "eager", "native", OTHER_SEED), folder
 
 
 def train(folder, *variants, more=()):
-    """Time ``variants`` of B in ``folder`` and return the ended process."""
+    """Time ``variants`` of B in ``folder`` and return the finished process."""
     chosen = ["--configurations", "B", "--variants", *variants, "--steps", str(STEPS), *more]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *chosen, "--output", str(folder / "it.json"), "--logs", str(folder / "logs")],
@@ -45,7 +45,7 @@ def rows(trained):
     return found
 
 
-def test_graphs_compute_the_bits_of_eager_steps_and_the_report_says_so(rows):
+def test_graphs_are_bit_identical_to_eager(rows):
     assert (rows["native"]["reference"], rows["native"]["equal_steps"], rows["native"]["steps"]) == (
         "eager",
         STEPS,
@@ -54,7 +54,7 @@ def test_graphs_compute_the_bits_of_eager_steps_and_the_report_says_so(rows):
     assert rows["native"]["graphs"] > 0 == rows["eager"]["graphs"]
 
 
-def test_another_seed_is_noticed(trained, rows):
+def test_another_seed_differs(trained, rows):
     done, _ = trained
     assert rows[OTHER_SEED]["equal_steps"] == 0
     assert done.returncode == 1
@@ -62,17 +62,17 @@ def test_another_seed_is_noticed(trained, rows):
     assert [line.startswith(OTHER_SEED) for line in differ] == [True]
 
 
-def test_a_profiled_training_computes_what_the_timed_one_did(rows):
+def test_profiled_training_repeats_the_timed_one(rows):
     assert [row["repeatable"] for row in rows.values()] == [True] * 3
 
 
-def test_python_calls_of_a_step_do_not_depend_on_what_was_trained_before(rows):
+def test_python_calls_do_not_depend_on_earlier_trainings(rows):
     native, other = (rows[name]["profile"]["python_calls"] for name in ("native", OTHER_SEED))
     assert native == other
     assert 0 < native < rows["eager"]["profile"]["python_calls"]
 
 
-def test_the_file_says_how_it_was_made_and_that_its_times_mean_nothing(trained):
+def test_results_contain_command_and_note(trained):
     done, folder = trained
     found = json.loads((folder / "it.json").read_text())
     assert found["note"] in done.stdout
@@ -81,14 +81,14 @@ def test_the_file_says_how_it_was_made_and_that_its_times_mean_nothing(trained):
     assert [len(numbers) for numbers in found["numbers"]["B"].values()] == [STEPS] * 3
 
 
-def test_there_are_a_plot_and_lists_of_functions(trained):
+def test_plot_and_profile_are_written(trained):
     _, folder = trained
     assert (folder / "it.png").read_bytes().startswith(b"\x89PNG")
     assert "cumulative" in (folder / "logs" / "B-native.python.txt").read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_compute_alone_trains_as_eager_steps_do_but_for_the_gradients_of_other_ranks(ranks, tmp_path):
+def test_compute_alone_omits_gradients_of_other_ranks(ranks, tmp_path):
     done = train(tmp_path, "eager", "compute_alone", more=("--gpus", str(ranks), "--no-profile"))
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "it.json").read_text())["numbers"]["B"]
@@ -101,7 +101,7 @@ def test_compute_alone_trains_as_eager_steps_do_but_for_the_gradients_of_other_r
         assert alone[-1] != eager[-1]
 
 
-def test_graphs_under_torchs_fsdp2_compute_the_bits_of_its_eager_steps(tmp_path):
+def test_fsdp2_graphs_are_bit_identical_to_eager(tmp_path):
     done = train(tmp_path, "fsdp2", "fsdp2_graphs", more=("--no-profile",))
     assert done.returncode == 0, done.stdout
     _, graphs = json.loads((tmp_path / "it.json").read_text())["configurations"]["B"]

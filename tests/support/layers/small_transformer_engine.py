@@ -322,9 +322,9 @@ def quantize_linear_layers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def in_megatron() -> Iterator[None]:
-    """Let Megatron find this in TransformerEngine's place, as far as quantization goes."""
+    """Use this quantization in place of TransformerEngine's in Megatron."""
     from megatron.core import fp8_utils, parallel_state, recompute
-    from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401  # asks for the version of TransformerEngine
+    from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401  # checks the version of TransformerEngine
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.transformer import multi_token_prediction, transformer_block
 

@@ -185,7 +185,7 @@ FEATURES: dict[str, Setting] = {
     "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},
 }
-# Working rows without a feature, and what the CPU backend lacks for them.
+# Working rows without a feature, and their missing requirements on the CPU backend.
 ELSEWHERE = {
     "fp8": "TransformerEngine's layers",
     "fp8 parameters": "TransformerEngine's layers",

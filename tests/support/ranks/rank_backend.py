@@ -12,7 +12,7 @@ import torch
 
 from megatron_fsdp_cuda_graphs import cpu_backend
 
-on_cpu = cpu_backend.installed() or not torch.cuda.is_available()  # the backend's torch.cuda is available too
+on_cpu = cpu_backend.installed() or not torch.cuda.is_available()  # the backend also provides torch.cuda
 if on_cpu:
     cpu_backend.install()
 

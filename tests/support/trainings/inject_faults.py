@@ -1,4 +1,4 @@
-"""Fail captures at every operator and call, one at a time, and check what each failure leaves behind.
+"""Fail captures at every operator and call, one at a time, and check the state after each failure.
 
     torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json
     torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json --stride 40
@@ -199,7 +199,7 @@ class Attempts:
         return names[0]
 
     def fail(self, kind: str, at: int, on: list[int]) -> None:
-        """Fail a capture at one place on the ranks ``on`` and record what it leaves behind."""
+        """Fail a capture at one place on the ranks ``on`` and record the remains."""
         before = training_state(self.training)
         mine = dist.get_rank() in on
         faults = Faults(at if mine else None, KINDS[kind], captured_only=kind == "host sync")
@@ -277,7 +277,7 @@ def run(
     training.make_helper()
     attempts = Attempts(training)
     attempts.step("at the beginning")
-    attempts.places(False)  # allocates what later captures find
+    attempts.places(False)  # allocate memory for later captures
     gc.collect()
     gc.freeze()  # skip live objects when captures collect garbage
     places: dict[str, int] = {}

@@ -25,7 +25,7 @@ FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"
 
 
 def transformer_config(case: Case, graphs: bool):
-    """Return the ``TransformerConfig`` of ``case``, which asks for graphs if ``graphs`` is set.
+    """Return the ``TransformerConfig`` of ``case``, with or without graphs.
 
     Raises:
         ValueError: an entry of ``case.config`` belongs to no configuration.

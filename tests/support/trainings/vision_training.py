@@ -152,7 +152,7 @@ def captioner(config: Any, case: Case) -> torch.nn.Module:
                 share_embeddings_and_output_weights=case.tied,
             )
             encoder = {"vision_model": _encoder(config, _side(case), case.transformer_engine)}
-            # Megatron-FSDP prefetches in the order of registration, which must be that of execution.
+            # Megatron-FSDP prefetches in the order of registration, which must match execution.
             self.__dict__["_modules"] = encoder | self.__dict__["_modules"]
 
         def forward(self, images, tokens, positions, mask, labels):
