@@ -1,4 +1,4 @@
-"""Cases of tests/gpu, many at a time: what is written, and which are trained again."""
+"""Concurrent training of the cases of tests/gpu."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Runs the cases 0 to 11; ``errors`` are those of the first and the later trainings of a case."""
+    """Return a function that runs the cases 0 to 11; ``errors`` maps cases to errors of first and later attempts."""
 
     def run(errors, *arguments):
         chosen = [Job("test_a", "data parallel", {"n": number}) for number in range(12)]
@@ -39,7 +39,7 @@ def run(monkeypatch, tmp_path):
     return run
 
 
-def test_every_case_is_in_the_file_and_one_without_memory_is_trained_again(run):
+def test_cases_out_of_memory_are_trained_again(run):
     code, found, seen = run({3: (NO_MEMORY, "")}, "--processes", "3")
     assert code == 0
     assert len(found["results"]) == found["cases"] == 12
@@ -48,14 +48,14 @@ def test_every_case_is_in_the_file_and_one_without_memory_is_trained_again(run):
 
 
 @pytest.mark.parametrize("errors", [("no", "no"), (NO_MEMORY, NO_MEMORY)])
-def test_a_case_that_failed_for_another_reason_or_again_has_failed(run, errors):
+def test_other_and_repeated_errors_are_failures(run, errors):
     code, found, _ = run({3: errors})
     assert code == 1
     assert [result["case"] for result in found["results"] if result["error"]] == ["3"]
 
 
 @pytest.mark.parametrize(("found", "errors"), [(3, [False, False, True]), (1, [False, True, True])])
-def test_a_launch_that_crashed_says_so(monkeypatch, tmp_path, found, errors):
+def test_crashed_launch_is_an_error(monkeypatch, tmp_path, found, errors):
     def launch(cases, *options, **others):
         return SimpleNamespace(returncode=-6, stdout="", stderr=""), [
             {"error": "", "differences": []} for _ in range(found)
@@ -67,13 +67,13 @@ def test_a_launch_that_crashed_says_so(monkeypatch, tmp_path, found, errors):
     assert ["-6" in result["error"] for result in results] == errors
 
 
-def test_shares_have_every_case_once(run):
+def test_shares_partition_the_cases(run):
     seen = [run({}, "--share", f"{part}/2")[2] for part in (1, 2)]
     assert all(seen)
     assert len({*seen[0], *seen[1]}) == len(seen[0]) + len(seen[1]) == 12
 
 
-def test_a_launch_trains_cases_of_one_layout():
+def test_launches_train_cases_of_one_layout():
     launches = [*on_gpus.together([*on_gpus.jobs()])]
     assert all(len({(job.options, job.variables) for job in launch}) == 1 for launch in launches)
     assert max(map(len, launches)) == on_gpus.CASES

@@ -1,4 +1,4 @@
-"""The sets of flags of the pairwise sample."""
+"""Sets of flags that contain every pair of compatible features."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.pretraining import pairs
 WORKING = {row.name for row in compatibility.WORKING if row.sharding == MEGATRON_FSDP}
 
 
-def test_every_row_that_works_has_a_feature_or_needs_what_is_not_there():
+def test_every_working_row_has_a_feature_or_an_exemption():
     rows = {name.partition(":")[0] for name in pairs.FEATURES}
     assert rows | {*pairs.ELSEWHERE} == WORKING | {"job"}
     assert rows.isdisjoint(pairs.ELSEWHERE)
@@ -21,7 +21,7 @@ def test_every_feature_is_in_a_stored_set():
     assert {name for names, _ in pairs.stored() for name in names} == {*pairs.FEATURES}
 
 
-def test_flags_of_features_are_those_of_the_base_and_what_they_set():
+def test_command_merges_features_into_the_base():
     flags = pairs.command(["job: fp32", "tensor parallel", "router"])
     assert flags[flags.index("--tensor-model-parallel-size") + 1] == "2"
     assert flags[flags.index("--cuda-graph-modules") + 1] == "moe_router"
@@ -30,7 +30,7 @@ def test_flags_of_features_are_those_of_the_base_and_what_they_set():
     assert flags.count("--num-layers") == 1
 
 
-def test_features_that_set_a_flag_differently_are_no_set():
+def test_conflicting_features_are_an_error():
     assert pairs.joined(["job: fp32", "bf16"]) is None
     with pytest.raises(ValueError, match="no training has all of job: fp32, bf16"):
         pairs.command(["job: fp32", "bf16"])
