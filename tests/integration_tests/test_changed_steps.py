@@ -99,7 +99,8 @@ def test_graphs_are_recaptured_for_each_sequence_length(train, case):
     assert steps_of_replays(result) == replayed
 
 
-@pytest.mark.parametrize("case", mostly_long(FAILED, FAILED[0]))
+@pytest.mark.long
+@pytest.mark.parametrize("case", FAILED)
 def test_failed_recapture_keeps_graphs_of_the_former_shape(train, case):
     result = train(case)
     assert_as_eager(result)

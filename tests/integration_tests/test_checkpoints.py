@@ -38,12 +38,14 @@ def saving(folder):
     return pretrain(folder / "saving", f"{FLAGS} {saves(folder / 'graphed')}", graphs=True)
 
 
+@pytest.mark.long
 def test_saving_run_is_bit_identical_to_eager(eager, saving):
     assert len(eager) == 9
     assert numbers(saving) == numbers(eager)
     assert [step["graphs"] > 0 for step in saving] == [step["step"] > CAPTURED_AFTER for step in saving]
 
 
+@pytest.mark.long
 def test_evaluations_replay_and_are_bit_identical_to_eager(folder, eager, saving):
     logs = [(folder / name / "log").read_text() for name in ("eager", "saving")]
     eagerly, graphed = (re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", log) for log in logs)
@@ -58,7 +60,9 @@ def test_evaluations_replay_and_are_bit_identical_to_eager(folder, eager, saving
     ("saved", "graphs"),
     mostly_long([("graphed", False), ("graphed", True), ("eagerly", True)], ("eagerly", True)),
 )
-def test_resumed_run_equals_an_uninterrupted_one(folder, eager, saving, saved, graphs):
+def test_resumed_run_equals_an_uninterrupted_one(folder, eager, saved, graphs, request):
+    if saved == "graphed":
+        request.getfixturevalue("saving")
     flags = f"{FLAGS} --load {folder / saved} --ckpt-step {SAVED}"
     resumed = pretrain(folder / f"{saved}_{graphs}", flags, graphs=graphs)
     assert numbers(resumed) == numbers(eager)[SAVED:]

@@ -56,6 +56,7 @@ def test_failure_between_collectives_leaves_no_rank_waiting(trained, case):
     assert result["replays"] == 0
 
 
+@pytest.mark.long
 def test_failed_warm_up_for_evaluation_leaves_no_rank_waiting(trained):
     case = {"control": "failed_warm_up_for_evaluation", "evaluates": True, "holds": "model", "steps": 6}
     result = trained(case, "--tp", "2")

@@ -46,7 +46,8 @@ def test_graphs_are_bit_identical_to_eager(trained, case, graphs, pieces):
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 
 
-@pytest.mark.parametrize(("case", "graphs"), mostly_long(STAGES, STAGES[-1]))
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "graphs"), STAGES)
 def test_graphs_of_pipeline_stages_are_bit_identical_to_eager(trained, case, graphs):
     result = trained(SIZES | BETWEEN | case, "--pp", "2")
     assert_as_eager(result)

@@ -63,7 +63,8 @@ def test_one_capture_serves_all_lengths(trained, case, pieces):
     assert_replayed(trained(SIZES | case), case, pieces)
 
 
-@pytest.mark.parametrize(("case", "pieces"), mostly_long(CP, CP[2]))
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "pieces"), CP)
 def test_one_capture_serves_all_lengths_with_context_parallelism(trained, case, pieces):
     assert_replayed(trained(SIZES | case, "--cp", "2"), case, pieces)
 

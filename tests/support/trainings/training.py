@@ -138,7 +138,7 @@ class Training:
         from megatron.core.distributed import finalize_model_grads
 
         self.config.no_sync_func = self._of_chunks("no_sync")
-        if self.case.wrapper != "fsdp":
+        if self.case.wrapper == "ddp":
             self.config.grad_sync_func = self._of_chunks("start_grad_sync")
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -166,7 +166,7 @@ class Training:
             on: Turn it on.
             param_sync: Gather all parameters when turning it off.
         """
-        if self.case.wrapper == "fsdp" or not self.case.get("overlap_param_gather", True):
+        if self.case.wrapper != "ddp" or not self.case.get("overlap_param_gather", True):
             return
         for chunk in self.chunks:
             if on:
