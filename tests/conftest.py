@@ -1,12 +1,11 @@
-"""Settings that every test shares."""
+"""Settings shared by all tests."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-# Read when torch is imported, here and in processes that tests start. Tensors are small, and threads of several workers
-# on the same cores wait for each other most of the time.
+# For torch here and in child processes: tensors are small, and workers share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -20,4 +19,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in on_gpu:
-            item.add_marker(pytest.mark.skip(reason="no GPU is visible; `make test-gpu` runs these where there is one"))
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: run `make test-gpu`"))

@@ -1,4 +1,4 @@
-"""Fixtures of all tests of ``megatron.core``; those that capture ask for ``cpu_backend``."""
+"""Fixtures of the tests of ``megatron.core``; tests that capture use ``cpu_backend``."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from tests.support.ranks.rank_fixtures import cpu_backend_of_module, process_gro
 
 __all__ = ["cpu_backend_of_module", "process_group"]
 
-# How long an example takes depends on what else the machine does.
+# The duration of an example depends on the load of the machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
@@ -26,10 +26,7 @@ def _installed_cpu_backend() -> Iterator[None]:
 
 @pytest.fixture
 def cpu_backend(_installed_cpu_backend: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A seeded process on the CPU backend, with a stream current that is not the legacy default one.
-
-    Megatron's RNG tracker is as in a fresh process, whatever other tests have put into it.
-    """
+    """Seed the process on the CPU backend, leave the legacy default stream, and reset Megatron's RNG tracker."""
     from megatron.core.tensor_parallel import random as tensor_parallel_random
 
     for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
@@ -42,7 +39,7 @@ def cpu_backend(_installed_cpu_backend: None, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def no_graphs(cpu_backend):
-    """No local graphs of another test, and none that outlives this one."""
+    """Delete local graphs before and after the test."""
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
     delete_cuda_graphs()

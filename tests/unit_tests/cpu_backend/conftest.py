@@ -1,4 +1,4 @@
-"""Every test here runs on the CPU backend, and leaves torch as it found it."""
+"""Run every test of this folder on the CPU backend."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def _cpu_backend():
 
 @pytest.fixture(autouse=True)
 def _side_stream():
-    """Build and capture on a stream that is not the legacy default one, as a program with graphs has to."""
+    """Leave the legacy default stream, as programs with graphs must."""
     torch.manual_seed(1234)
     with torch.cuda.stream(torch.cuda.Stream()):
         yield

@@ -1,4 +1,4 @@
-"""Makes the example scripts importable, as they are when one of them runs."""
+"""Make the example scripts importable."""
 
 from pathlib import Path
 
@@ -9,6 +9,6 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 @pytest.fixture(autouse=True)
 def examples(monkeypatch) -> Path:
-    """The folder of the examples, on ``sys.path``."""
+    """Return the folder of the examples, which is on ``sys.path``."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return EXAMPLES

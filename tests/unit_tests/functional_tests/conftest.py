@@ -1,4 +1,4 @@
-"""A case that no file describes, and what its training gave."""
+"""Fixtures that make cases and results."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.functional_tests._runner.trainings import Found
 
 @pytest.fixture
 def make_case(tmp_path):
-    """Make a graphed case of 3 steps, with other attributes as given."""
+    """Return a function that makes a graphed case of 3 steps."""
 
     def make(name: str = "gpt/graphed", **other) -> Case:
         attributes: dict[str, Any] = {
@@ -34,7 +34,7 @@ def make_case(tmp_path):
 
 @pytest.fixture
 def make_found():
-    """Make what a training of 3 steps gave, with other losses or attributes as given."""
+    """Return a function that makes the results of 3 steps."""
 
     def make(*losses: float, **other) -> Found:
         values = [loss.hex() for loss in losses or (3.0, 2.5, 2.0)]

@@ -1,4 +1,4 @@
-"""What a ``model_config.yaml`` says, and what is wrong with one."""
+"""``model_config.yaml`` files and their errors."""
 
 import pytest
 
@@ -24,7 +24,7 @@ MODEL_ARGS: {--fused: null, --cuda-graph-modules: [attn, moe_router], --train-it
 
 @pytest.fixture
 def write(tmp_path):
-    """Write files of cases, and return the folder above them."""
+    """Return a function that writes files of cases and returns their root."""
 
     def write_files(**files: str):
         for name, text in files.items():
@@ -45,7 +45,7 @@ def test_arguments_become_a_command_line(write):
     assert (case.graphs, case.equals, case.resumes) == ("none", None, False)
 
 
-def test_a_case_takes_over_what_its_base_has_and_it_does_not_change(write):
+def test_base_provides_missing_keys(write):
     case = load("gpt/graphed", write(eager=EAGER, graphed=GRAPHED))
     assert case.flags == ["--train-iters", "6", "--bf16", "--lr", "1e-3", "--cuda-graph-modules", "attn", "moe_router"]
     assert case.environment == {"A": "1"}
@@ -67,13 +67,13 @@ def test_a_case_takes_over_what_its_base_has_and_it_does_not_change(write):
         ("BASE: gpt/none", "no case 'gpt/none', which is the BASE of gpt/wrong"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_named(write, text, words):
+def test_invalid_file_is_named(write, text, words):
     with pytest.raises(ValueError) as error:
         load("gpt/wrong", write(wrong=text))
     assert words in str(error.value)
 
 
-def test_cases_are_found_by_name_by_folder_and_all_of_them(write, monkeypatch):
+def test_cases_are_found_by_name_and_folder(write, monkeypatch):
     root = write(eager=EAGER, graphed=GRAPHED)
     both = ["gpt/eager", "gpt/graphed"]
     assert [case.name for case in find([], root)] == both

@@ -1,4 +1,4 @@
-"""The cases of the repository fit together, and their golden values agree."""
+"""The cases of the repository and their golden values agree with each other."""
 
 import json
 import sys
@@ -27,30 +27,30 @@ def _cpu_backend():
 
 
 def without_graphs(case):
-    """The arguments that change what a training computes."""
+    """Return the arguments that affect the results."""
     others = "--cuda-graph-", "--moe-alltoall-capacity-factor"
     return {flag: value for flag, value in case.arguments.items() if not flag.startswith(others)}
 
 
 @pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.name)
-def test_a_graphed_case_differs_from_the_eager_one_that_it_must_equal_in_its_graphs_only(case):
+def test_graphed_case_differs_from_its_eager_one_in_graphs_only(case):
     eager = EVERY[case.equals]
     assert eager.graphs == "none"
     assert without_graphs(case) == without_graphs(eager)
     assert (case.ranks, case.on_cpu, case.environment) == (eager.ranks, eager.on_cpu, eager.environment)
 
 
-def test_an_eager_case_must_equal_no_other():
+def test_eager_case_equals_no_other():
     assert [case.name for case in EVERY.values() if case.graphs == "none" and case.equals] == []
 
 
-def test_every_case_for_gpus_bounds_its_time_and_memory():
+def test_gpu_cases_bound_time_and_memory():
     bounded = {case.name: set(case.bounds) for case in EVERY.values() if not case.on_cpu}
     assert set(map(frozenset, bounded.values())) == {frozenset({"ms", "max_allocated_mib", "max_reserved_mib"})}
 
 
 @pytest.mark.parametrize("case", [case for case in EVERY.values() if not case.on_cpu], ids=lambda case: case.name)
-def test_megatrons_checks_accept_the_flags_of_cases_for_gpus(case, monkeypatch):
+def test_megatron_accepts_the_flags_of_gpu_cases(case, monkeypatch):
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.training.arguments import parse_args, validate_args
 
@@ -63,7 +63,7 @@ def test_megatrons_checks_accept_the_flags_of_cases_for_gpus(case, monkeypatch):
 
 
 @pytest.mark.parametrize(("case", "file"), RECORDED, ids=lambda value: getattr(value, "name", ""))
-def test_golden_values_are_those_of_the_eager_case(case, file):
+def test_golden_values_equal_those_of_the_eager_case(case, file):
     graphed = json.loads(file.read_text())
     eager = json.loads((CASES / case.equals / file.name).read_text())
     assert {name: graphed[name] for name in NUMBERS} == {name: eager[name] for name in NUMBERS}
@@ -72,7 +72,7 @@ def test_golden_values_are_those_of_the_eager_case(case, file):
     assert eager["graphs"] == 0
 
 
-def test_every_case_for_the_cpu_backend_has_golden_values_for_all_processors():
+def test_cpu_cases_have_golden_values():
     of_cpu = {
         case.name: [file.name for file in case.folder.glob("golden_values_*")] for case in EVERY.values() if case.on_cpu
     }

@@ -1,4 +1,4 @@
-"""Which cases a machine can run, and why not the others."""
+"""Selection of the cases that a machine can run."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from tests.functional_tests._runner.machine import Machine, this_machine
 
 
-def test_a_machine_is_named_after_its_gpus(monkeypatch):
+def test_machine_is_named_after_its_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for device, name in {
@@ -28,5 +28,5 @@ def test_a_machine_is_named_after_its_gpus(monkeypatch):
         (2, {"on_cpu": True}, "the CPU backend needs CUDA_VISIBLE_DEVICES="),
     ],
 )
-def test_a_reason_says_what_is_missing(make_case, gpus, attributes, reason):
+def test_missing_requirement_is_named(make_case, gpus, attributes, reason):
     assert Machine(gpus, "h200").cannot_run(make_case(**attributes)) == reason

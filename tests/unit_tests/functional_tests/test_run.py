@@ -1,4 +1,4 @@
-"""What the runner prints, writes and exits with."""
+"""Output, files and exit codes of the runner."""
 
 import json
 
@@ -13,7 +13,7 @@ EAGER, GRAPHED = "gpt_cpu_backend/fsdp_eager", "gpt_cpu_backend/fsdp_whole_layer
 
 @pytest.fixture
 def runner(make_found, tmp_path, monkeypatch):
-    """Call ``main`` with trainings of these losses by case; golden values are in ``tmp_path``."""
+    """Return a function that calls ``main`` with given losses of cases; golden values are in ``tmp_path``."""
     trained: list[list[str]] = []
 
     def call(*arguments: str, gpus: int = 0, **losses: list[float]) -> int:
@@ -34,7 +34,7 @@ def runner(make_found, tmp_path, monkeypatch):
     return call
 
 
-def test_recorded_values_hold_for_the_same_run_and_not_for_another(runner, capsys):
+def test_recorded_values_match_the_same_run_only(runner, capsys):
     assert runner(GRAPHED, EAGER, "--record") == 0
     assert runner(GRAPHED, EAGER) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-2:]] == [
@@ -47,13 +47,13 @@ def test_recorded_values_hold_for_the_same_run_and_not_for_another(runner, capsy
     assert lines[-1].split()[:2] == [EAGER, "NO"]
 
 
-def test_nothing_is_recorded_of_graphs_that_differ_from_eager_training(runner, tmp_path):
+def test_graphs_that_differ_from_eager_are_not_recorded(runner, tmp_path):
     assert runner(GRAPHED, "--record", fsdp_whole_layers=[2.0] * 7 + [1.0]) == 1
     assert runner.trained == [[EAGER, GRAPHED]]
     assert not list(tmp_path.rglob("golden_values_*"))
 
 
-def test_on_the_cpu_backend_a_graphed_case_must_equal_its_eager_one_bit_for_bit(runner, capsys):
+def test_cpu_backend_compares_graphed_cases_with_eager(runner, capsys):
     assert runner(GRAPHED, "--record") == 0
     rounded = [2.0] * 7 + [2.0 + 2**-22]
     assert runner(GRAPHED, fsdp_eager=rounded, fsdp_whole_layers=rounded) == 0
@@ -62,7 +62,7 @@ def test_on_the_cpu_backend_a_graphed_case_must_equal_its_eager_one_bit_for_bit(
     assert runner.trained == [[EAGER, GRAPHED]] * 3
 
 
-def test_a_case_that_cannot_run_is_listed_with_the_reason(runner, capsys, tmp_path):
+def test_skipped_case_is_listed_with_the_reason(runner, capsys, tmp_path):
     output = tmp_path / "results.json"
     assert runner("gpt/hsdp_eager", GRAPHED, "--against-eager", "--output", str(output)) == 0
     assert "gpt/hsdp_eager: not run: needs 4 GPUs, 0 are visible" in capsys.readouterr().out
@@ -72,5 +72,5 @@ def test_a_case_that_cannot_run_is_listed_with_the_reason(runner, capsys, tmp_pa
     assert str(tmp_path) not in written["command"]
 
 
-def test_that_nothing_ran_is_no_success(runner):
+def test_running_nothing_is_a_failure(runner):
     assert runner("gpt/hsdp_eager") == 1

@@ -1,4 +1,4 @@
-"""Which trainings a case needs, and which share processes."""
+"""Trainings of cases and their launches."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def train(tmp_path, monkeypatch):
     return run
 
 
-def test_a_case_is_one_training(train, make_case, capsys):
+def test_regular_case_is_one_training(train, make_case, capsys):
     found, [(runs, how)], ended = train(make_case())
     (run,) = runs
     assert run.flags == ["--train-iters", "3", "--cuda-graph-impl", "transformer_engine"]
@@ -54,7 +54,7 @@ def test_a_case_is_one_training(train, make_case, capsys):
     assert capsys.readouterr().out == "gpt/graphed (training): 3 s\n"
 
 
-def test_a_resumed_case_is_two_and_has_the_steps_of_both(train, make_case):
+def test_resumed_case_has_the_steps_of_two_trainings(train, make_case):
     case = make_case(resumes=True, arguments={"--train-iters": 8})
     found, [(runs, _)], ended = train(case)
     first, second = runs

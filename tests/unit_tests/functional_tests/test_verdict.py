@@ -1,4 +1,4 @@
-"""When a case has passed."""
+"""Verdicts on cases."""
 
 import pytest
 
@@ -11,13 +11,13 @@ def eager(make_found):
     return make_found(graphs=0)
 
 
-def test_a_case_that_equals_its_eager_one_has_passed(make_case, make_found, eager):
+def test_case_equal_to_its_eager_one_passes(make_case, make_found, eager):
     verdict = judge(make_case(), make_found(), eager)
     assert verdict.passed
     assert verdict.compared == ["gpt/eager"]
 
 
-def test_a_case_that_was_compared_with_nothing_has_not(make_case, make_found):
+def test_case_without_comparison_fails(make_case, make_found):
     verdict = judge(make_case(), make_found(), None)
     compare_with_golden(verdict, golden.path(make_case(), "h200", None))
     assert verdict.differences == []
@@ -33,20 +33,20 @@ def test_a_case_that_was_compared_with_nothing_has_not(make_case, make_found):
         ({"graphs": 0}, "0 CUDA graphs with --cuda-graph-impl transformer_engine"),
     ],
 )
-def test_a_case_without_steps_or_graphs_has_not(make_case, make_found, attributes, words):
+def test_case_without_steps_or_graphs_fails(make_case, make_found, attributes, words):
     verdict = judge(make_case(), make_found(**attributes), None)
     assert words in verdict.differences
     assert not verdict.passed
 
 
-def test_a_case_whose_eager_one_failed_or_differs_has_not(make_case, make_found, eager):
+def test_case_unlike_its_eager_one_fails(make_case, make_found, eager):
     assert judge(make_case(), make_found(), make_found(error="why")).differences == ["gpt/eager failed: why"]
     verdict = judge(make_case(), make_found(3.0, 2.5, 1.0), eager)
     assert not verdict.passed
     assert "lm loss 3" in verdict.differences[0]
 
 
-def test_recorded_values_are_compared_with_later(make_case, make_found, eager):
+def test_recorded_values_are_compared(make_case, make_found, eager):
     file = golden.path(make_case(), "h200", None)
     recording = judge(make_case(), make_found(), eager)
     record(recording, file)

@@ -1,4 +1,4 @@
-"""Ranks for tests that train under Megatron-FSDP; these ask for ``side_stream`` too."""
+"""Provide ranks for tests that train under Megatron-FSDP."""
 
 from tests.support.ranks.rank_fixtures import cpu_backend_of_module, one_rank, ranks, side_stream
 
