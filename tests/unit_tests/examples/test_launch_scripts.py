@@ -14,6 +14,8 @@ import torch
 
 from megatron.training.arguments import parse_args, validate_args
 
+pytestmark = pytest.mark.sampled
+
 ROOT = Path(__file__).resolve().parents[3]
 # What each script calls its modes with graphs, and what --cuda-graph-impl is then.
 SCRIPTS = {

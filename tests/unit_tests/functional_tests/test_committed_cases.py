@@ -12,6 +12,8 @@ from tests.functional_tests._runner.golden import NUMBERS
 from tests.functional_tests._runner.machine import CPU_BACKEND
 from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
+pytestmark = pytest.mark.sampled
+
 EVERY = {case.name: case for case in find([])}
 GRAPHED = [case for case in EVERY.values() if case.graphs != "none"]
 RECORDED = [(case, file) for case in GRAPHED for file in sorted(case.folder.glob("golden_values_*.json"))]

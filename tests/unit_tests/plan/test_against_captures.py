@@ -18,6 +18,8 @@ from megatron_fsdp_cuda_graphs.plan.flags import read_flags
 
 from .conftest import DENSE, EXPERTS
 
+pytestmark = pytest.mark.sampled
+
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "earlier" / "step_time_2gpu.json"
 MODULES = "--cuda-graph-modules attn moe_router moe_preprocess"
 PIPELINE = "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --global-batch-size 16"

@@ -11,6 +11,8 @@ from megatron_fsdp_cuda_graphs.plan import command
 
 from .conftest import DENSE, EXPERTS, FSDP, GRAPHS, SIZES, TRAINING
 
+pytestmark = pytest.mark.sampled
+
 
 def planned(capsys, arguments):
     """The exit code and the lines of a plan."""

@@ -22,6 +22,8 @@ from tests.support.trainings.training import Training, train
 from .captured_training import CapturedTraining, captured, graphed, in_use, trained
 from .fsdp_variants import Variant
 
+pytestmark = pytest.mark.sampled
+
 ALL, ONE = "decoder", "layer"  # in a graph
 MODEL = "model"  # all of the model
 REPLAYS = {MODEL: 2, ALL: 2, ONE: 6}  # in a step of three layers

@@ -11,6 +11,8 @@ from tests.support.trainings import models
 
 from .fsdp_variants import Variant, small
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.fixture
 def counted_ranks():

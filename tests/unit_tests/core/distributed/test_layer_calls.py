@@ -14,6 +14,8 @@ from tests.support.trainings.training import train
 from .captured_training import CapturedTraining
 from .fsdp_variants import Variant, small
 
+pytestmark = pytest.mark.sampled
+
 ALL, ONE = "decoder", "layer"  # in a graph
 COUNT = 4
 IN_ORDER = (0, 1, 2, 3)

@@ -13,6 +13,8 @@ from megatron_fsdp_cuda_graphs.cpu_backend import memory
 from .captured_training import CapturedTraining, graphed, trained
 from .fsdp_variants import FINE_BOTH, Variant, hook_layers
 
+pytestmark = pytest.mark.sampled
+
 MODEL, ALL = "model", "decoder"
 HOLDS = pytest.mark.parametrize("holds", [MODEL, ALL], ids=["model", "all layers"])
 

@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .fsdp_variants import STRATEGIES, Variant, freeze_embedding, small
 
+pytestmark = pytest.mark.sampled
+
 GRAPH_MODE = {"megatron_fsdp_cuda_graph_mode": True}
 VARIANTS: dict[str, tuple[str, str, dict]] = {
     f"{strategy} {dtype}": (strategy, dtype, {}) for strategy in STRATEGIES for dtype in ("fp32", "bf16")

@@ -9,6 +9,8 @@ from tests.support.trainings.rounding import ROUNDING
 
 from .fsdp_variants import STRATEGIES, Variant, run_backward, small
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -10,6 +10,8 @@ import torch
 from ..captured_training import captured, graphed
 from ..fsdp_variants import Variant, run_backward
 
+pytestmark = pytest.mark.sampled
+
 MODEL, DECODER, LAYER = "model", "decoder", "layer"
 KINDS = pytest.mark.parametrize("kind", [MODEL, DECODER, LAYER])
 RECORDED = pytest.mark.parametrize("kind", [MODEL, DECODER])

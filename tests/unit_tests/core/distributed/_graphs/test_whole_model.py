@@ -19,6 +19,8 @@ from ..fsdp_variants import Variant, run_backward, small
 from ..test_captured_training import Unused
 from .test_recorded_layers import FLAGS, taken
 
+pytestmark = pytest.mark.sampled
+
 MODEL = "model"
 
 

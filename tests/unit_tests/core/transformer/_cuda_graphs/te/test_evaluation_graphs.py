@@ -17,7 +17,7 @@ from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement, F
 from megatron.core.transformer._cuda_graphs.errors import CaptureInterruptedError
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed, in_use, trained
 
-pytestmark = pytest.mark.usefixtures("side_stream")
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("side_stream")]
 
 MODEL = "model"  # what a graph holds
 PACKED: dict[str, Any] = {"packed": 3, "micro_batch": 1, "positions": "none"}

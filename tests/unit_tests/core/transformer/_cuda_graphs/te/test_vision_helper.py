@@ -27,6 +27,8 @@ from ..engine.captured_cases import assert_same_bits, copies, descend, device_te
 from .conftest import MICROBATCHES
 from .stages import set_microbatches
 
+pytestmark = pytest.mark.sampled
+
 UPSTREAM = replaced("megatron.core.transformer.cuda_graphs")
 ORDERS = {1: [1, -1, 1, -1, 1, -1], 2: [1, 1, -1, 1, -1, -1]}  # by the number of pipeline stages
 OTHER_ORDERS = {2: [1, 1, -1, -1], 4: [1, 1, -1, 1, -1, 1, -1, -1]}  # of two stages, by the number of micro-batches

@@ -17,6 +17,8 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from .stages import MaskedLayer, config
 
+pytestmark = pytest.mark.sampled
+
 SHAPE = 2, 8
 
 
