@@ -88,7 +88,7 @@ class Case:
     def of(cls, values: Mapping[str, Any]) -> "Case":
         """Return the case with these attributes and entries of ``config``; lists become tuples."""
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        own = {each.name: given.pop(each.name) for each in fields(cls) if each.name in given}
+        own: dict[str, Any] = {each.name: given.pop(each.name) for each in fields(cls) if each.name in given}
         return cls(**own, config=tuple(sorted(given.items())))
 
     def get(self, name: str, default: Any = None) -> Any:
