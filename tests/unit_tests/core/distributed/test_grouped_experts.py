@@ -48,7 +48,7 @@ def test_an_eager_moe_layer_asks_the_host_nothing(ranks, monkeypatch, dispatcher
             return inside(layer, *args, **kwargs)
 
     monkeypatch.setattr(MoELayer, "forward", watched)
-    flags = {"experts": 4, "dispatcher": dispatcher, "modules": ("attn",)}
+    flags = {"experts": 4, "moe_token_dispatcher_type": dispatcher, "modules": ("attn",)}
     with captured(small(moe_use_grouped_tensor=True, **flags)) as model:
         model.step()
     assert not asked
