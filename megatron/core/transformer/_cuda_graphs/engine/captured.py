@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ..replacements import TakenForward
-from ..snapshot import Aspect, InputSignature, Snapshot, equal, identities, named, replays
+from ..snapshot import Aspect, InputSignature, Snapshot, identities, named, replays
 from .capture_time_hooks import CaptureTimeHooks
 from .graph import (
     Capture,
@@ -687,10 +687,10 @@ class GraphedCallable:
         """Return a snapshot of ``aspects``, and of frozen parameters, of which the backward graph has no gradient."""
         if frozen := self._frozen:
             names = [f"requires_grad of a parameter of shape {tuple(param.shape)}" for param in frozen]
-            requires = equal(
+            requires = Aspect(
                 names,
                 lambda: [param.requires_grad and torch.is_grad_enabled() for param in frozen],
-                [False] * len(names),
+                then=[False] * len(names),
             )
             aspects = [*aspects, requires]
         return Snapshot(f"{_PARAMETERS} ({self.name})", *aspects)

@@ -17,10 +17,8 @@ from .arguments import ArgMetadata, metadata_of
 
 # By pool: an empty graph, which holds no memory.
 _placeholders: dict[tuple, torch.cuda.CUDAGraph] = {}
-# Numbers of static values and of static gradients that graphs still to be captured will read. Both are 0 after a
-# capture, except for gradients of graphs without a recorded backward pass.
-fwd_buffer_reuse_ref_count = 0
-bwd_buffer_reuse_ref_count = 0
+# megatron-core's counts of static tensors in use; 0, their value between captures, because ``TensorReusePool`` counts.
+fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0
 
 
 def hold_pool(pool: tuple) -> None:
@@ -158,37 +156,31 @@ class StaticBuffers:
 
     def inputs(self, metas: Sequence[ArgMetadata]) -> list[torch.Tensor]:
         """Return the static inputs of a graph that takes tensors like ``metas``."""
-        global fwd_buffer_reuse_ref_count
         tensors = []
         for meta in metas:
             known = metadata_of(meta)
             if known.fwd_cudagraph_buffer is None:
                 known.fwd_cudagraph_buffer = self.pool.get(meta)
                 known.capture_reuse_count = max(known.input_use_count, 1)
-                fwd_buffer_reuse_ref_count += 1
             tensors.append(known.fwd_cudagraph_buffer.detach().requires_grad_(meta.requires_grad))
         return tensors
 
     def inputs_read(self, metas: Iterable[ArgMetadata]) -> None:
         """Release the static inputs for ``metas`` after the last graph of a runner that reads them is captured."""
-        global fwd_buffer_reuse_ref_count
         for known in map(metadata_of, metas):
             known.capture_reuse_count -= 1
             if known.capture_reuse_count == 0 and known.fwd_cudagraph_buffer is not None:
                 self.pool.release(known.fwd_cudagraph_buffer)
                 known.fwd_cudagraph_buffer = None
-                fwd_buffer_reuse_ref_count -= 1
 
     def lend_outputs(self, metas: Sequence[ArgMetadata], outputs: Sequence[torch.Tensor]) -> None:
         """Hold ``outputs``, described by ``metas``, and let graphs that take them read them in place."""
-        global fwd_buffer_reuse_ref_count
         for known, output in zip(map(metadata_of, metas), outputs, strict=True):
             self.pool.hold(output)
             if known.cudagraph_reuse_ref_count and known.fwd_cudagraph_buffer is None:
                 self.pool.hold(output)
                 known.fwd_cudagraph_buffer = output.detach()
                 known.capture_reuse_count = known.cudagraph_reuse_ref_count
-                fwd_buffer_reuse_ref_count += 1
 
     def grads_of_outputs(self, metas: Iterable[ArgMetadata]) -> list[torch.Tensor]:
         """Return the static gradients of the outputs described by ``metas``, all of which require grad."""
@@ -203,11 +195,8 @@ class StaticBuffers:
 
     def grads_of_outputs_read(self, metas: Sequence[ArgMetadata], grads: Iterable[torch.Tensor]) -> None:
         """Release ``grads``, from ``grads_of_outputs``, after the backward graph that reads them is captured."""
-        global bwd_buffer_reuse_ref_count
         for known, grad in zip(map(metadata_of, metas), grads, strict=True):
-            if known.bwd_cudagraph_buffer is not None:
-                known.bwd_cudagraph_buffer = None
-                bwd_buffer_reuse_ref_count -= 1
+            known.bwd_cudagraph_buffer = None
             self.pool.release(grad)
 
     def lend_grads(self, metas: Sequence[ArgMetadata], grads: Sequence[torch.Tensor | None]) -> set[int]:
@@ -217,7 +206,6 @@ class StaticBuffers:
             Indices of the gradients that no graph reads; their last reader is unknown. A gradient of two inputs is
             read in place for one of them only, since autograd may add to the gradient of the other.
         """
-        global bwd_buffer_reuse_ref_count
         escaping: set[int] = set()
         lent: set[int] = set()
         for index, (known, grad) in enumerate(zip(map(metadata_of, metas), grads, strict=True)):
@@ -227,7 +215,6 @@ class StaticBuffers:
             if known.is_cudagraph_output and known.bwd_cudagraph_buffer is None and storage_address(grad) not in lent:
                 lent.add(storage_address(grad))
                 known.bwd_cudagraph_buffer = grad
-                bwd_buffer_reuse_ref_count += 1
             else:
                 escaping.add(index)
         return escaping
@@ -249,8 +236,3 @@ class StaticBuffers:
         for static in self._inputs.values():
             static.given = None
 
-
-def reset_counts() -> None:
-    """Set the counts to zero for a new recording."""
-    global fwd_buffer_reuse_ref_count, bwd_buffer_reuse_ref_count
-    fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0

@@ -21,9 +21,9 @@ from ..engine.quantization import transformer_engine_flag
 from ..engine.rng import GraphStates, make_generators_safe
 from ..errors import CallOrderError
 from ..replacements import between
-from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named
+from ..snapshot import Snapshot, memory_aspects, module_aspects, named, refuse_changed_attributes
 from .arguments import metadata_of, tensors_of, with_tensors
-from .memory import StaticBuffers, reset_counts
+from .memory import StaticBuffers
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -59,7 +59,7 @@ class Recording:
             RuntimeError: A pass cannot be captured; ``capturing`` names it.
         """
         runners = [entry[0] for entry in record if entry[1] == "fwd"]
-        with PassState(dict.fromkeys(runner.module for runner in runners)) as passes, reuse_across_streams():
+        with refuse_changed_attributes(runner.module for runner in runners), reuse_across_streams():
             self._warm_up(record)
             release_cached_memory()
             self._capture_passes(record)
@@ -74,8 +74,8 @@ class Recording:
             modules = {module: name for module, name in named(runner.module, runner.name).items() if module in ran}
             self.snapshots[function] = Snapshot(
                 _ADVICE,
-                *module_aspects(modules, contexts=runner.contexts, volatile=passes.volatile),
-                *memory_aspects(modules, parameters=True, main_grads=True, volatile=passes.volatile),
+                *module_aspects(modules, contexts=runner.contexts),
+                *memory_aspects(modules, main_grads=True),
             )
         for runner in runners:
             runner.finish()
@@ -220,7 +220,6 @@ class _CudagraphGlobalRecord:
     def _start_recording(cls) -> None:
         cls.recording = Recording()
         cls.tensor_reuse_pool = cls.recording.buffers.pool
-        reset_counts()
 
     @classmethod
     def record_fwd_graph(cls, runner: Any, args: Any, kwargs: Any, out: Any) -> None:

@@ -46,8 +46,8 @@ def attach_graphs(
     counted = eager_passes or EagerPasses()
     for index, (layer, fsdp, slots) in enumerate(zip(every, wrappers, plan.slots_of_callables, strict=True)):
         name, apart = layer_name(layer, index), fsdp is None
-        fused = stage.config.gradient_accumulation_fusion and apart
-        memory = memory_aspects(named(layer, name), buffers=False, parameters=apart, main_grads=fused)
+        fused = stage.config.gradient_accumulation_fusion
+        memory = memory_aspects(named(layer, name), main_grads=fused) if apart else ()
         gathered = Snapshot(_MOVED, *memory)
         around, runner = None, None if apart else fsdp.graphs.layers[layer]
         if stage.config.overlap_moe_expert_parallel_comm and not apart:

@@ -21,7 +21,7 @@ from ..engine.plan import ordered_plan
 from ..engine.rng import preserve_rng
 from ..hooks import extracted_hooks, recorded_hooks
 from ..replacements import between
-from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named
+from ..snapshot import Snapshot, module_aspects, named, refuse_changed_attributes
 from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .capture_state import CaptureState, Holds
@@ -148,9 +148,8 @@ class CaptureSession:
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
         elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # have other parameters in calls
-        state = PassState(layers)
         with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
-            with state, extracted_hooks(layers) as hooks, rng:
+            with refuse_changed_attributes(layers), extracted_hooks(layers) as hooks, rng:
                 arguments["capture_time_hooks"] = [
                     self.agreement.naming(own, name) for own, name in zip(hooks, names, strict=True)
                 ]
@@ -164,8 +163,7 @@ class CaptureSession:
             snapshots = [
                 Snapshot(
                     "change it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()",
-                    *module_aspects(modules, around=layer, parameters=layer not in elsewhere, volatile=state.volatile),
-                    *memory_aspects(modules, volatile=state.volatile),
+                    *module_aspects(modules, around=layer, parameters=layer not in elsewhere),
                 )
                 for layer, modules in zip(layers, held, strict=True)
             ]

@@ -31,7 +31,7 @@ from ..hooks import has_other_hooks
 from ..inputs import ADVICE, OFFSETS, DefaultInputs, from_static_offsets, unpack
 from ..layer_graph import ATTENTION_INPUTS
 from ..replacements import TakenForward
-from ..snapshot import InputSignature, PassState, Snapshot, memory_aspects, module_aspects, named, quantized_aspect
+from ..snapshot import InputSignature, Snapshot, module_aspects, named, quantized_aspect, refuse_changed_attributes
 from .capture_arguments import WARMUP_ITERATIONS, recorded_quantization
 from .layers import decoder_layers, language_layers
 from .sample_inputs import LayerInputs, captures_attention, sample_arguments
@@ -339,12 +339,11 @@ def _captured(
     """
     every = [passes for own in slots.values() for passes in own]
     quantized = dict.fromkeys(each.quantized for each in every if isinstance(each.quantized, RecordedQuantization))
-    state = PassState(slots)
     try:
         with ExitStack() as capturing:
             for owner in owners:
                 capturing.enter_context(owner.capture())
-            with state, around:
+            with refuse_changed_attributes(slots), around:
                 capture_passes(
                     plan,
                     every,
@@ -359,8 +358,7 @@ def _captured(
                 modules = named(module, parts=None if passes.module in (None, module) else [passes.module])
                 snapshots[module] = Snapshot(
                     "replays go on once it is changed back",
-                    *module_aspects(modules, around=module, replaced=module, volatile=state.volatile),
-                    *memory_aspects(modules, volatile=state.volatile),
+                    *module_aspects(modules, around=module, replaced=module),
                     *(() if recorded is None else [quantized_aspect(recorded.tensors)]),
                 )
         yield snapshots

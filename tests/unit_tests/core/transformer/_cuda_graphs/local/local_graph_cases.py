@@ -1,4 +1,4 @@
-"""Small layers behind a ``CudaGraphManager``, and trainings of them, eagerly and with local graphs."""
+"""Small layers with a ``CudaGraphManager``, and trainings with them, eager or with local graphs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,31 +12,31 @@ HIDDEN = 8
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    """A configuration with local graphs, of what their code reads."""
+    """Return a configuration with the fields that local graphs read."""
     options = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 2, "cuda_graph_retain_backward_graph": False}
     return SimpleNamespace(**options | changes)
 
 
 def groups(pipeline: int = 1) -> Any:
-    """Process groups of a job with so many pipeline stages."""
+    """Return process groups with ``pipeline`` pipeline stages."""
     return SimpleNamespace(pp=SimpleNamespace(size=lambda: pipeline))
 
 
 def use_graphable_rng() -> None:
-    """Let Megatron's RNG tracker keep states that graphs can use."""
+    """Give Megatron's RNG tracker states that graphs can use."""
     tensor_parallel_random.initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     tensor_parallel_random.get_cuda_rng_tracker().add("model-parallel-rng", 77)
 
 
 class Calls:
-    """The number of eager calls of a layer, in an object: a number that passes change is refused at capture."""
+    """Number of eager calls of a layer, in an object because capture refuses a number that passes change."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 class Layer(torch.nn.Module):
-    """A residual layer: dropout and a linear map of its input, times ``scale``; with or without graphs."""
+    """A residual layer with dropout and a linear map, scaled by ``scale``; with or without graphs."""
 
     def __init__(self, number: int = 1, graphs: bool = True, pipeline: int = 1, dropout: float = 0.0, **changes: Any):
         super().__init__()
@@ -63,7 +63,7 @@ class Layer(torch.nn.Module):
 
 
 class Stack(torch.nn.Module):
-    """Layers one after the other, with an eager linear map before and after."""
+    """A sequence of layers between two eager linear maps."""
 
     def __init__(self, layers: list[Layer]):
         super().__init__()
@@ -79,14 +79,14 @@ class Stack(torch.nn.Module):
 
 
 def add_to_main_grad(param: Any) -> None:
-    """What the hook of DistributedDataParallel does."""
+    """Add the gradient to the main gradient, like the hook of DistributedDataParallel."""
     if param.grad is not None:
         param.main_grad.add_(param.grad)
         param.grad = None
 
 
 def stack(count: int = 3, graphs: bool = True, **options: Any) -> Stack:
-    """A seeded stack of ``count`` layers on the device."""
+    """Return a seeded stack of ``count`` layers on the device."""
     torch.manual_seed(5)
     torch.cuda.manual_seed(5)
     use_graphable_rng()
@@ -94,13 +94,13 @@ def stack(count: int = 3, graphs: bool = True, **options: Any) -> Stack:
 
 
 def batch(step: int, microbatch: int = 0, size: int = 3) -> torch.Tensor:
-    """Inputs of a micro-batch, ``[size, HIDDEN]``."""
+    """Return inputs of a micro-batch, ``[size, HIDDEN]``."""
     generator = torch.Generator().manual_seed(100 * step + microbatch)
     return torch.randn(size, HIDDEN, generator=generator).cuda()
 
 
 def train(model: Stack, steps: int = 5, microbatches: int = 1, **kwargs: Any) -> list[Any]:
-    """Train ``model`` with plain SGD; return every loss, and all gradients and parameters, as lists of numbers."""
+    """Train ``model`` with plain SGD; return all losses, gradients and parameters as lists of numbers."""
     trace: list[Any] = []
     for step in range(steps):
         for microbatch in range(microbatches):
@@ -117,23 +117,16 @@ def train(model: Stack, steps: int = 5, microbatches: int = 1, **kwargs: Any) ->
 
 
 def eager_calls(model: Stack) -> list[int]:
-    """How often each layer ran eagerly, to warm up or in capture."""
+    """Return the number of eager calls of each layer, including warm-up and capture."""
     return [layer.calls.count for layer in model.layers]
 
 
 def runners(model: Stack) -> list[Any]:
-    """The runners of all layers."""
+    """Return the runners of all layers."""
     return [runner for layer in model.layers for runner in layer.cudagraph_manager.cudagraph_runners]
 
 
 def record(model: Stack, **kwargs: Any) -> Any:
-    """Run one step, which is recorded, and capture it."""
+    """Record one step and capture it."""
     model(batch(0), **kwargs).square().mean().backward()
     return create_cudagraphs()
-
-
-def recorded_runners(**kwargs: Any) -> list[Any]:
-    """The runners of a stack whose graphs were captured; ``kwargs`` are as of ``record``."""
-    model = stack()
-    record(model, **kwargs)
-    return runners(model)

@@ -1,7 +1,6 @@
-"""Layers with weights sharded over two ranks, of which the other one is made up: megatron-core's own chain of weights.
+"""Layers with weights sharded over this rank and a simulated one, in megatron-core's own chain of weights.
 
-Only what megatron-core takes from TransformerEngine has a stand-in: a gather and a reduction, which put NaN where their
-results will be until they are waited for.
+Only TransformerEngine's gather and reduction have stand-ins. Their output holds NaN until it is waited for.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 
 
 class Work:
-    """A collective under way: ``result`` is in ``output`` once it is waited for."""
+    """A collective in flight; ``wait`` writes ``result`` to ``output``."""
 
     def __init__(self, output: torch.Tensor, result: torch.Tensor):
         self.output, self.result = output, result
@@ -42,17 +41,17 @@ def _run(result: torch.Tensor, output: torch.Tensor | None, async_op: bool) -> t
 
 
 def gather(shard, group, async_op=False, quantizer=None, output_tensor=None):
-    """Gather ``shard`` and that of the other rank, which has half of it."""
+    """Gather ``shard`` and the other rank's shard, which is half of it."""
     return _run(torch.cat([shard, shard / 2]), output_tensor, async_op)
 
 
 def reduce_scatter(gradient, group, async_op=False, output=None):
-    """Add up ``gradient`` and that of the other rank, a quarter of it, and keep the first half."""
+    """Sum ``gradient`` and the other rank's gradient, a quarter of it, and keep the first half."""
     return _run((gradient * 1.25)[: gradient.shape[0] // 2], output, async_op)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let megatron-core's module run without TransformerEngine, in the state of a fresh process."""
+    """Make megatron-core's module run without TransformerEngine, in the state of a new process."""
     for name, value in {
         "HAVE_TE": True,
         "gather_along_first_dim": gather,
@@ -70,7 +69,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ShardedLinear(torch.autograd.Function):
-    """A linear map with a sharded weight, as TransformerEngine's modules use one."""
+    """A linear map with a sharded weight, like TransformerEngine's modules."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -110,7 +109,7 @@ class ShardedLayer(Layer):
 def sharded_stack(
     count: int = 3, graphs: bool = True, kind: type[ShardedLayer] = ShardedLayer, **options: Any
 ) -> Stack:
-    """A seeded stack of ``count`` layers, with main gradients."""
+    """Return a seeded stack of ``count`` layers with main gradients."""
     gtp.reset_gtp_state()
     torch.manual_seed(5)
     use_graphable_rng()
@@ -122,7 +121,7 @@ def sharded_stack(
 
 
 def follow_hooks(model: Stack) -> list[tuple[str, list]]:
-    """Return a list to which each weight adds its name and main gradient when data parallelism is told of it."""
+    """Return a list to which each weight's hook appends its name and main gradient."""
     names = {id(param): name for name, param in model.named_parameters()}
     told: list[tuple[str, list]] = []
 
@@ -147,15 +146,15 @@ def train_sharded(
     """Train ``model``.
 
     Args:
-        model: Of ``sharded_stack``.
-        steps: How many steps.
-        microbatches: How many micro-batches a step has.
-        at_once: How many forward passes come before their backward passes.
-        between_steps: What is done after each step; what it returns is returned too.
-        create: What captures the graphs at the end of a step.
+        model: A model from ``sharded_stack``.
+        steps: Number of steps.
+        microbatches: Micro-batches per step.
+        at_once: Number of forward passes before their backward passes.
+        between_steps: Called after each step; its results become part of the trace.
+        create: Captures the graphs at the end of a step.
 
     Returns:
-        Every loss, all main gradients and parameters, and what data parallelism was told.
+        All losses, main gradients and parameters, and the calls of hooks.
     """
     told = follow_hooks(model)
     trace: list[Any] = []

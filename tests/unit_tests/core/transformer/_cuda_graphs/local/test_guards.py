@@ -1,4 +1,4 @@
-"""Replays are refused once the module is not what it was at capture."""
+"""Replays are refused if the module has changed since capture."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 @pytest.fixture
 def model():
-    """A stack of two layers with main gradients."""
+    """Return a stack of two layers with main gradients."""
     model = stack(count=2)
     for param in model.parameters():
         param.main_grad = torch.zeros_like(param)

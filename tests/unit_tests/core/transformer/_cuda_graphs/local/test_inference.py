@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 class Context(StaticInferenceContext):
-    """An inference context of static or of dynamic batching."""
+    """An inference context for static or dynamic batching."""
 
     dynamic = False
     padded_batch_dimensions: Any = None
@@ -39,8 +39,8 @@ class TestInference:
         )
         return layer
 
-    @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, nullcontext])
-    def test_the_first_call_is_captured_at_once(self, mode):
+    @pytest.mark.parametrize("mode", [torch.inference_mode, nullcontext])
+    def test_first_call_is_captured(self, mode):
         layer = self.inline()
         with mode():
             for step in range(3):
@@ -56,13 +56,13 @@ class TestInference:
         assert set(layer.manager.custom_cudagraphs_lookup_table) == {2, 3}
         assert [entry[1] for entry in _CudagraphGlobalRecord.cudagraph_inference_record] == ["fwd", "fwd"]
 
-    def test_calls_without_a_key_find_their_graph_by_their_arguments(self):
+    def test_calls_without_key_are_matched_by_arguments(self):
         layer = self.inline()
         for size in (2, 3, 2):
             layer(batch(0, size=size))
         assert len(layer.manager.cudagraph_runners) == 2
 
-    def test_a_layer_reads_the_output_of_the_one_before_where_that_puts_it(self):
+    def test_next_layer_reads_output_in_place(self):
         first, second = self.inline(), self.inline()
         with torch.inference_mode():
             hidden, _ = first(batch(0), cache_key=0)
@@ -70,7 +70,7 @@ class TestInference:
         (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in (first, second))
         assert two.graphs.inputs[0].data_ptr() == one.graphs.outputs[0].data_ptr()
 
-    def test_layers_read_a_tensor_that_all_of_them_take_in_one_place(self):
+    def test_layers_share_a_static_input(self):
         layers, references = [self.inline() for _ in range(2)], stack(count=2, graphs=False).layers.eval()
         for layer, reference in zip(layers, references, strict=True):
             layer.load_state_dict(reference.state_dict(), strict=False)
@@ -85,7 +85,7 @@ class TestInference:
         assert one[1].data_ptr() == two[1].data_ptr()
         assert one[0].data_ptr() != two[0].data_ptr()
 
-    def test_generators_that_were_set_in_inference_mode_can_be_used(self):
+    def test_generators_set_in_inference_mode_work(self):
         layer = self.inline()
         with torch.inference_mode():
             use_graphable_rng()
@@ -96,7 +96,7 @@ class TestInference:
         model(batch(1)).sum().backward()
 
     @pytest.mark.parametrize("batching", ["static", "dynamic"])
-    def test_a_call_with_an_inference_context_has_a_graph_for_each_kind_of_batch(self, batching):
+    def test_each_batch_shape_of_context_has_a_graph(self, batching):
         context = Context(1, 8)
         context.dynamic = batching == "dynamic"
         layer, reference = stack(count=1).layers[0].eval(), stack(count=1, graphs=False).layers[0].eval()
@@ -109,7 +109,7 @@ class TestInference:
         keys = set(layer.cudagraph_manager.custom_cudagraphs_lookup_table)
         assert keys == ({("tokens", 2), ("tokens", 3)} if context.dynamic else {((2, 8), False), ((3, 8), False)})
 
-    def test_arguments_of_a_capture_are_not_kept_alive(self):
+    def test_captured_arguments_are_not_kept_alive(self):
         layer = self.inline()
         given = batch(0)
         gone = weakref.ref(given)
@@ -117,7 +117,7 @@ class TestInference:
         del given
         assert gone() is None
 
-    def test_warming_up_does_not_advance_what_a_layer_keeps_in_the_context(self):
+    def test_warmup_keeps_state_of_context(self):
         class Recurrent(Layer):
             def forward(self, hidden_states, *args, inference_context=None, **kwargs):
                 state = inference_context.key_value_memory_dict[self.layer_number]
@@ -134,15 +134,7 @@ class TestInference:
 
         assert run(graphs=True) == run(graphs=False)
 
-    def test_a_graph_that_was_given_up_is_captured_again(self):
-        layer = self.inline()
-        layer(batch(0), cache_key=0)
-        (runner,) = layer.manager.cudagraph_runners
-        runner.fwd_graph = None
-        assert torch.equal(layer(batch(1), cache_key=0)[0], layer.forward(batch(1), eager=True)[0])
-        assert runner.fwd_graph is not None
-
-    def test_a_function_of_an_object_that_is_no_module_is_graphed(self):
+    def test_function_of_other_object_is_graphed(self):
         class Plain:
             def __init__(self):
                 self.config, self.linear = config(), torch.nn.Linear(HIDDEN, HIDDEN).cuda()
@@ -159,7 +151,7 @@ class TestInference:
             assert torch.equal(plain.double(batch(step)), plain.linear(batch(step)) * 2)
 
     @pytest.mark.parametrize("pipeline", [1, 2])
-    def test_a_pass_of_training_does_not_take_a_graph_for_inference(self, pipeline):
+    def test_training_does_not_replay_inference_graphs(self, pipeline):
         layer = stack(count=1, pipeline=pipeline).layers[0]
         with torch.inference_mode():
             layer(batch(0), inference_context=Context(1, 8))
@@ -172,7 +164,7 @@ class TestInference:
         assert len(training) == 1
         assert training[0].bwd_graph is not None
 
-    def test_a_failed_capture_leaves_no_graph(self):
+    def test_failed_capture_leaves_no_graph(self):
         layer = self.inline()
         hook = layer.linear.register_forward_hook(lambda module, args, output: output.sum().item() and None)
         with pytest.raises(RuntimeError):

@@ -1,4 +1,4 @@
-"""Local graphs of layers on packed sequences (``PackedSeqParams``), with padding between them too."""
+"""Local graphs with packed sequences (``PackedSeqParams``), including padding between sequences."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ TOKENS = 12
 
 
 def packed(lengths, slots, **changes):
-    """Sequences of ``lengths`` in a bin of ``TOKENS``, each at the beginning of one of the ``slots``."""
+    """Return sequences of ``lengths`` in a bin of ``TOKENS``, each at the start of one of the ``slots``."""
     real, padded = (torch.tensor([0, *each], dtype=torch.int32).cumsum(0).int().cuda() for each in (lengths, slots))
     options = {
         "qkv_format": "thd",
@@ -30,7 +30,7 @@ def packed(lengths, slots, **changes):
 
 
 class Attention(Layer):
-    """Attention among the tokens of each sequence, those of the padding left out."""
+    """Attention among the tokens of each sequence, excluding padding."""
 
     def forward(self, hidden_states, *args, packed_seq_params=None, **kwargs):
         self.calls.count += 1
@@ -48,7 +48,7 @@ class Attention(Layer):
 
 
 def run(graphs, steps, pipeline=1):
-    """A step for each of ``steps``, lists of packed sequences; returns all losses and gradients, and the model."""
+    """Train one step for each list of packed sequences; return all losses and gradients, and the model."""
     torch.manual_seed(5)
     use_graphable_rng()
     model, found = Stack([Attention(i + 1, graphs, pipeline) for i in range(2)]).cuda(), []
@@ -78,10 +78,12 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"total_tokens": TOKENS}], ids=["", "with seq_idx"])
-def test_other_lengths_train_bit_for_bit_as_eager(pipeline, microbatches, options):
+@pytest.mark.parametrize(
+    ("pipeline", "microbatches", "options"),
+    [(1, 2, {}), (2, 2, {"total_tokens": TOKENS})],
+    ids=["one stage", "pipeline with seq_idx"],
+)
+def test_other_lengths_equal_eager(pipeline, microbatches, options):
     def steps():
         return [
             [packed(*STEPS[(number + i) % len(STEPS)][0], **options) for i in range(microbatches)]
@@ -106,7 +108,7 @@ def test_other_lengths_train_bit_for_bit_as_eager(pipeline, microbatches, option
         ({"seq_idx": torch.zeros(1, TOKENS).int()}, r"seq_idx'\]: Tensor, captured with"),
     ],
 )
-def test_another_layout_is_refused_by_name(changed, problem):
+def test_other_layout_is_refused_by_name(changed, problem):
     _, model = run(True, [[packed((3, 4, 1), (4, 4, 4))]])
     params = packed(**{"lengths": (3, 4, 1), "slots": (4, 4, 4)} | changed)
     with pytest.raises(RuntimeError, match=problem):

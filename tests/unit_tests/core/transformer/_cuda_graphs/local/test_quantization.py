@@ -1,4 +1,4 @@
-"""Local graphs of quantized layers, with a TransformerEngine in miniature; tests/gpu has the real one."""
+"""Local graphs of quantized layers, with a small stand-in for TransformerEngine; tests/gpu uses the real one."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 @pytest.fixture(autouse=True)
 def engine(cpu_backend, monkeypatch):
-    """The miniature in TransformerEngine's place, and no graphs of another test."""
+    """Install the stand-in, without graphs of another test."""
     small_transformer_engine.installed(monkeypatch)
     delete_cuda_graphs()
     yield
@@ -23,7 +23,7 @@ def engine(cpu_backend, monkeypatch):
 
 
 class Layer(torch.nn.Module):
-    """A layer that caches its quantized weight as Megatron's do."""
+    """A layer that caches its quantized weight like Megatron's layers."""
 
     def __init__(self, graphs):
         super().__init__()
@@ -44,7 +44,7 @@ class Layer(torch.nn.Module):
 
 
 def train(graphed, quantized=(True, True), per_layer=False):
-    """Losses, gradients and statistics of five steps of two micro-batches; and how statistics were reduced."""
+    """Train five steps of two micro-batches; return losses, gradients and statistics, and reductions of statistics."""
     torch.manual_seed(4)
     use_graphable_rng()
     State.reset()
@@ -76,17 +76,17 @@ def train(graphed, quantized=(True, True), per_layer=False):
 
 
 @pytest.mark.parametrize("quantized", [(True, True), (True, False), (False, True)], ids=str)
-def test_training_is_bit_equal_to_eager(quantized):
+def test_training_equals_eager(quantized):
     assert_same_bits(train(True, quantized)[0], train(False, quantized)[0])
 
 
-def test_statistics_are_reduced_as_often_as_in_eager_mode():
+def test_statistics_are_reduced_as_in_eager_mode():
     eager = train(False)[1]
     assert train(True)[1] == eager
     assert "backward" in eager
 
 
-def test_with_an_autocast_for_each_layer_training_is_bit_equal_to_eager():
+def test_training_with_autocast_per_layer_equals_eager():
     graphed, eager = train(True, per_layer=True), train(False, per_layer=True)
     assert_same_bits(graphed[0], eager[0])
     assert graphed[1] == eager[1]

@@ -1,4 +1,4 @@
-"""_CudagraphGlobalRecord: when graphs are captured and forgotten, and what a failed capture leaves."""
+"""Capture, failed capture and deletion of recorded graphs."""
 
 import gc
 import weakref
@@ -30,7 +30,7 @@ class TestCreation:
     def test_capture_returns_time_and_memory(self):
         assert record(stack(count=1)).keys() == {"time", "allocated_bytes", "reserved_bytes"}
 
-    def test_nothing_is_captured_where_nothing_was_recorded(self):
+    def test_empty_record_is_not_captured(self):
         assert create_cudagraphs() is None
         assert not _CudagraphGlobalRecord.cudagraph_created
 
@@ -38,7 +38,7 @@ class TestCreation:
 class TestFailedCapture:
     @pytest.fixture(params=["forward", "backward"])
     def failing(self, request):
-        """A stack whose second layer reads a value on the host in that pass."""
+        """Return a stack whose second layer reads a value on the host in one pass."""
         model = stack(dropout=0.5)
         self.reads = True
 
@@ -51,13 +51,13 @@ class TestFailedCapture:
         model.layers[1].linear.register_forward_hook(read)
         return model
 
-    def test_names_the_layer_and_the_flag(self, failing):
+    def test_names_layer_and_flag(self, failing):
         with pytest.raises(RuntimeError) as error:
             record(failing)
         (note, *_) = [note for note in error.value.__notes__ if "--cuda-graph-impl local" in note]
         assert "layer 2" in note
 
-    def test_leaves_a_model_that_trains_on_eagerly(self, failing):
+    def test_model_trains_on_eagerly(self, failing):
         losses = []
         with pytest.raises(RuntimeError):
             record(failing)
@@ -72,7 +72,7 @@ class TestFailedCapture:
         assert losses[-1].item() == reference.item()
         assert [p.grad.tolist() for p in failing.parameters()] == [p.grad.tolist() for p in eager.parameters()]
 
-    def test_leaves_the_process_as_it_was(self, failing):
+    def test_process_state_is_restored(self, failing):
         stream, state = torch.cuda.current_stream(), (gc.isenabled(), torch.cuda.get_rng_state().tolist())
         failing(batch(0)).square().mean().backward()
         state = gc.isenabled(), torch.cuda.get_rng_state().tolist()
@@ -86,7 +86,7 @@ class TestFailedCapture:
         assert not cuda_graphs.is_graph_warmup()
         assert CudaGraphManager.global_mempool is None  # a pool without graphs cannot be captured into again
 
-    def test_can_be_tried_again_after_delete_cuda_graphs(self, failing):
+    def test_can_be_retried_after_delete_cuda_graphs(self, failing):
         with pytest.raises(RuntimeError):
             record(failing)
         delete_cuda_graphs()
@@ -98,7 +98,7 @@ class TestFailedCapture:
 
 
 class TestDeletion:
-    def test_lets_the_next_step_be_recorded_anew_with_other_shapes(self):
+    def test_next_step_is_recorded_with_other_shapes(self):
         def steps(graphs):
             model = stack(graphs=graphs, dropout=0.5)
             trace = train(model, steps=3)
@@ -126,7 +126,7 @@ class TestDeletion:
         assert place() is None
         assert CudaGraphManager.global_mempool is None
 
-    def test_by_assignment_lets_another_model_be_recorded(self):
+    def test_assigned_record_allows_another_model(self):
         record(stack())
         _CudagraphGlobalRecord.cudagraph_created = False  # as megatron-core's own tests do
         _CudagraphGlobalRecord.cudagraph_record = []

@@ -1,4 +1,4 @@
-"""_CudaGraphRunner: layers are recorded in the first step, replayed from the second, and compute as eagerly."""
+"""Runners record layers in the first step and replay them from the second one, with eager results."""
 
 import random
 import sys
@@ -26,7 +26,6 @@ from .local_graph_cases import (
     batch,
     eager_calls,
     record,
-    recorded_runners,
     runners,
     stack,
     train,
@@ -37,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 def other_states() -> None:
-    """Give Megatron's RNG tracker states of another seed, as a checkpoint does."""
+    """Give Megatron's RNG tracker states with another seed, as a checkpoint does."""
     tracker = get_cuda_rng_tracker()
     states = {name: state.clone_state() for name, state in tracker.get_states().items()}
     for state in states.values():
@@ -47,7 +46,7 @@ def other_states() -> None:
 
 class TestTraining:
     @pytest.mark.parametrize("reseed", [use_graphable_rng, other_states], ids=["another tracker", "other states"])
-    def test_random_numbers_are_those_of_a_new_seed(self, reseed):
+    def test_new_seed_takes_effect(self, reseed):
         traces = []
         for graphs in (False, True):
             model = stack(graphs=graphs, dropout=0.5)
@@ -58,13 +57,13 @@ class TestTraining:
 
     @pytest.mark.parametrize("dropout", [0.0, 0.5])
     @pytest.mark.parametrize("microbatches", [1, 3])
-    def test_is_bit_for_bit_eager(self, dropout, microbatches):
+    def test_training_equals_eager(self, dropout, microbatches):
         eager = train(stack(graphs=False, dropout=dropout), microbatches=microbatches)
         model = stack(dropout=dropout)
         assert train(model, microbatches=microbatches) == eager
         assert eager_calls(model) == [microbatches + 3] * 3  # the recorded step, two to warm up, and the capture
 
-    def test_draws_from_the_generator_state_that_is_in_use_around_the_layers(self):
+    def test_graphs_draw_from_current_generator_state(self):
         def losses(graphs):
             torch.manual_seed(5)
             torch.cuda.manual_seed(5)
@@ -80,7 +79,7 @@ class TestTraining:
 
         assert losses(graphs=True) == losses(graphs=False)
 
-    def test_sees_a_shared_tensor_that_is_changed_in_place(self):
+    def test_in_place_change_of_shared_input_is_read(self):
         def steps(graphs):
             model, scale = stack(graphs=graphs), torch.ones(1, HIDDEN).cuda()
             losses = []
@@ -93,19 +92,7 @@ class TestTraining:
 
         assert steps(graphs=True) == steps(graphs=False)
 
-    def test_a_layer_that_is_called_twice_before_its_backward_pass_has_two_runners(self):
-        def steps(graphs):
-            model = stack(count=1, graphs=graphs)
-            twice = Stack([model.layers[0], model.layers[0]]).cuda()
-            twice.load_state_dict({**twice.state_dict(), **model.state_dict()}, strict=False)
-            twice.before, twice.after = model.before, model.after
-            return train(twice), model
-
-        (graphed, model), (eager, _) = steps(graphs=True), steps(graphs=False)
-        assert graphed == eager
-        assert len(model.layers[0].cudagraph_manager.cudagraph_runners) == 2
-
-    def test_a_gradient_of_main_grad_is_added_inside_the_graph(self):
+    def test_main_grad_is_added_inside_the_graph(self):
         def steps(graphs):
             model = stack(graphs=graphs)
             ran = []
@@ -130,7 +117,7 @@ class TestTraining:
         assert graphed == eager
         assert all(param.grad is None for param in model.layers.parameters())
 
-    def test_random_numbers_of_the_host_are_refused(self):
+    def test_host_random_numbers_are_refused(self):
         use_graphable_rng()
         model = Stack([DrawsOnTheHost(graphs=True)]).cuda()
         model(batch(0)).square().mean().backward()
@@ -139,21 +126,21 @@ class TestTraining:
 
 
 class DrawsOnTheHost(Layer):
-    """Scales its input at random."""
+    """Scales its input by a random number of the host."""
 
     def forward(self, hidden_states, *args, **kwargs):
         return super().forward(hidden_states * random.random(), *args, **kwargs)
 
 
 class DrawsWhereItIs(Layer):
-    """Draws from the generator state that is in use around it."""
+    """Draws from the current generator state."""
 
     def forward(self, hidden_states, *args, **kwargs):
         dropped = torch.nn.functional.dropout(hidden_states, 0.5, self.training)
         return super().forward(dropped, *args, **kwargs)
 
 
-def test_after_a_replay_each_parameter_has_the_event_that_its_gradient_waits_for():
+def test_replay_sets_wgrad_ready_event():
     model = stack()
     for param in model.parameters():
         param.main_grad = torch.zeros_like(param)
@@ -166,7 +153,7 @@ def test_after_a_replay_each_parameter_has_the_event_that_its_gradient_waits_for
     assert not any(hasattr(param, "_cudagraph_wgrad_ready_event") for param in model.parameters())
 
 
-def test_a_backward_pass_after_its_graphs_were_deleted_says_so():
+def test_backward_after_deletion_is_refused():
     model = stack()
     record(model)
     loss = model(batch(1)).sum()
@@ -175,33 +162,23 @@ def test_a_backward_pass_after_its_graphs_were_deleted_says_so():
         loss.backward()
 
 
-class TestGraphs:
-    @pytest.mark.parametrize("name", ["fwd_graph", "bwd_graph"])
-    @pytest.mark.parametrize("how", ["delete", "assign None"])
-    def test_are_freed_when_one_is_given_up(self, name, how):
-        runner, *_ = recorded_runners()
-        graphs = [weakref.ref(runner.fwd_graph), weakref.ref(runner.bwd_graph)]
-        if how == "delete":
-            delattr(runner, name)
-        else:
-            setattr(runner, name, None)
-        assert [graph() for graph in graphs] == [None, None]
-        assert (runner.fwd_graph, runner.bwd_graph) == (None, None)
-
-    def test_without_them_a_replay_is_refused(self):
-        model = stack(count=1)
-        record(model)
-        (runner,) = runners(model)
-        del runner.fwd_graph
-        with pytest.raises(RuntimeError, match="has no CUDA graph to replay"):
-            model(batch(1))
+def test_deleted_graph_frees_both_and_refuses_replay():
+    model = stack(count=1)
+    record(model)
+    (runner,) = runners(model)
+    graphs = [weakref.ref(runner.fwd_graph), weakref.ref(runner.bwd_graph)]
+    del runner.fwd_graph
+    assert [graph() for graph in graphs] == [None, None]
+    assert (runner.fwd_graph, runner.bwd_graph) == (None, None)
+    with pytest.raises(RuntimeError, match="has no CUDA graph to replay"):
+        model(batch(1))
 
 
 class TestPythonCalls:
-    """Each replay runs in every step of every layer, and the host waits for it."""
+    """Replays run for every layer in every step, and cost host time."""
 
     def count(self, run):
-        """The calls of functions of this package that ``run`` makes, and its result."""
+        """Return the number of calls of this package's functions in ``run``, and its result."""
         package = str(Path(_cuda_graphs.__path__[0]))
         calls: Counter[str] = Counter()
 
@@ -217,7 +194,7 @@ class TestPythonCalls:
         return calls.total(), result
 
     @pytest.mark.parametrize("pipeline", [1, 2])
-    def test_of_the_replays_of_a_layer(self, pipeline):
+    def test_replays_make_few_python_calls(self, pipeline):
         model = stack(count=4, pipeline=pipeline)
         record(model)
         model(batch(1)).sum().backward()
@@ -228,7 +205,7 @@ class TestPythonCalls:
 
 
 class TestSecondDerivatives:
-    def test_are_refused_of_a_replay(self):
+    def test_second_derivatives_are_refused(self):
         model, x = stack(count=1), batch(0).requires_grad_()
         model(x).sum().backward()
         create_cudagraphs()
@@ -237,14 +214,14 @@ class TestSecondDerivatives:
 
 
 class TestStatus:
-    def test_a_second_forward_pass_needs_a_second_runner(self):
+    def test_second_forward_pass_needs_a_second_runner(self):
         model = stack(count=1)
         record(model)
         model(batch(1))
         with pytest.raises(RuntimeError, match="it waits for its backward pass"):
             model(batch(1))
 
-    def test_a_second_backward_pass_is_refused(self):
+    def test_second_backward_pass_is_refused(self):
         model = stack(count=1)
         record(model)
         loss = model(batch(1)).sum()
@@ -252,7 +229,7 @@ class TestStatus:
         with pytest.raises(RuntimeError, match="later replay has overwritten"):
             loss.backward()
 
-    def test_a_forward_pass_that_was_recorded_without_backward_has_no_backward_graph(self):
+    def test_call_recorded_without_backward_is_refused(self):
         model = stack(count=1)
         model(batch(0))
         create_cudagraphs()
@@ -273,7 +250,7 @@ class TestRefusals:
         with patch, pytest.raises(ValueError, match="--delay-wgrad-compute"):
             record(model)
 
-    def test_a_parameter_of_another_module_is_refused(self):
+    def test_parameter_of_another_module_is_refused(self):
         other = torch.nn.Linear(HIDDEN, HIDDEN).cuda()
 
         class Borrowing(Layer):

@@ -1,4 +1,4 @@
-"""CaptureSession: what the graphs of one step share."""
+"""Graphs of one recording share static tensors and memory."""
 
 from unittest import mock
 
@@ -37,19 +37,7 @@ class CopiesInto(TorchFunctionMode):
 
 
 class TestBuffers:
-    def test_a_layer_reads_the_output_of_the_one_before_where_that_puts_it(self):
-        model = stack()
-        record(model)
-        first, second, _ = runners(model)
-        assert second.graphs.inputs[0].data_ptr() == first.graphs.outputs[0].data_ptr()
-
-    def test_a_layer_reads_the_gradient_where_the_one_after_puts_it(self):
-        model = stack()
-        record(model)
-        first, second, _ = runners(model)
-        assert first.graphs.grad_outputs[0].data_ptr() == second.graphs.grad_inputs[0].data_ptr()
-
-    def test_a_tensor_that_all_layers_take_has_one_static_place_and_is_copied_once(self):
+    def test_shared_input_is_copied_once(self):
         model = stack()
         scale = torch.ones(1, HIDDEN).cuda()
         record(model, scale=scale)
@@ -61,7 +49,7 @@ class TestBuffers:
             model(batch(1), scale=scale.clone())
         assert copies.count == 1
 
-    def test_two_tensors_where_one_was_are_refused(self):
+    def test_splitting_a_shared_input_is_refused(self):
         model = stack()
         one, two = torch.ones(1, HIDDEN).cuda(), torch.ones(1, HIDDEN).cuda()
         record(model, scale=one)
@@ -70,14 +58,14 @@ class TestBuffers:
         with pytest.raises(RuntimeError, match=r"layer 2 .*was one tensor for several graphs"):
             model.layers[1](x, scale=two)
 
-    def test_another_tensor_than_the_output_of_the_layer_before_is_refused(self):
+    def test_replacing_the_previous_output_is_refused(self):
         model = stack()
         record(model)
         x, _ = model.layers[0](model.before(batch(1)))
         with pytest.raises(RuntimeError, match="came straight from another graph"):
             model.layers[1](x.clone())
 
-    def test_graphs_that_are_captured_later_may_use_all_memory_that_no_replay_reads_any_more(self):
+    def test_later_captures_reuse_memory(self):
         model = stack()
         record(model)
         # A weak reference has a storage of its own, which the pool of the graphs does not know.
@@ -88,7 +76,7 @@ class TestBuffers:
             kept = [tensor for tensor in tensors if tensor is not None and tensor.untyped_storage()._cdata in owned]
             assert len(kept) == (runner.base_module is model.layers[0])  # the gradient that goes to eager code
 
-    def test_no_static_memory_is_in_use_after_the_capture(self):
+    def test_static_memory_is_free_after_capture(self):
         record(stack(), scale=torch.ones(1, HIDDEN).cuda())
         pool = _CudagraphGlobalRecord.recording.buffers.pool
         # the gradient of the first layer's input goes to eager code: nobody knows for how long; here it is a graph's

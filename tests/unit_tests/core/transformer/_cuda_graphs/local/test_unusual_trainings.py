@@ -1,4 +1,4 @@
-"""Local graphs of what megatron-core's own layers do not do, or seldom."""
+"""Local graphs of layers that differ from megatron-core's own."""
 
 import pytest
 import torch
@@ -27,15 +27,13 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 class TestUnusualTrainings:
-    """What megatron-core's own layers do not do, or seldom."""
-
     def compare(self, run):
         eager = run(graphs=False)
         delete_cuda_graphs()
         assert run(graphs=True) == eager
 
     @pytest.mark.parametrize("parameter", [True, False])
-    def test_sees_what_optimizers_change_unnoticed_by_autograd(self, parameter):
+    def test_data_changes_without_version_are_read(self, parameter):
         def run(graphs):
             model, scale, found = stack(graphs=graphs), torch.ones(1, HIDDEN).cuda(), []
             scale = torch.nn.Parameter(scale) if parameter else scale
@@ -49,7 +47,7 @@ class TestUnusualTrainings:
 
         self.compare(run)
 
-    def test_one_gradient_of_two_inputs_is_read_by_one_graph_where_it_is(self):
+    def test_gradient_of_two_inputs_is_shared_once(self):
         class Sum(Layer):
             def forward(self, hidden_states, scale=None, *args, **kwargs):
                 return (hidden_states + scale) * 2, None
@@ -72,7 +70,7 @@ class TestUnusualTrainings:
 
         self.compare(run)
 
-    def test_a_tensor_that_is_returned_twice_has_a_gradient_for_each(self):
+    def test_tensor_returned_twice_has_two_gradients(self):
         class Twice(Layer):
             def forward(self, hidden_states, *args, **kwargs):
                 out, _ = super().forward(hidden_states, *args, **kwargs)
@@ -92,9 +90,8 @@ class TestUnusualTrainings:
 
         self.compare(run)
 
-    @pytest.mark.parametrize("pipeline", [1, 2])
-    @pytest.mark.parametrize(("hidden", "microbatches"), [("all", 2), ("some", 1)])
-    def test_parameters_that_recomputation_hides_from_autograd_get_gradients(self, hidden, microbatches, pipeline):
+    @pytest.mark.parametrize(("hidden", "microbatches", "pipeline"), [("all", 2, 2), ("some", 1, 1)])
+    def test_recomputed_parameters_get_gradients(self, hidden, microbatches, pipeline):
         class Recomputed(Layer):
             def forward(self, hidden_states, *args, **kwargs):
                 out = checkpoint(self.linear, hidden_states, use_reentrant=True, preserve_rng_state=False)
@@ -110,7 +107,7 @@ class TestUnusualTrainings:
         self.compare(run)
 
     @pytest.mark.parametrize("pipeline", [1, 2])
-    def test_what_leaves_the_last_layer_may_be_kept_over_micro_batches_and_steps(self, pipeline):
+    def test_outputs_of_last_layer_may_be_kept(self, pipeline):
         class Loss(Layer):
             def forward(self, hidden_states, *args, **kwargs):
                 out, _ = super().forward(hidden_states, *args, **kwargs)
@@ -135,7 +132,7 @@ class TestUnusualTrainings:
         self.compare(run)
 
     @pytest.mark.parametrize("pipeline", [1, 2])
-    def test_layers_that_are_not_trained_are_replayed_with_grad_on(self, pipeline):
+    def test_frozen_layers_are_replayed_in_grad_mode(self, pipeline):
         def run(graphs):
             model, found = stack(graphs=graphs, pipeline=pipeline), []
             model.before.requires_grad_(False)
@@ -152,21 +149,7 @@ class TestUnusualTrainings:
         assert all_calls == [6] * 3
         assert calls == [2 + 2 + pipeline] * 3  # the recorded step, two to warm up, and the captures
 
-    def test_gradients_of_leaves_are_added_up_over_micro_batches(self):
-        def run(graphs):
-            model, found = stack(count=1, graphs=graphs), []
-            scale = torch.nn.Parameter(torch.ones(3, HIDDEN).cuda())
-            for step in range(3):
-                for microbatch in range(2):
-                    model(batch(step, microbatch), scale=scale).square().mean().backward()
-                create_cudagraphs()
-                found.append(scale.grad.tolist())
-                scale.grad = None
-            return found
-
-        self.compare(run)
-
-    def test_autocast_is_in_force_in_the_graphs_too(self):
+    def test_autocast_applies_in_graphs(self):
         def run(graphs):
             model, found = stack(graphs=graphs), []
             kind = batch(0).device.type
@@ -181,7 +164,7 @@ class TestUnusualTrainings:
         self.compare(run)
 
     @pytest.mark.parametrize("how", ["transposed", "expanded", "sliced"])
-    def test_an_output_with_other_strides_than_a_contiguous_tensor(self, how):
+    def test_strided_output(self, how):
         class Strided(Layer):
             def forward(self, hidden_states, *args, **kwargs):
                 out, _ = super().forward(hidden_states, *args, **kwargs)
@@ -196,7 +179,7 @@ class TestUnusualTrainings:
 
         self.compare(run)
 
-    def test_an_output_of_another_type_in_capture_is_refused(self):
+    def test_other_output_type_in_capture_is_refused(self):
         class Changing(Layer):
             def forward(self, hidden_states, *args, **kwargs):
                 out, _ = super().forward(hidden_states, *args, **kwargs)
@@ -208,7 +191,7 @@ class TestUnusualTrainings:
         with pytest.raises(RuntimeError, match="what it returns must not depend on whether graphs are captured"):
             create_cudagraphs()
 
-    def test_memory_that_a_backward_pass_takes_from_an_output_is_refused(self):
+    def test_output_freed_before_backward_is_refused(self):
         class Taking(Layer):
             def forward(self, hidden_states, *args, **kwargs):
                 out, kept = hidden_states * 2, self.linear(hidden_states)
@@ -226,7 +209,7 @@ class TestUnusualTrainings:
 
 
 class Recomputing(Layer):
-    """Lets go of an activation in forward, and computes it again in backward."""
+    """Discards an activation in forward and recomputes it in backward."""
 
     def forward(self, hidden_states, *args, **kwargs):
         self.calls.count += 1
@@ -239,7 +222,7 @@ class Recomputing(Layer):
 
 @pytest.fixture(autouse=True)
 def _share_storage_without_a_compiler(monkeypatch):
-    """megatron-core compiles a function that gives one storage the memory of another; a copy has the same values."""
+    """Replace megatron-core's compiled function, which shares memory between storages, by a copy."""
 
     def share(output, recomputed):
         output.untyped_storage().resize_(recomputed.untyped_storage().nbytes())
@@ -248,14 +231,13 @@ def _share_storage_without_a_compiler(monkeypatch):
     monkeypatch.setattr(tensor_parallel_random, "_get_share_storage", lambda: share)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_training_is_bit_equal_to_eager(microbatches):
+def test_recomputed_activations_equal_eager():
     def trained(graphs):
         torch.manual_seed(5)
         torch.cuda.manual_seed(5)
         use_graphable_rng()
         model = Stack([Recomputing(number, graphs) for number in (1, 2, 3)]).cuda()
-        return train(model, microbatches=microbatches), model
+        return train(model, microbatches=2), model
 
     (eager, _), (graphed, model) = trained(graphs=False), trained(graphs=True)
     assert len(runners(model)) == 3
