@@ -1,9 +1,9 @@
-"""Snapshots of what CUDA graphs rely on, taken at capture and compared before replays.
+"""Snapshots of the state that CUDA graphs rely on, taken at capture and compared before replays.
 
-A graph holds the operations of one pass and the addresses that they read and write. Which operations those are follows
-from state that every eager pass reads and no replay does: modes, hooks, ``forward`` functions, parameters, dropout
-probabilities, configurations, contexts of torch. A ``Snapshot`` compares it. Tensor values are not part of it: replays
-read those. ``docs/limits.md`` lists everything else that no snapshot covers.
+A graph holds the operations of one pass and the addresses that they read and write. The operations depend on state that
+every eager pass reads and no replay does: modes, hooks, ``forward`` functions, parameters, dropout probabilities,
+configurations, contexts of torch. A ``Snapshot`` compares this state. Tensor values are not part of it, because replays
+read them. ``docs/limits.md`` lists the state that no snapshot covers.
 """
 
 import types
@@ -45,7 +45,10 @@ _OF_ANY_MODULE = frozenset(
     )
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
-_DATA = (int, float, complex, str, bytes, Enum, torch.dtype, torch.Tensor, list, tuple, set, dict, deque, *_FUNCTIONS)
+_DATA = (
+    *(type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.Tensor, list, tuple, set, dict, deque),
+    *_FUNCTIONS,
+)
 # Set by training loops in a configuration between steps.
 _OF_LOOPS = frozenset(
     ("timers", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
@@ -96,7 +99,7 @@ replays = Replays()
 
 
 class Aspect:
-    """Values of one kind that must equal those at capture.
+    """Values of one kind that must be the same as at capture.
 
     Args:
         names: Name of each value in messages.
@@ -140,14 +143,14 @@ class Aspect:
                 plain = all(isinstance(value, (bool, int, float, str, torch.dtype)) for value in (other, one))
                 values = f" ({self._show(other)} at capture, {self._show(one)} now)" if self._show and plain else ""
                 return name + values
-        return "" if len(now) == len(self._then) else f"the number of values such as {self._names[0]}"
+        return "" if len(now) == len(self._then) else f"the number of values like {self._names[0]}"
 
 
 class Snapshot:
     """The state that graphs rely on, as it was when this object was created.
 
     Args:
-        advice: What to do about a change, a clause for the end of a message.
+        advice: Remedy for a change, a clause at the end of messages.
     """
 
     def __init__(self, advice: str, *aspects: Aspect):
@@ -166,7 +169,7 @@ class Snapshot:
         return False
 
     def reason(self) -> str:
-        """Return what has changed, and what to do about it."""
+        """Return the changes and the remedy."""
         if replays.suspended_by:
             return replays.suspended_by
         changes = dict.fromkeys(filter(None, (aspect.change() for aspect in self._aspects)))
@@ -187,7 +190,7 @@ class Snapshot:
 
 
 def identities(names: Iterable[str], objects: Callable[[], Iterable[Any]]) -> Aspect:
-    """Compare objects by ``is``; the aspect keeps those at capture alive."""
+    """Compare objects by ``is``; the captured objects stay alive."""
     captured = list(objects())
     return Aspect(names, lambda: list(map(is_, objects(), captured)), show=None)
 
@@ -251,7 +254,7 @@ class InputSignature:
         return True
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Compare ``inputs``, as many as at capture, with those at capture.
+        """Refuse ``inputs``, as many as at capture, that differ from the captured ones.
 
         Raises:
             ArgumentTypeError: An input is not a tensor.
@@ -299,7 +302,7 @@ _Place = tuple[dict[str, Any], str, str]  # a dictionary, a key in it, and the n
 
 
 def _reader(places: Iterable[_Place]) -> Callable[[], list[Any]]:
-    """Return a function that returns the current entries, None for those that are missing."""
+    """Return a function that returns the current entries, or None for each missing one."""
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
 
     def read() -> list[Any]:
@@ -330,7 +333,7 @@ def module_aspects(
     """Return the state of modules, and of torch's contexts, that passes read.
 
     Args:
-        modules: Those that ran in the capture, with their names.
+        modules: The modules that ran in the capture, with their names.
         around: The one of them whose own hooks run around replays.
         replaced: The one of them whose ``forward`` replays take over.
         parameters: Whether replays find the parameters of the capture in modules.
@@ -397,7 +400,7 @@ def quantized_aspect(tensors: Callable[[], list[list[torch.Tensor]]]) -> Aspect:
 def _hooks(
     modules: Mapping[torch.nn.Module, str], around: torch.nn.Module | None, params: Sequence[Any], names: Sequence[str]
 ) -> Aspect:
-    """Compare hooks of modules, of parameters, and of all modules; those of ``DistributedDataParallel`` come and go."""
+    """Compare hooks of modules, of parameters and of all modules, except the hooks of ``DistributedDataParallel``."""
     held = [
         (f"hooks of {name}", getattr(module, f"_{kind}"))
         for module, name in modules.items()
@@ -457,14 +460,14 @@ def _is_of_transformer_engine(kind: type) -> bool:
 def _attributes(module: torch.nn.Module) -> list[str]:
     """Return the names of attributes of ``module`` that passes read.
 
-    In third-party modules these are all that hold data or functions; in modules of megatron-core and torch dropout
-    probabilities, scales, functions and the configuration; in those of TransformerEngine dropout probabilities.
+    Third-party modules: all attributes with data or functions. Modules of megatron-core and torch: dropout
+    probabilities, scales, functions and the configuration. Modules of TransformerEngine: dropout probabilities.
     """
     own = vars(module).items()
     kind: Any = type(module)
     if is_third_party(kind):
         return [
-            name for name, value in own if name not in _OF_ANY_MODULE and (value is None or isinstance(value, _DATA))
+            name for name, value in own if name not in _OF_ANY_MODULE and (isinstance(value, _DATA) or name == "config")
         ]
     public = [(name, value) for name, value in own if name[0] != "_" and name not in _OF_ANY_MODULE]
     if _is_of_transformer_engine(kind):
@@ -526,10 +529,10 @@ _CONTAINERS = (list, set, deque, dict)
 
 
 def _copied(value: Any) -> Any:
-    """Return what to compare ``value`` with later: itself, or a copy if it can change in place.
+    """Return ``value`` for later comparison, copied if it can change in place.
 
-    Numbers in tensors on the host are copied, as they become arguments of operations. Other tensors are not, nor are
-    dictionaries that hold tensors: those may be caches that grow.
+    Numbers in tensors on the host are copied, because they become arguments of operations. Other tensors are not
+    copied, and neither are dictionaries with tensors, which may be growing caches.
     """
     if isinstance(value, torch.Tensor):
         return value if _is_on_device(value) else value.clone()

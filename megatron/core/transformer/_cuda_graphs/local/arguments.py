@@ -21,8 +21,8 @@ class CudagraphBufferMetadata:
     Attributes:
         is_cudagraph_input, is_cudagraph_output: Whether graphs take or return the tensor.
         input_use_count: Number of graph inputs that are this tensor.
-        cudagraph_reuse_ref_count: Number of those inputs that read another graph's output in place.
-        capture_reuse_count: During capture, number of those inputs whose graphs are still to be captured.
+        cudagraph_reuse_ref_count: Number of these inputs that read another graph's output in place.
+        capture_reuse_count: During capture, number of these inputs whose graphs are still to be captured.
         fwd_cudagraph_buffer: During capture, the static tensor of its value.
         bwd_cudagraph_buffer: During capture, the static tensor of its gradient, from the backward graph that computes
             it to the one that reads it.
@@ -161,7 +161,7 @@ def _check_supported_type(meta: ArgMetadata) -> None:
 
 
 def is_inference_context(value: Any) -> bool:
-    """Whether ``value`` is one of Megatron's inference contexts, static or dynamic."""
+    """Return whether ``value`` is one of Megatron's inference contexts, static or dynamic."""
     from megatron.core.inference.contexts import BaseInferenceContext  # imports this module
 
     return isinstance(value, BaseInferenceContext)

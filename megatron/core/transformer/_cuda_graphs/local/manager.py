@@ -29,22 +29,22 @@ class CudaGraphManager(torch.nn.Module):
     - Training: the first step runs eagerly and is recorded; ``create_cudagraphs`` captures it; later steps replay.
     - Inference (a call with ``inference_context``, or ``inline_capture``): the first call of each kind is captured and
       replayed at once.
-    - Evaluation, and passes without grad other than those of the recorded step, run eagerly.
+    - Evaluation runs eagerly, and so do passes without grad that the recorded step did not have.
 
     Args:
         config: Configuration of the model, with ``cuda_graph_impl="local"``.
         base_module: The module, or other object, whose method is replaced; only with ``function_name``.
         function_name: The method of ``base_module`` that this manager replaces. The method then takes two more
             keywords: ``eager=True`` runs it without graphs, ``cache_key`` selects the graph.
-        pg_collection: The process groups; by default those of ``parallel_state``.
+        pg_collection: The process groups; by default from ``parallel_state``.
         inline_capture: Whether all graphs are captured at their first call.
         num_warmup_steps: Number of runs before a capture; by default the configuration's ``cuda_graph_warmup_steps``.
 
     Attributes:
         global_mempool: Memory pool of all local graphs; None before the first manager and after ``delete_cuda_graphs``.
-        cudagraph_runners: All runners. Those without a key, each for one micro-batch at a time, are in the order of
+        cudagraph_runners: All runners. Runners without a key, each for one micro-batch at a time, are in the order of
             their next use.
-        custom_cudagraphs_lookup_table: Runners by the key of their calls; None for an unknown key.
+        custom_cudagraphs_lookup_table: Runners by the key of their calls.
         reuse_cudagraphs: Whether all micro-batches use the same graphs, as without pipeline parallelism.
         is_first_microbatch: Whether the next call is the first of a step, in which weights are quantized again.
         capture_failed: Whether a capture of its runners failed since ``reset``; the module then runs eagerly.
@@ -76,7 +76,7 @@ class CudaGraphManager(torch.nn.Module):
         self.is_first_microbatch = False
         self._inline_capture, self._num_warmup_steps = inline_capture, num_warmup_steps
         self.cudagraph_runners: list[_CudaGraphRunner] = []
-        self.custom_cudagraphs_lookup_table: dict[Hashable, _CudaGraphRunner | None] = _NoneIfUnknown()
+        self.custom_cudagraphs_lookup_table: dict[Hashable, _CudaGraphRunner] = {}
         self.capture_failed = False
         self.func: Callable | None = None
         if function_name is not None:
@@ -86,15 +86,15 @@ class CudaGraphManager(torch.nn.Module):
         _memory_pool()
         if need_backward and not inline_capture:
             # Autograd accumulates a gradient on the stream on which DistributedDataParallel first saw its parameter,
-            # and cannot do so on the default stream in a capture. megatron-core leaves that stream here too.
+            # and cannot do so on the default stream in a capture. megatron-core also leaves that stream here.
             leave_default_stream()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CudaGraphManager":
-        """Return a manager for a copy of the module. It has no graphs, and the process groups of this one."""
+        """Return a manager without graphs for a copy of the module; it shares the process groups."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         memo[id(self.pg_collection)] = self.pg_collection
-        own = {"cudagraph_runners": [], "custom_cudagraphs_lookup_table": _NoneIfUnknown()}
+        own = {"cudagraph_runners": [], "custom_cudagraphs_lookup_table": {}}
         copied.__dict__.update(copy.deepcopy({**self.__dict__, **own}, memo))
         _CudagraphGlobalRecord.managers.add(copied)
         return copied
@@ -133,7 +133,7 @@ class CudaGraphManager(torch.nn.Module):
             NoGraphError: Graphs were captured, and none fits this call.
         """
         if cache_key is not None:
-            runner = self.custom_cudagraphs_lookup_table[cache_key]
+            runner = self.custom_cudagraphs_lookup_table.get(cache_key)
             if runner is None:
                 runner = self._new_runner(megatron_module, args, kwargs, cache_key)
                 self.custom_cudagraphs_lookup_table[cache_key] = runner
@@ -148,10 +148,8 @@ class CudaGraphManager(torch.nn.Module):
     def _fitting_runner(self, args: tuple, kwargs: dict[str, Any], reuse_cudagraphs: bool) -> _CudaGraphRunner | None:
         # Under pipeline parallelism graphs are replayed in the order in which their micro-batches were recorded.
         next_only = int(_CudagraphGlobalRecord.cudagraph_created)
-        wants_grad = self._wants_grad()
         for runner in self._without_key() if reuse_cudagraphs else islice(self._without_key(), next_only):
-            fits = runner.status is _GraphStatus.FWD_READY and runner.fits_grad_mode(wants_grad, args, kwargs)
-            if fits and not runner.get_mismatch_errors(args, kwargs):
+            if not self._problems(runner, args, kwargs):
                 if not reuse_cudagraphs:
                     self.cudagraph_runners.remove(runner)
                     self.cudagraph_runners.append(runner)
@@ -184,13 +182,17 @@ class CudaGraphManager(torch.nn.Module):
         if not self.cudagraph_runners:
             lines.append("The module did not run in the recorded step: it is new, a copy, or another model's.")
         for runner in self._without_key():
-            problems = runner.get_mismatch_errors(args, kwargs)
-            if runner.status is not _GraphStatus.FWD_READY:
-                problems.append("it waits for its backward pass")
-            if not runner.fits_grad_mode(self._wants_grad(), args, kwargs):
-                problems.append("it was recorded without a backward pass")
-            lines += [f"{runner.name}:", *(f"  {problem}" for problem in problems)]
+            lines += [f"{runner.name}:", *(f"  {problem}" for problem in self._problems(runner, args, kwargs))]
         return "\n".join(lines)
+
+    def _problems(self, runner: _CudaGraphRunner, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+        """Return a line for each reason why ``runner`` cannot serve a call."""
+        if runner.status is not _GraphStatus.FWD_READY:
+            return ["it waits for its backward pass"]
+        problems = runner.get_mismatch_errors(args, kwargs)
+        if not runner.fits_grad_mode(self._wants_grad(), args, kwargs):
+            problems.append("it was recorded without a backward pass")
+        return problems
 
     def __call__(
         self, megatron_module: Any, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
@@ -204,7 +206,7 @@ class CudaGraphManager(torch.nn.Module):
             The output of the module; always a tuple for a call of inference.
 
         Raises:
-            NoGraphError: No graph fits this call; lists how its arguments differ from those at capture.
+            NoGraphError: No graph fits this call; lists how its arguments differ from the captured ones.
             RuntimeError: See ``_CudaGraphRunner.replay``.
         """
         context = kwargs.get("inference_context")
@@ -246,7 +248,7 @@ class CudaGraphManager(torch.nn.Module):
             if self._wants_grad():
                 raise NoGraphError(self._why_none(module, args, kwargs))
             return self._run_eagerly(module, args, kwargs)
-        # Also without grad: the first pass of a recomputed layer reads gathered parameters too.
+        # Also without grad: the first pass of a recomputed layer reads gathered parameters.
         for part in runner.parts:
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
@@ -271,7 +273,7 @@ class CudaGraphManager(torch.nn.Module):
             self.cudagraph_runners.sort(key=lambda runner: -1 if runner.graphs is None else runner.graphs.forward_turn)
 
     def forget_recorded(self, runners: Collection[_CudaGraphRunner]) -> None:
-        """Forget those of ``runners`` that belong to this manager; they have no graphs yet."""
+        """Forget the ``runners`` that belong to this manager; they have no graphs yet."""
         self.cudagraph_runners = [runner for runner in self.cudagraph_runners if runner not in runners]
 
     def reset(self) -> None:
@@ -284,11 +286,6 @@ class CudaGraphManager(torch.nn.Module):
         self.custom_cudagraphs_lookup_table.clear()
 
 
-class _NoneIfUnknown(dict):
-    def __missing__(self, key: Hashable) -> None:
-        return None
-
-
 def _key_of(context: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
     """Return the key of the graph for a call with an inference context."""
     if context.is_static_batching():
@@ -298,7 +295,7 @@ def _key_of(context: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
 
 
 def delete_cuda_graphs() -> None:
-    """Delete all local graphs, including those for inference. The next training step is recorded again."""
+    """Delete all local graphs, including inference graphs. The next training step is recorded again."""
     _CudagraphGlobalRecord.forget_graphs()
     _forget_pool()
     forget_replay_streams()

@@ -1,4 +1,4 @@
-"""Memory of local graphs: their pool, and the static tensors that graphs use in turn.
+"""Memory of local graphs: the pool, and static tensors that graphs share over time.
 
 Static tensors are lent during capture, in the order of the replays. A tensor is free once the last graph that reads it
 is captured: graphs that are captured later replay later.
@@ -32,7 +32,7 @@ def hold_pool(pool: tuple) -> None:
 
 
 def release_pools() -> None:
-    """Let torch free the memory of the pools once no graph and no tensor uses it."""
+    """Release all pools; torch frees their memory once no graph and no tensor uses it."""
     while _placeholders:
         _placeholders.popitem()[1].reset()
 
@@ -50,17 +50,17 @@ class TensorReusePool:
 
     @property
     def tensor_strong_refs(self) -> list[torch.Tensor]:
-        """All tensors of the pool."""
+        """Return all tensors of the pool."""
         return [lease.buffers for lease in self._leases.values()]
 
     @property
     def tensor_strong_refs_dataptrs(self) -> set[int]:
-        """Addresses of all tensors of the pool."""
+        """Return the addresses of all tensors of the pool."""
         return set(self._leases)
 
     @property
     def pool(self) -> list[torch.Tensor]:
-        """The free tensors."""
+        """Return the free tensors."""
         return self._buffers.free()
 
     def insert(self, tensor: torch.Tensor) -> None:
@@ -74,11 +74,11 @@ class TensorReusePool:
         self.release(tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the address of a tensor of this pool."""
+        """Return whether ``tensor`` has the address of a tensor of this pool."""
         return tensor.data_ptr() in self._leases
 
     def get(self, meta: ArgMetadata) -> torch.Tensor:
-        """Lend a tensor like ``meta``: the one that has been free for longest, or a new one."""
+        """Lend a tensor like ``meta``: the one that has been free longest, or a new one."""
         key = meta.shape, meta.stride, meta.dtype, meta.device
         lease = self._buffers.acquire(key, lambda: meta.zeros_like().detach())
         if lease.buffers.numel():  # empty tensors have no distinct address
@@ -174,7 +174,7 @@ class StaticBuffers:
                 known.fwd_cudagraph_buffer = None
 
     def lend_outputs(self, metas: Sequence[ArgMetadata], outputs: Sequence[torch.Tensor]) -> None:
-        """Hold ``outputs``, described by ``metas``, and let graphs that take them read them in place."""
+        """Hold ``outputs``, described by ``metas``; graphs that take them will read them in place."""
         for known, output in zip(map(metadata_of, metas), outputs, strict=True):
             self.pool.hold(output)
             if known.cudagraph_reuse_ref_count and known.fwd_cudagraph_buffer is None:
@@ -200,7 +200,7 @@ class StaticBuffers:
             self.pool.release(grad)
 
     def lend_grads(self, metas: Sequence[ArgMetadata], grads: Sequence[torch.Tensor | None]) -> set[int]:
-        """Hold ``grads``, which a backward graph computes, and let the graphs that return ``metas`` read them in place.
+        """Hold ``grads``, computed by a backward graph; the graphs that return ``metas`` will read them in place.
 
         Returns:
             Indices of the gradients that no graph reads; their last reader is unknown. A gradient of two inputs is
@@ -235,4 +235,3 @@ class StaticBuffers:
         """Copy every input again in the next step: optimizers may change tensors but not their versions."""
         for static in self._inputs.values():
             static.given = None
-

@@ -38,7 +38,7 @@ class Recording:
         token: Identifies the recording in the metadata of tensors, which may outlive it.
         buffers: Static tensors of the graphs.
         order: Order of the passes.
-        snapshots: By function, what its graphs rely on. Graphs for inference have none.
+        snapshots: By function, the state that its graphs rely on. Graphs for inference have none.
         users: By the ``id`` of buffer metadata, the runners whose graphs take or return that tensor.
         capturing: The pass that is being warmed up or captured, for errors.
     """
@@ -165,7 +165,7 @@ class InferenceRecording(Recording):
 
 
 def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
-    """Return the states of ``module`` in a static-batching context: Mamba advances them in every call.
+    """Return the states of ``module`` in a static-batching context, which Mamba advances in every call.
 
     Return the states of all layers if ``module`` has no layer number, or no states under it.
     """
@@ -194,10 +194,10 @@ class _CudagraphGlobalRecord:
     Attributes:
         cudagraph_created: Whether the recorded graphs were captured; modules then replay.
         cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``, with described arguments.
-        cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of the graphs for inference, likewise.
-        recording: What the runners of ``cudagraph_record``, or of the last capture, share.
+        cudagraph_inference_record: The same for inference: ``(runner, "fwd", args, kwargs)``.
+        recording: State shared by the runners of ``cudagraph_record``, or of the last capture.
         tensor_reuse_pool: Static tensors of ``recording``.
-        inference: What the runners for inference share.
+        inference: State shared by the runners for inference.
         managers: All managers that exist.
     """
 
@@ -211,7 +211,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def open_recording(cls) -> Recording:
-        """Return what the runners of the step that is being recorded share; start anew at its first pass."""
+        """Return the recording of the current step; start a new one at its first pass."""
         if not cls.cudagraph_record:
             cls._start_recording()
         return cls.recording
@@ -313,7 +313,7 @@ class _CudagraphGlobalRecord:
         try:
             cls.forget_graphs()
         except Exception as another:
-            error.add_note(f"What the failed capture left could not be cleaned up: {another}")
+            error.add_note(f"Cleaning up after the failed capture failed: {another}")
         for manager in failed:
             manager.capture_failed = True
 

@@ -15,7 +15,7 @@ from ..engine.graph import Capture, connected_leaves, moe_metrics, preserve_buff
 from ..engine.memory import weak_reference
 from ..engine.quantization import Quantization, current_quantization
 from ..engine.rng import current_rng_state, use_rng_state
-from ..errors import ArgumentError, CallOrderError, NoGraphError, UnsupportedError
+from ..errors import ArgumentError, NoGraphError, UnsupportedError
 from ..replacements import between, replaced_attribute
 from ..snapshot import Snapshot, contexts_in_force
 from .arguments import (
@@ -35,14 +35,14 @@ from .sharded_weights import ShardedWeights
 
 
 class _GraphStatus(Enum):
-    """Which pass of a runner comes next."""
+    """The next pass of a runner."""
 
     FWD_READY = 0
     BWD_READY = 1
 
 
 class _CudagraphRecordNode(torch.autograd.Function):
-    """An identity on the outputs of a recorded call, whose backward runs when that of a replay would."""
+    """Identity on the outputs of a recorded call; its backward records the backward pass of the call."""
 
     @staticmethod
     def forward(ctx: Any, runner: Any, *inputs: torch.Tensor) -> Any:
@@ -66,7 +66,7 @@ class LocalGraphs(GraphedCallable):
     """A ``GraphedCallable`` that may share its static inputs with others.
 
     Attributes:
-        static_inputs: The static inputs. Each comes with a function that tells whether its current value is in use.
+        static_inputs: Each static input with a function that returns whether its current value is in use.
     """
 
     static_inputs: Sequence[tuple[StaticInput, Callable[[], bool]]] = ()
@@ -90,17 +90,7 @@ class LocalGraphs(GraphedCallable):
         self.static_inputs = ()
 
 
-def _graph(name: str, doc: str) -> Any:
-    """An attribute for one of a runner's graphs. Deleting it, or assigning None, frees both graphs."""
-    return property(
-        lambda runner: None if runner.graphs is None else getattr(runner.graphs, name),
-        lambda runner, none: runner.free_graphs(),
-        lambda runner: runner.free_graphs(),
-        doc,
-    )
-
-
-class _CudaGraphRunner(torch.nn.Module, GraphOwner):
+class _CudaGraphRunner(GraphOwner):
     """Runs ``func`` of ``base_module`` eagerly while a step is recorded, and as CUDA graphs from then on.
 
     A runner serves one micro-batch at a time: it is busy from a forward pass to its backward pass. A
@@ -116,14 +106,14 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
 
     Attributes:
         args, kwargs: The described arguments of the recorded call.
-        returned: What the function returned in the last warm-up or capture, described.
+        returned: The description of the function's output in the last warm-up or capture.
         grad_enabled: Whether there is, or will be, a backward graph.
         is_forward_only: Whether the call was recorded without grad.
         is_frozen: Whether the call was recorded with grad, and nothing required grad.
         backward_pass: Autograd's number of the backward pass in which the recorded one ran.
         shared_params: Parameters that other runners use in the same backward pass: autograd sums their gradients.
         inputs, outputs: Descriptions of the graph's input and output tensors.
-        graphs: The graphs with their static tensors; None before the capture and after ``free_graphs``.
+        graphs: The graphs with their static tensors; None before the capture.
         status: The pass that comes next.
 
     Raises:
@@ -131,12 +121,6 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
     """
 
     notifies_autograd = True  # for the hooks of DistributedDataParallel
-
-    # torch.nn.Module's __setattr__ looks for parameters and submodules, which takes time in every replay.
-    __setattr__ = object.__setattr__
-
-    fwd_graph = _graph("forward_graph", "The forward graph; None before the capture.")
-    bwd_graph = _graph("backward_graph", "The backward graph; None before the capture, and without grad.")
 
     def __init__(
         self,
@@ -148,7 +132,6 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         need_backward: bool,
         cache_key: Hashable | None = None,
     ):
-        super().__init__()
         for value in (*fwd_graph_input_args, *fwd_graph_input_kwargs.values()):
             _check_supported_type(ArgMetadata(value))
         self.base_module, self.mempool, self.cache_key = base_module, mempool, cache_key
@@ -192,7 +175,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         self.inputs: list[ArgMetadata] = []
         self.outputs: list[ArgMetadata] = []
         self.shared_params: tuple[torch.Tensor, ...] = ()
-        self.params_to_backprop: tuple[torch.Tensor, ...] = ()  # those that get a gradient
+        self.params_to_backprop: tuple[torch.Tensor, ...] = ()  # parameters that get a gradient
         self._writes_inputs = False
         self._output_addresses: list[int] = []
         self._escaping: set[int] = set()  # indices of input gradients that no graph reads
@@ -205,25 +188,19 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         return f"{self.name} on {shapes or 'no tensors'}"
 
     def reset(self) -> None:
-        """Free the graphs and return to the state before recording."""
-        self.free_graphs()
-        self.sharded.forget()
-        self._return_to_recording()
-
-    def free_graphs(self) -> None:
-        """Free both graphs and their static tensors."""
+        """Free the graphs with their static tensors, and return to the state before recording."""
         for param in self.params_to_backprop:
             if getattr(param, "_cudagraph_wgrad_ready_event", None) is self.bwd_graph_replay_complete_event:
                 del param._cudagraph_wgrad_ready_event
         if self.graphs is not None:
             self.graphs.reset()
-        self.graphs = self._snapshot = None
-        self.params_to_backprop = ()
+        self.sharded.forget()
+        self._return_to_recording()
 
     # -------------------------------------------------------------------------------------------------- recording
 
     def record_graph_capture(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run eagerly, record the first call and its backward pass, and return what ``func`` returns."""
+        """Run eagerly, record the first call and its backward pass, and return the output of ``func``."""
         output = self.func(*args, **kwargs)
         differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad] if self.grad_enabled else []
         if differentiable and torch.is_grad_enabled():
@@ -264,18 +241,28 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
 
     # ---------------------------------------------------------------------------------------------------- capture
 
+    @property
+    def fwd_graph(self) -> torch.cuda.CUDAGraph | None:
+        """Return the forward graph; None before the capture."""
+        return None if self.graphs is None else self.graphs.forward_graph
+
+    @property
+    def bwd_graph(self) -> torch.cuda.CUDAGraph | None:
+        """Return the backward graph; None before the capture, and without grad."""
+        return None if self.graphs is None else self.graphs.backward_graph
+
     def begin_capture(self, recording: Recording, warmup: WarmupRecord) -> None:
         """Begin the capture of the recorded passes.
 
         Args:
             recording: Shared with the runners of the same capture.
-            warmup: What passes of the same function have shown; shared with its other runners.
+            warmup: Facts about the function from its first passes; shared with its other runners.
         """
         self._recording, self._warmup = recording, warmup
         self.grad_enabled = self.bwd_graph_recorded
 
     def warm_up(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run forward and backward ``num_warmup_steps`` times on ``inputs``, and keep none of their results.
+        """Run forward and backward ``num_warmup_steps`` times on ``inputs``, and drop the results.
 
         Returns:
             The parameters that got a gradient; all parameters if nothing ran.
@@ -289,7 +276,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             replaced_attribute(self._having("main_grad", graphs.params), "main_grad", torch.zeros_like),
             between(state._set_warmup_start, state._set_warmup_end),
         ):
-            # The second step finds sharded weights gathered by the first.
+            # The second step finds the sharded weights that the first one gathered.
             for _ in range(max(self.num_warmup_steps, 2) if self.sharded else self.num_warmup_steps):
                 with self._surroundings():
                     graphs.forward(None)
@@ -305,7 +292,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
 
         Args:
             args, kwargs: The arguments, or their descriptions.
-            outputs: Descriptions of what the recorded call returned; None if nothing was recorded.
+            outputs: The description of the recorded call's output; None if nothing was recorded.
             clone_inputs: Whether the graph gets static inputs of its own, or reads the tensors among the arguments.
 
         Raises:
@@ -342,16 +329,14 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         """Capture the backward graph, after the forward graph.
 
         Raises:
-            CallOrderError: There is no forward graph, or it was captured without grad.
-            ValueError: The backward pass moves what the forward pass returned.
+            ValueError: The backward pass moves an output of the forward pass.
         """
         graphs, buffers = self.graphs, self._recording.buffers
-        if graphs is None or not self.grad_enabled:
-            raise CallOrderError(f"{self.name}: no backward graph without a forward graph that was captured with grad")
+        assert graphs is not None
         outputs = tensors_of(graphs.outputs)
         metas = list(compress(self.outputs, graphs.differentiable))
         grads = buffers.grads_of_outputs(metas)
-        if self.sharded:  # autograd's graph does not show parameters of what is computed again in backward
+        if self.sharded:  # autograd's graph does not show parameters of recomputed modules
             own = (param for part in self.parts for param in part.parameters(recurse=False))
             self.sharded.note_backward((*self.get_connected_params(graphs.roots), *own))
         with (
@@ -403,11 +388,11 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
 
     @property
     def parts(self) -> tuple[torch.nn.Module, ...]:
-        """The modules that ran in the first pass of the function."""
+        """Return the modules that ran in the first pass of the function."""
         return self._warmup.ran or ()
 
     def release_escaping_gradients(self) -> None:
-        """Let later captures use the memory of the input gradients that no graph reads.
+        """Release the memory of input gradients that no graph reads, for later captures.
 
         They have been read once a later backward pass of the same function runs.
         """
@@ -418,7 +403,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             self._escaping = set()
 
     def finish(self) -> None:
-        """Make ready to replay, once all graphs of the recording are captured.
+        """Prepare for replays, after all graphs of the recording are captured.
 
         Raises:
             UnsupportedError: A parameter has a hook that would get no gradient.
@@ -462,7 +447,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         )
 
     def _repeat(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the function with ``inputs`` in place of the call's tensors; return the tensors that it returns."""
+        """Call the function with ``inputs`` in place of the recorded tensors; return its output tensors."""
         args, kwargs = with_tensors((self.args, self.kwargs), iter(inputs))
         output = self.func(*args, **kwargs)
         self.returned = described(output)
@@ -483,7 +468,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             yield
 
     def _having(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters, and the sharded weights that a pass may change, that have a value of ``attribute``."""
+        """Return the parameters, and the sharded weights that a pass may change, whose ``attribute`` is not None."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 
@@ -503,7 +488,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         return mismatches(args, kwargs, (self.args, self.kwargs), self.grad_enabled and torch.is_grad_enabled())
 
     def fits_grad_mode(self, wants_grad: bool, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether the graphs compute the gradients that a call with these arguments needs, and no others."""
+        """Return whether the graphs compute exactly the gradients that a call with these arguments needs."""
         if wants_grad == self.grad_enabled:
             return True
         trained = (*tensors_of(args, kwargs), *self.module.parameters())
@@ -513,10 +498,10 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         """Compare the arguments, and replay the forward graph with autograd.
 
         Returns:
-            What ``func`` returned at capture, in a tuple.
+            The output of ``func``, in a tuple.
 
         Raises:
-            ArgumentError: Arguments differ from those at capture.
+            ArgumentError: Arguments differ from the captured ones.
             RuntimeError: See ``replay``.
         """
         problems = self.get_mismatch_errors(args, kwargs)
@@ -526,18 +511,17 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         return output if isinstance(output, tuple) else (output,)
 
     def replay(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replay with arguments that were compared already, and return what ``func`` returns.
+        """Replay with arguments that were compared already, and return the output of ``func``.
 
         Raises:
-            RuntimeError: There is no graph, the module has changed since capture, or the replay would overwrite what
-                other runners still read.
+            RuntimeError: The module has changed since capture, or the replay would overwrite memory that other runners
+                still read.
         """
-        if self.graphs is None:
-            raise CallOrderError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
+        assert self.graphs is not None
         inputs = tensors_of(args, {name: kwargs[name] for name in self.kwargs})
         outputs = self.graphs.replay(inputs, is_first_microbatch)
-        # The last reader of what no graph reads is unknown, and later replays write there. With grad that is after the
-        # backward pass; what leaves the last layer may be kept longer, as a loss is for the log.
+        # Readers of outputs that no graph reads are unknown, and later replays overwrite these outputs. With grad that
+        # is after the backward pass; outputs of the last layer may be kept longer, as a loss for the log is.
         if self.is_last_layer or not self.grad_enabled:
             outputs = [each.clone() if i in self._unread_outputs else each for i, each in enumerate(outputs)]
         if any(output.requires_grad for output in outputs):
@@ -568,7 +552,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
     def get_tensors(
         self, args: Any, kwargs: dict[str, Any] | None = None, check_types: bool = True
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tensors among the arguments, including those in dataclasses and containers.
+        """Return the tensors among the arguments, also inside dataclasses and containers.
 
         Raises:
             ArgumentTypeError: With ``check_types``, an argument has a type that graphs cannot take.

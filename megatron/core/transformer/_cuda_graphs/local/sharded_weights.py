@@ -1,7 +1,7 @@
 """Weights sharded over ranks (``--tensor-parallel-num-weight-shards``) in local graphs.
 
 megatron-core keeps such weights in a chain, in the order of their use. Each use starts the gather of the next weight on
-a side stream, and each backward pass reduces the gradient of a weight while that of the weight before it is computed.
+a side stream, and each backward pass reduces a weight's gradient while it computes the gradient of the previous weight.
 A graph must complete the communication that it starts: at the end of a pass it waits for gathers and reductions and
 joins the side streams. The next graph then finds its first weight gathered, and a graph's memory is free after its
 replay.
@@ -24,7 +24,7 @@ _GTP_RUNNER_STREAMS: list[torch.cuda.Stream] = []
 
 
 def get_gtp_runner_streams() -> list[torch.cuda.Stream]:
-    """The streams on which backward graphs with sharded weights were replayed since ``forget_replay_streams``.
+    """Return the streams on which backward graphs with sharded weights were replayed since ``forget_replay_streams``.
 
     megatron-core waits for them before it reads main gradients.
     """
@@ -37,7 +37,7 @@ def forget_replay_streams() -> None:
 
 
 def gather_into_pool(device: int, pool: tuple) -> None:
-    """Let megatron-core allocate the gathered weights of graphs from ``pool``, the graphs' memory pool."""
+    """Make megatron-core allocate the gathered weights of graphs from ``pool``, the graphs' memory pool."""
     with suppress(ImportError):
         _implementation().set_cuda_graph_mempool(device, pool)
 
@@ -77,13 +77,13 @@ class ShardedWeights:
             current.wait_stream(stream)
 
     def _side_streams(self) -> list[torch.cuda.Stream]:
-        """The streams on which weights of the chain are gathered, and gradients reduced."""
+        """Return the streams on which weights of the chain are gathered, and gradients reduced."""
         groups = {id(weight.group): weight.group for weight in self.with_neighbors()}.values()
         streams = (_implementation().get_ag_stream, _implementation().get_rs_stream)
         return list(dict.fromkeys(stream(_CHAIN, group) for group in groups for stream in streams))
 
     def with_neighbors(self) -> list[Any]:
-        """Return the weights and their neighbors in the chain, whose state a pass may change too."""
+        """Return the weights and their neighbors in the chain, whose state a pass may also change."""
         leaders = [
             weight
             for param in self._params
@@ -136,8 +136,8 @@ class ShardedWeights:
 def completed_in_backward(params: Iterable[Any]) -> list[Any]:
     """Return the sharded weights whose main gradients are complete after a backward pass of ``params``.
 
-    The gradient of the first weight of a chain is complete in its own backward pass, that of any other in the backward
-    pass of the weight before it.
+    The gradient of the first weight of a chain is complete in its own backward pass. Any other gradient is complete in
+    the backward pass of the previous weight.
     """
     leaders = []
     for param in params:
@@ -150,7 +150,7 @@ def completed_in_backward(params: Iterable[Any]) -> list[Any]:
 
 
 def _group_of(leader: Any) -> list[Any]:
-    """Return the weights that are gathered together with ``leader``: those of all experts of a grouped layer, or it."""
+    """Return the weights gathered together with ``leader``: of all experts of a grouped layer, or only itself."""
     return list(getattr(leader, "weight_list", None) or [leader])
 
 

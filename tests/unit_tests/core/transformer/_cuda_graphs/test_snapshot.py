@@ -14,11 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError, UnsupportedError
 from megatron.core.transformer._cuda_graphs.snapshot import (
-    Aspect,
     Snapshot,
     addresses,
     contexts_in_force,
-    identities,
     is_third_party,
     memory_aspects,
     module_aspects,
@@ -226,7 +224,9 @@ def test_requires_grad_is_compared_in_grad_mode(root, snapshot):
     assert snapshot.changed()
 
 
-def test_device_tensors_are_not_compared_by_value(root, snapshot, monkeypatch):
+def test_device_tensors_are_not_compared_by_value(root, monkeypatch):
+    root.own.on_host = None
+    snapshot = snapshot_of(root)
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: pytest.fail("waited for the device"))
     for owner, name in ((root.own, "on_device"), (root.core.router_replay, "target_topk_idx")):
         value = getattr(owner, name)
@@ -294,20 +294,8 @@ def test_addresses_are_compared():
     with pytest.raises(ChangedSinceCaptureError, match=r"third \(0x0 at capture"):
         snapshot.check()
     current.pop()
-    with pytest.raises(ChangedSinceCaptureError, match="number of values such as second"):
+    with pytest.raises(ChangedSinceCaptureError, match="number of values like second"):
         snapshot.check()
-
-
-def test_identities_and_values_are_compared():
-    objects: list[list] = [[], []]
-    values = [1, (2, 3)]
-    snapshot = Snapshot("", identities(["a", "b"], lambda: objects), Aspect(["c", "d"], lambda: list(values)))
-    values[1] = (2, 3)
-    assert not snapshot.changed()
-    objects[1] = []
-    assert "capture: b;" in snapshot.reason()
-    values[0] = 2
-    assert "b, c (1 at capture, 2 now)" in snapshot.reason()
 
 
 @pytest.mark.parametrize("name", ["FP8 statistics", "weights quantized to FP8"])
@@ -359,9 +347,7 @@ CONTEXTS = [
     ("BLAS library", lambda: changed(LIBRARY, LIBRARY, "cublaslt")),
     ("TF32 matrix products", lambda: changed(*PRECISION, "high")),
     ("TF32 matrix products", lambda: setting(MATMUL, "allow_tf32", True)),
-    ("TF32 matrix products", lambda: setting(MATMUL, "fp32_precision", "tf32")),
     ("TF32 convolutions", lambda: setting(CUDNN.conv, "fp32_precision", "ieee")),
-    ("reduced-precision bf16 reductions", lambda: setting(MATMUL, "allow_bf16_reduced_precision_reduction", False)),
     ("reduced-precision fp16 reductions", lambda: setting(MATMUL, "allow_fp16_reduced_precision_reduction", False)),
     ("fp16 accumulation", lambda: setting(MATMUL, "allow_fp16_accumulation", True)),
     ("deterministic cuDNN kernels", lambda: setting(CUDNN, "deterministic", True)),

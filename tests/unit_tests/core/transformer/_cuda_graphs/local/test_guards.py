@@ -48,7 +48,7 @@ def test_change_is_refused_until_it_is_recorded(model, change, named):
     model(batch(2)).sum().backward()
 
 
-def test_hook_of_parameter_with_main_gradient_is_refused_at_capture(model):
+def test_parameter_hook_is_refused_at_capture(model):
     model.layers[0].linear.weight.register_hook(lambda grad: None)
     with pytest.raises(RuntimeError, match=r"has a hook \(register_hook\), which CUDA graphs would give no gradient"):
         record(model)
@@ -61,7 +61,7 @@ def test_new_buffer_is_accepted(model):
     model(batch(1)).sum().backward()
 
 
-def test_state_that_passes_change_is_refused_at_capture(model):
+def test_attribute_changed_by_passes_is_refused(model):
     linear = model.layers[0].linear
     linear.forward = lambda x, forward=linear.forward: forward(x)
     model.layers[0].passes = 0

@@ -1,4 +1,4 @@
-"""Main gradients equal those of eager training."""
+"""Main gradients are equal with local graphs and in eager mode."""
 
 from typing import Any
 

@@ -7,21 +7,17 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
 from megatron.core.transformer.cuda_graphs import (
-    CudaGraphManager,
     create_cudagraphs,
     delete_cuda_graphs,
 )
 
 from .local_graph_cases import (
     HIDDEN,
-    Layer,
     batch,
     eager_calls,
-    groups,
     record,
     stack,
     train,
-    use_graphable_rng,
 )
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
@@ -124,14 +120,3 @@ class TestManager:
         model.layers[0].linear.register_forward_pre_hook(runs_outside_graphs(lambda module, args: None))
         with pytest.raises(ValueError, match="--use-megatron-fsdp with --cuda-graph-impl local"):
             model(batch(0))
-
-    def test_function_of_module_is_graphed(self):
-        layer = Layer(graphs=False).cuda()
-        use_graphable_rng()
-        layer.manager = CudaGraphManager(layer.config, layer, "forward", pg_collection=groups())
-        x = batch(0).requires_grad_()
-        layer(x)[0].sum().backward()
-        create_cudagraphs()
-        before = layer.calls.count
-        assert torch.equal(layer(x)[0], layer.forward(x, eager=True)[0])
-        assert layer.calls.count == before + 1

@@ -97,19 +97,3 @@ def test_other_lengths_equal_eager(pipeline, microbatches, options):
     else:  # the same sums in another order: gradients of micro-batches are added after all forward passes
         assert graphed == run(False, steps(), pipeline)[0]
     assert len(runners(model)) == 2 * (microbatches if pipeline > 1 else 1)
-
-
-@pytest.mark.parametrize(
-    ("changed", "problem"),
-    [
-        ({"lengths": (3, 4), "slots": (4, 8)}, r"cu_seqlens_q'\]: shape \(3,\), captured with \(4,\)"),
-        ({"max_seqlen_q": 8}, r"max_seqlen_q'\]: 8, captured with 12"),
-        ({"pad_between_seqs": False}, r"pad_between_seqs'\]: False, captured with True"),
-        ({"seq_idx": torch.zeros(1, TOKENS).int()}, r"seq_idx'\]: Tensor, captured with"),
-    ],
-)
-def test_other_layout_is_refused_by_name(changed, problem):
-    _, model = run(True, [[packed((3, 4, 1), (4, 4, 4))]])
-    params = packed(**{"lengths": (3, 4, 1), "slots": (4, 4, 4)} | changed)
-    with pytest.raises(RuntimeError, match=problem):
-        model(torch.ones(TOKENS, HIDDEN).cuda(), packed_seq_params=params)

@@ -65,16 +65,6 @@ class TestEvaluation:
         assert run(graphs=True) == eager
 
 
-class TestWithoutGradInTraining:
-    def test_pass_runs_eagerly(self):
-        model, reference = stack(), stack(graphs=False)
-        record(model)
-        before = eager_calls(model)
-        with torch.no_grad():
-            assert torch.equal(model(batch(1)), reference(batch(1)))
-        assert eager_calls(model) == [count + 1 for count in before]
-
-
 class TestReinforcementLearning:
     """Alternates log-probabilities of the old and the reference policy with training steps."""
 

@@ -70,7 +70,7 @@ def train(graphed, quantized=(True, True), per_layer=False):
             numbers += copies(
                 [product.weight.grad, product.cached, product.fp8_meta["scale"], product.fp8_meta["amax"]]
             )
-        create_cudagraphs()  # quantizes weights, which the next step does anew
+        create_cudagraphs()  # quantizes weights, as the next step does again
         descend([layer.product.weight for layer in layers])
     return numbers, State.reductions
 

@@ -68,7 +68,7 @@ class TestBuffers:
     def test_later_captures_reuse_memory(self):
         model = stack()
         record(model)
-        # A weak reference has a storage of its own, which the pool of the graphs does not know.
+        # A weak reference has its own storage, which is not in the pool of the graphs.
         owned = pool_of(CudaGraphManager.global_mempool)._owned
         for runner in runners(model):
             slot = runner.graphs
@@ -79,5 +79,4 @@ class TestBuffers:
     def test_static_memory_is_free_after_capture(self):
         record(stack(), scale=torch.ones(1, HIDDEN).cuda())
         pool = _CudagraphGlobalRecord.recording.buffers.pool
-        # the gradient of the first layer's input goes to eager code: nobody knows for how long; here it is a graph's
         assert len(pool.pool) == len(pool.tensor_strong_refs)

@@ -70,26 +70,6 @@ class TestUnusualTrainings:
 
         self.compare(run)
 
-    def test_tensor_returned_twice_has_two_gradients(self):
-        class Twice(Layer):
-            def forward(self, hidden_states, *args, **kwargs):
-                out, _ = super().forward(hidden_states, *args, **kwargs)
-                return out, out
-
-        def run(graphs):
-            torch.manual_seed(5)
-            use_graphable_rng()
-            layer, following, found = Twice(graphs=graphs).cuda(), Layer(2, graphs).cuda(), []
-            for step in range(4):
-                one, _ = layer(batch(step))  # the other is used nowhere
-                following(one)[0].sum().backward()
-                create_cudagraphs()
-                found.append([param.grad.tolist() for param in layer.parameters()])
-                layer.zero_grad()
-            return found
-
-        self.compare(run)
-
     @pytest.mark.parametrize(("hidden", "microbatches", "pipeline"), [("all", 2, 2), ("some", 1, 1)])
     def test_recomputed_parameters_get_gradients(self, hidden, microbatches, pipeline):
         class Recomputed(Layer):
