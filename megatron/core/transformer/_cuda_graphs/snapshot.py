@@ -342,15 +342,17 @@ def module_aspects(
     places: list[_Place] = []
     trained: list[_Place] = []
     buffers: list[_Place] = []
-    configurations: dict[int, tuple[Any, Iterable[str]]] = {}
+    configs: dict[int, Any] = {}
     for module, name in modules.items():
         trained += _filled(module._parameters, name) if parameters else ()
         buffers += _filled(module._buffers, name)  # some modules create a buffer only when they first need it
         places += [(vars(module), key, f"{key} of {name}") for key in ("training", *_attributes(module))]
         places += [(module._modules, key, f"{key} of {name}") for key in module._modules]
-        configurations |= {id(each): (each, fields) for each, fields in _configurations(module)}
-    for each, fields in configurations.values():
-        places += [(vars(each), key, f"{key} of {type(each).__name__}") for key in fields]
+        for key, value in vars(module).items():
+            if key == "router_replay" and value is not None:
+                places += [(vars(value), entry, f"{entry} of {type(value).__name__}") for entry in _ROUTING]
+            elif (key == "config" or type(value).__name__.endswith("Config")) and hasattr(value, "__dict__"):
+                configs[id(value)] = value
     by_identity = [_is_on_device(entries.get(key)) for entries, key, _ in places]
     tensors = [*compress(places, by_identity), *trained]
     others = list(compress(places, map(not_, by_identity)))
@@ -361,6 +363,7 @@ def module_aspects(
         Aspect([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force, then=contexts),
         Aspect(_names(others), current, then=list(map(_copied, current()))),
         Aspect([f"forward of {name}" for name in own], lambda: [each.get("forward") for each in own.values()]),
+        *map(_options, configs.values()),
         identities(_names(tensors), _reader(tensors)),
         addresses(_names(buffers, "the address of "), _reader(buffers)),
         _hooks(modules, around, params, _names(trained)),
@@ -479,15 +482,12 @@ def _attributes(module: torch.nn.Module) -> list[str]:
     ]
 
 
-def _configurations(module: torch.nn.Module) -> Iterator[tuple[Any, Iterable[str]]]:
-    """Yield the configurations of ``module``, each with the names of fields that passes read."""
-    for name, value in vars(module).items():
-        if not hasattr(value, "__dict__"):
-            continue
-        if name == "router_replay":
-            yield value, _ROUTING
-        elif name == "config" or type(value).__name__.endswith("Config"):
-            yield value, [each for each in vars(value) if not each.startswith("cuda_graph") and each not in _OF_LOOPS]
+def _options(config: Any) -> Aspect:
+    """Compare the fields of a configuration."""
+    own = vars(config)
+    read = [key for key in own if not key.startswith("cuda_graph") and key not in _OF_LOOPS]
+    places = [(own, key, f"{key} of {type(config).__name__}") for key in read]
+    return Aspect(_names(places), _reader(places), glance=lambda: list(own.values()))
 
 
 @contextmanager
@@ -503,7 +503,7 @@ def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None
     before = [
         (own, key, own[key], _copied(own[key]), type(module).__name__)
         for module in modules
-        if is_third_party(type(module))
+        if is_third_party(type(module))  # type: ignore[arg-type]
         for own, keys in ((vars(module), _attributes(module)), (module._buffers, module._buffers))
         for key in keys
         if own[key] is not None  # not set up yet

@@ -94,7 +94,7 @@ class CudaGraphManager(torch.nn.Module):
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         memo[id(self.pg_collection)] = self.pg_collection
-        own = {"cudagraph_runners": [], "custom_cudagraphs_lookup_table": {}}
+        own: dict[str, Any] = {"cudagraph_runners": [], "custom_cudagraphs_lookup_table": {}}
         copied.__dict__.update(copy.deepcopy({**self.__dict__, **own}, memo))
         _CudagraphGlobalRecord.managers.add(copied)
         return copied
