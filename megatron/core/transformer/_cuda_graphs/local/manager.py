@@ -156,9 +156,6 @@ class CudaGraphManager(torch.nn.Module):
                 return runner
         return None
 
-    def _wants_grad(self) -> bool:
-        return self.need_backward and torch.is_grad_enabled()
-
     def _without_key(self) -> Iterator[_CudaGraphRunner]:
         return (runner for runner in self.cudagraph_runners if runner.cache_key is None)
 
@@ -190,7 +187,7 @@ class CudaGraphManager(torch.nn.Module):
         if runner.status is not _GraphStatus.FWD_READY:
             return ["it waits for its backward pass"]
         problems = runner.get_mismatch_errors(args, kwargs)
-        if not runner.fits_grad_mode(self._wants_grad(), args, kwargs):
+        if not runner.fits_grad_mode(self.need_backward and torch.is_grad_enabled(), args, kwargs):
             problems.append("it was recorded without a backward pass")
         return problems
 
@@ -245,7 +242,7 @@ class CudaGraphManager(torch.nn.Module):
     def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         runner = self._fitting_runner(args, kwargs, self.reuse_cudagraphs)
         if runner is None:
-            if self._wants_grad():
+            if self.need_backward and torch.is_grad_enabled():
                 raise NoGraphError(self._why_none(module, args, kwargs))
             return self._run_eagerly(module, args, kwargs)
         # Also without grad: the first pass of a recomputed layer reads gathered parameters.

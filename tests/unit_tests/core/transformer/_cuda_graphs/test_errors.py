@@ -1,4 +1,4 @@
-"""errors: where megatron-core asserts, its callers catch ours with ``except AssertionError`` too."""
+"""Errors where megatron-core asserts are also AssertionErrors, as its callers expect."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 @pytest.fixture
 def recorded():
-    """A model of one layer with local graphs, and the layer's runner."""
+    """Return a model of one layer with local graphs, and its runner."""
     model = stack(count=1)
     record(model)
     return model, runners(model)[0]
@@ -30,40 +30,40 @@ def recorded():
     [
         lambda: ArgMetadata(3).zeros_like(),
         lambda: _check_supported_type(ArgMetadata(object())),
-        lambda: layer_graph()(),
-        lambda: layer_graph()(torch.ones(3, HIDDEN), packed_seq_params=object()),
+        lambda: layer_graph().replay((), {}),
+        lambda: layer_graph().replay((torch.ones(3, HIDDEN),), {"packed_seq_params": object()}),
     ],
     ids=["zeros of an int", "type", "too few inputs", "unknown keyword"],
 )
-def test_arguments(refused):
+def test_arguments_are_refused(refused):
     with pytest.raises(AssertionError):
         refused()
 
 
-def test_a_configuration_for_other_graphs():
+def test_other_graph_implementation_is_refused():
     use_graphable_rng()
     with pytest.raises(AssertionError):
         CudaGraphManager(config(cuda_graph_impl="none"), pg_collection=groups())
 
 
-def test_an_rng_tracker_that_graphs_cannot_use():
+def test_unusable_rng_tracker_is_refused():
     random.initialize_rng_tracker(use_cudagraphable_rng=False, force_reset=True)
     with pytest.raises(AssertionError):
         CudaGraphManager(config(), pg_collection=groups())
 
 
-def test_a_call_that_no_graph_is_for(recorded):
+def test_call_without_graph_is_refused(recorded):
     model, _ = recorded
     with pytest.raises(AssertionError):
         model(batch(1, size=4))
 
 
-def test_a_model_that_was_not_recorded(recorded):
+def test_unrecorded_model_is_refused(recorded):
     with pytest.raises(AssertionError):
         stack()(batch(0))
 
 
-def test_more_micro_batches_than_graphs():
+def test_too_many_microbatches_are_refused():
     model = stack(count=1, pipeline=2)
     record(model)
     model(batch(1))
@@ -71,27 +71,27 @@ def test_more_micro_batches_than_graphs():
         model(batch(1))
 
 
-def test_a_runner_that_is_given_other_arguments(recorded):
+def test_other_arguments_are_refused(recorded):
     _, runner = recorded
     with pytest.raises(AssertionError):
         runner.replay_graph_capture(False, (torch.ones(4, HIDDEN),), {})
 
 
-def test_a_runner_without_graphs(recorded):
+def test_runner_without_graphs_is_refused(recorded):
     _, runner = recorded
-    runner.fwd_graph = None
+    runner.reset()
     with pytest.raises(AssertionError):
         runner.replay_graph_capture(False, (torch.ones(3, HIDDEN, requires_grad=True),), {})
 
 
-def test_a_forward_pre_hook(recorded):
+def test_forward_pre_hook_is_refused(recorded):
     model, _ = recorded
     model.layers[0].linear.register_forward_pre_hook(lambda module, args: None)
     with pytest.raises(AssertionError):
         model(batch(1))
 
 
-def test_a_pass_that_was_recorded_after_capture(recorded):
+def test_pass_recorded_after_capture_is_refused(recorded):
     _, runner = recorded
     _CudagraphGlobalRecord.cudagraph_record.append((runner, "fwd"))
     try:
