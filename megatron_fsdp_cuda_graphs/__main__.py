@@ -1,33 +1,30 @@
-"""``python -m megatron_fsdp_cuda_graphs [COMMAND]``: what to know before graphs under Megatron-FSDP are used.
+"""Inspect an environment or a training command for CUDA graphs under Megatron-FSDP.
+
+Usage: python -m megatron_fsdp_cuda_graphs [COMMAND]
 
 Commands:
-    doctor          whether they can work here: what is patched, which versions there are, what is missing (the default)
-    plan            what flags of pretrain_gpt would capture and keep in memory, and whether they fit together; no GPU
-    explain         why each part of the model of such flags runs in graphs or eagerly
+    doctor    report whether graphs can work here: patched modules, versions, missing packages (the default)
+    plan      check the flags of pretrain_gpt without a GPU; show what they capture, and how much memory it takes
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
 
-# The module of each, and its function that takes the arguments.
-COMMANDS = {
-    "doctor": ("doctor", "main"),
-    "plan": ("plan.command", "plan"),
-    "explain": ("plan.command", "explain"),
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, by default the one on the command line; return the exit code."""
+    """Run a command, by default the one on the command line, and return its exit code."""
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["doctor"]
-    if command not in COMMANDS:
-        asked = command in ("-h", "--help")
-        usage = __doc__.replace("``", "").strip()
-        print(usage if asked else f"no command {command!r}\n\n{usage}", file=sys.stdout if asked else sys.stderr)
-        return 0 if asked else 2
-    module, function = COMMANDS[command]
-    return getattr(importlib.import_module(f".{module}", __package__), function)(rest)
+    if command == "doctor":
+        from .doctor import main as run
+    elif command == "plan":
+        from .plan.command import plan as run
+    elif command in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    else:
+        print(f"no command {command!r}\n\n{__doc__}", file=sys.stderr)
+        return 2
+    return run(rest)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Shows without a GPU whether flags fit together, what would be captured and how much memory that takes."""
+"""Shows without a GPU whether flags fit together, which graphs they capture, and how much memory these take."""

@@ -1,4 +1,4 @@
-"""The commands ``plan`` and ``explain``."""
+"""The command ``plan``."""
 
 import argparse
 import contextlib
@@ -14,25 +14,41 @@ from ..doctor import why_off
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Print what flags of a training would capture and keep in memory.
+    """Print the graphs that the flags of a training would capture, and their memory.
 
     Args:
-        arguments: Those of the command, and flags as ``pretrain_gpt`` takes them.
+        arguments: Arguments of the command, and flags of ``pretrain_gpt``.
 
     Returns:
-        The exit code: 0 if the flags fit together, 1 if not, 2 if they cannot be read or a package is missing.
+        Exit code: 0 if the flags fit together, 1 if not, 2 if they cannot be parsed or the patch is off.
     """
-    return _run("plan", "Show what flags would capture, without a GPU.", arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_fsdp_cuda_graphs plan",
+        usage="python -m megatron_fsdp_cuda_graphs plan [--world-size N] [--every-graph] FLAGS OF pretrain_gpt",
+        description="Show what flags would capture, without a GPU.",
+        epilog="Exit code: 0 if the flags fit together, 1 if not, 2 if they cannot be parsed or the patch is off.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: the minimum)")
+    parser.add_argument("--every-graph", action="store_true", help="list all graphs")
+    try:
+        own, given = parser.parse_known_args(arguments)
+        if not given:
+            parser.error("add the flags of a training, as pretrain_gpt.py takes them")
+        if own.world_size is not None and own.world_size < 1:
+            parser.error(f"--world-size must be a positive number of ranks, got {own.world_size}")
+        _use_cpu()
+        with quietly():
+            from .text import show
 
-
-def explain(arguments: Sequence[str]) -> int:
-    """Print which parts of a model run in graphs and what to change for the others, like ``plan``."""
-    return _run("explain", "Show which parts of a model flags would put in graphs.", arguments)
+        return show(own, given)
+    except SystemExit as end:
+        return int(end.code or 0)
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress what megatron-core prints, logs and warns of."""
+    """Suppress output, log messages and warnings of megatron-core."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -42,38 +58,11 @@ def quietly() -> Iterator[None]:
         logging.disable(before)
 
 
-def _run(name: str, description: str, arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m megatron_fsdp_cuda_graphs {name}",
-        usage=f"python -m megatron_fsdp_cuda_graphs {name} [--world-size N] FLAGS OF pretrain_gpt",
-        description=description,
-        epilog="Exit code: 0 if the flags fit together, 1 if not, 2 if they cannot be read, or the model needs a "
-        "package that is not installed here.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks (default: as few as can be)")
-    if name == "plan":
-        parser.add_argument("--every-graph", action="store_true", help="list all graphs, however many there are")
-    try:
-        own, given = parser.parse_known_args(arguments)
-        if not given:
-            parser.error("give the flags of a training, those that pretrain_gpt.py takes")
-        if own.world_size is not None and own.world_size < 1:
-            parser.error(f"--world-size must be a positive number of ranks, got {own.world_size}")
-        _leave_gpus()
-        with quietly():
-            from .text import show
-
-        return show(name, own, given)
-    except SystemExit as end:
-        return int(end.code or 0)
-
-
-def _leave_gpus() -> None:
-    """Run code for GPUs on the CPU in this process, with compute capability 9.0.
+def _use_cpu() -> None:
+    """Install the CPU backend in this process.
 
     Raises:
-        SystemExit: 2, after saying what to do: the patch is off.
+        SystemExit: With code 2, after printing the remedy, if the patch is off.
     """
     import torch  # noqa: F401, turns the patch on
 

@@ -1,7 +1,7 @@
-"""One pipeline stage of a job, built by megatron-core and Megatron-FSDP from tensors without memory.
+"""Builds one pipeline stage of a job from fake tensors, with megatron-core and Megatron-FSDP.
 
-This process is one rank of the job; its collectives move nothing. Layers are Megatron's own, whose parameters have the
-shapes of TransformerEngine's.
+This process acts as one rank of the job, and its collectives transfer nothing. Megatron's local layers stand in for
+TransformerEngine's, because their parameters have the same shapes.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megatron.training.utils.common_utils import is_hybrid_model
 
 from .command import quietly
 
-# Features of TransformerEngine or Apex that do not change a parameter's shape.
+# Turns off features of TransformerEngine and Apex that do not change the shape of a parameter.
 _NEEDS_A_GPU = {
     "transformer_impl": "local",
     "no_persist_layer_norm": True,
@@ -45,17 +45,8 @@ _NEEDS_A_GPU = {
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
-    "perform_initialization": False,  # reads generators, whose states have no values here
+    "perform_initialization": False,  # reads the state of generators, which fake tensors lack
 }
-
-
-class UnknownVocabularyError(Exception):
-    """No flag gives the size of the vocabulary, and tokenizers are not loaded."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the tokenizer, which tells a job the size of its vocabulary, is not loaded here: add --padded-vocab-size N"
-        )
 
 
 @contextlib.contextmanager
@@ -67,11 +58,8 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
         stage: The stage, counted from 0.
 
     Raises:
-        UnknownVocabularyError: The size of the vocabulary follows from a tokenizer.
-        Exception: Any error of megatron-core, which cannot build the model.
+        Exception: megatron-core cannot build the model.
     """
-    if args.padded_vocab_size is None and args.vocab_size is None:
-        raise UnknownVocabularyError
     with ExitStack() as stack:
         stack.enter_context(_rank(args, stage * (args.world_size // args.pipeline_model_parallel_size)))
         stack.enter_context(without_memory())
@@ -81,25 +69,15 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
         yield TECudaGraphHelper(models, config, args.seq_length, args.micro_batch_size)
 
 
-def whole_model_blocker(args: argparse.Namespace, whole_layers: bool = False) -> str:
-    """Return why the whole model cannot be captured in all of its pipeline stages; empty if it can.
-
-    Args:
-        whole_layers: Whether to ignore ``--cuda-graph-modules``.
-    """
-    for stage in range(args.pipeline_model_parallel_size):
+def blocker_of_pipeline(args: argparse.Namespace) -> str:
+    """Return why a stage of a pipeline cannot be captured as a whole; empty if all can, or without a pipeline."""
+    stages = args.pipeline_model_parallel_size
+    for stage in range(stages if stages > 1 else 0):
         with quietly(), dry_stage(args, stage) as helper:
-            if whole_layers:
-                helper.config.cuda_graph_modules = []
             found = blocker(helper.stage, Holds.MODEL)
         if found:
             return found
     return ""
-
-
-def blocker_elsewhere(args: argparse.Namespace) -> str:
-    """Return ``whole_model_blocker`` of a pipeline, whose stages capture the same; empty without a pipeline."""
-    return whole_model_blocker(args) if args.pipeline_model_parallel_size > 1 else ""
 
 
 def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
@@ -108,7 +86,7 @@ def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
         setattr(given, name, value)
     model = hybrid_config_from_args(given) if is_hybrid_model(given) else gpt_config_from_args(given)
     ddp_config = get_megatron_ddp_config(args)
-    ddp_config.nccl_ub = False  # buffers are of the same size, and its allocator is compiled for a GPU
+    ddp_config.nccl_ub = False  # its allocator needs a GPU, and buffers have the same size without it
     models = model.get_builder_cls()(model).build_distributed_models(
         ProcessGroupCollection.use_mpu_process_groups(),
         ddp_config=ddp_config,
@@ -116,7 +94,7 @@ def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
         use_torch_fsdp2=args.use_torch_fsdp2,
         data_parallel_random_init=False,  # would communicate
     )
-    model.transformer.transformer_impl = args.transformer_impl  # which the checks of flags read
+    model.transformer.transformer_impl = args.transformer_impl  # read by the checks of flags
     return model.transformer, models
 
 
@@ -149,24 +127,24 @@ def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Give tensors that are made in this context shapes, dtypes and storages, but no memory and no values."""
+    """Create tensors with shapes, dtypes and storages, but without memory and values."""
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        # Meshes are tensors of ranks, whose values are needed.
+        # The values of a mesh, a tensor of ranks, are needed.
         wrapper = mcore_fsdp_adapter.FullyShardedDataParallel
         wrapper = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV1", wrapper)  # megatron-core 0.20
         replace(wrapper, "_init_dist_index", _with_values(wrapper._init_dist_index))
         replace(wrapper, "sync_rng_states_across_tp_group", lambda self: None)
         replace(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget)))
-        # These ask the other ranks for the shapes of their shards.
+        # These would exchange the shapes of shards with other ranks.
         unchecked = {"run_check": False, "update_uneven_dtensor_chunk_meta": False}
         make = param_and_grad_buffer.make_fsdp_dtensor
         replace(param_and_grad_buffer, "make_fsdp_dtensor", lambda *args, **kw: make(*args, **(kw | unchecked)))
-        rank_of_instances = FSDPDistributedIndex.get_logical_hybrid_fsdp_rank
-        replace(FSDPDistributedIndex, "get_logical_hybrid_fsdp_rank", _with_values(rank_of_instances))
+        rank_of_replicas = FSDPDistributedIndex.get_logical_hybrid_fsdp_rank
+        replace(FSDPDistributedIndex, "get_logical_hybrid_fsdp_rank", _with_values(rank_of_replicas))
         replace(torch.nn.Module, "_apply", _apply)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
@@ -174,7 +152,7 @@ def without_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_transformer_engine() -> Iterator[None]:
-    """Let Megatron's own layers accept sequence parallelism (without Apex) and context parallelism."""
+    """Allow sequence parallelism without Apex, and context parallelism, in Megatron's local layers."""
     with (
         mock.patch.object(WrappedTorchNorm, "__new__", _norm),
         mock.patch.object(DotProductAttention, "__init__", _attention),
@@ -200,7 +178,7 @@ def _with_values(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """As ``Module._apply``, with new parameters in place of the old: tensors without memory cannot be exchanged."""
+    """Replace ``Module._apply``: replace parameters instead of their data, which fake tensors do not support."""
     for child in module.children() if recurse else ():
         child._apply(convert)
     for name, param in module._parameters.items():

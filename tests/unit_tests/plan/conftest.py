@@ -1,4 +1,4 @@
-"""The commands run in this process, on the CPU backend."""
+"""Runs the command in this process, on the CPU backend."""
 
 import argparse
 import gc
@@ -34,7 +34,7 @@ def _cpu_backend():
     with on_cpu_backend():
         from megatron.training import arguments
 
-        # megatron-core reads its own source to build the parser.
+        # Building the parser is slow, as megatron-core reads its own source for it.
         parser = arguments.add_megatron_arguments(argparse.ArgumentParser("pretrain_gpt", allow_abbrev=False))
         with mock.patch.object(arguments, "add_megatron_arguments", return_value=parser):
             yield
@@ -42,23 +42,16 @@ def _cpu_backend():
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the commands set it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # set by the command
 
 
 @pytest.fixture
 def flags():
-    """Flags of a job from parts of a command line."""
+    """Joins parts of a command line into a list of flags."""
 
     def split(*parts):
-        return " ".join([*parts]).split()
+        return " ".join(parts).split()
 
     yield split
     gc.collect()  # models own their buffers
-    gc.freeze()  # the next collection need not walk through what is left
-
-
-@pytest.fixture
-def without():
-    from megatron_fsdp_cuda_graphs.plan.flags import without
-
-    return without
+    gc.freeze()  # speeds up the next collection
