@@ -1,29 +1,23 @@
-"""Measures everything that documents quote, at one commit, into one folder; goes on where it stopped.
+"""Measure everything that the documents quote, at one commit, into one folder. A later call resumes.
 
-    python benchmarks/measure.py                     # what is not done at this commit on this machine's GPUs
-    python benchmarks/measure.py --only 'step_time*' # those of these names
-    python benchmarks/measure.py --gpus 2 --at-once 2  # those for two GPUs, on a host with four
-    python benchmarks/measure.py --list              # the parts, and at which commit each was measured
-    python benchmarks/measure.py --stale             # files of results that are older than the code they are about
+    python benchmarks/measure.py                       # all parts for the GPUs of this machine
+    python benchmarks/measure.py --only 'step_time*'   # parts with these names
+    python benchmarks/measure.py --list                # parts, and the commit of their results
 
-A part is one command of less than ten minutes, with one file in the folder, ``NAME_1gpu.json`` for one GPU. What it
-prints goes to ``logs`` beside it, which is not for the repository. Where there is no git repository name the commit by
-``--commit``. The exit code is 1 where a part failed; the others go on.
+A part is one command of less than ten minutes. It writes one file, for example ``NAME_1gpu.json`` for one GPU, and its
+output goes to ``logs`` beside it, which is not committed. Without a git repository, pass ``--commit``. The exit code is
+1 if a part fails; the others still run.
 """
 
 import argparse
 import json
 import math
 import os
-import queue
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,22 +32,19 @@ from benchmarks.results_file import write_json  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PRODUCT = ("megatron/core", "megatron/training")
-LONGEST = 590.0  # seconds of a part: one command of ten minutes
-GRACE = 10  # seconds in which processes end by themselves
-FAILED = "FAILED"
-RUNNING: set[subprocess.Popen] = set()
+LONGEST = 590.0  # time limit of a part in seconds
+GRACE = 10  # seconds from SIGTERM to SIGKILL
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command that measures, and what it measures.
+    """A measuring command.
 
     Attributes:
-        name: Its name, and that of its file.
-        gpus: The numbers of GPUs that it is for; 0 for a machine that has none.
-        arguments: What Python is called with; ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS``, which it has, are
-            replaced.
-        seconds: About how long it takes on one H100; with more GPUs somewhat longer.
+        name: Name of the part and prefix of its file.
+        gpus: Numbers of GPUs to run it on.
+        arguments: Arguments of Python; ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS`` are replaced.
+        seconds: Approximate time on one H100; more GPUs take somewhat longer.
     """
 
     name: str
@@ -62,7 +53,7 @@ class Part:
     seconds: int = 300
 
     def file(self, folder: Path, gpus: int) -> Path:
-        """Return the file of its results."""
+        """Return the file for the results."""
         return folder / f"{self.name}_{gpus}gpu.json"
 
 
@@ -89,9 +80,9 @@ _KINDS = (
 _BY_COPY_ENGINES = "NCCL_CTA_POLICY=2:--use-nccl-ub"  # all-gathers
 _SHARDED = (*_DENSE.split(), f"native:{_BY_COPY_ENGINES}", f"full_iteration:{_BY_COPY_ENGINES}")
 _FUSED = "eager+fused native+fused full_iteration+fused"
-# Gradients are divided by the number of ranks within the collective, not by a kernel before it.
+# The collective divides gradients by the number of ranks, not a kernel before it.
 _AVERAGED = "--ddp-average-in-collective"
-# What makes dense steps on several GPUs shorter, alone and together; its flags are for full iterations as well.
+# Settings that shorten dense steps on several GPUs, alone and together, for full iterations too.
 _LEVERS = (
     *("native", f"native:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone", "compute_alone+fused"),
     *(*_FUSED.split(), f"native+fused::{_AVERAGED}", f"native+fused:{_BY_COPY_ENGINES}"),
@@ -107,13 +98,13 @@ _OPTIMIZER_LEVERS = (
     *_OPTIMIZER.split(),
     *("eager+fused+optimizer", f"native+fused+optimizer:{_BY_COPY_ENGINES} {_AVERAGED}"),
 )
-# How experts of other ranks get their tokens; then with what makes dense steps shorter.
+# Ways to exchange tokens of experts; the last rows add settings that shorten dense steps.
 _EXCHANGED = (
     *("eager+grouped", "native+grouped", "native+grouped::--moe-alltoall-capacity-factor 1.5"),
     *("native+grouped::--moe-token-dispatcher-type allgather", "eager+grouped+fused"),
     f"native+grouped+fused:{_BY_COPY_ENGINES} {_AVERAGED}",
 )
-# What documents quote most comes first.
+# The most quoted parts come first.
 PARTS = (
     Part("step_time_a_b", (1,), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 240),
     Part(
@@ -145,8 +136,6 @@ PARTS = (
         f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)} --expert-parallel 4",
         120,
     ),
-    Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
-    Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
     Part("step_time_a_b_optimizer", (1,), f"{_TIMES} --configurations A B --variants {_OPTIMIZER}", 150),
     Part(
@@ -157,7 +146,7 @@ PARTS = (
     ),
     Part("equality", (1,), f"{_EQUALITY}", 450),
     *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --share {part}/2", 450) for part in (1, 2)),
-    # What two GPUs cannot have: shards in each of several instances, experts or tensors of ranks that others repeat.
+    # Layouts that need four GPUs: several HSDP replicas of several shards, replicated experts or tensors.
     Part("equality_layouts", (4,), f"{_EQUALITY} --layouts {_ON_FOUR_ONLY}", 200),
     Part(
         "soak",
@@ -180,102 +169,87 @@ PARTS = (
     ),
     Part("scaling", (2,), "benchmarks/scaling.py --gpus GPUS --output FILE --no-profile", 300),
     Part("functional", (2, 4), "tests/functional_tests/run.py --output FILE", 460),
-    Part("local_graphs", (1,), "benchmarks/local_graphs.py --rounds 2 --output FILE", 200),
-    Part(
-        "local_graphs_te",
-        (1,),
-        "benchmarks/local_graphs.py --rounds 2 --transformer-engine --output FILE",
-        240,
-    ),
 )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the arguments.
+    """Parse the command line.
 
     Raises:
-        SystemExit: they are wrong.
+        SystemExit: An argument is invalid.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=RESULTS / "release", help="where results go")
-    parser.add_argument("--gpus", type=int, help="take the parts for so many GPUs (default: those of this machine)")
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="parts of these names; * is any text")
-    parser.add_argument("--at-once", type=int, default=1, help="parts at a time, each on GPUs of its own (default: 1)")
-    parser.add_argument("--commit", help="what is measured (default: what git says)")
+    parser.add_argument("--folder", type=Path, default=RESULTS / "release", help="folder for the results")
+    parser.add_argument("--gpus", type=int, help="number of GPUs (default: all of this machine)")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="names of parts; * matches any text")
+    parser.add_argument("--commit", help="measured commit (default: the current one)")
     parser.add_argument(
         "--seconds",
         type=float,
         default=math.inf,
-        help="how long all may take; no part is begun that takes longer than what is left",
+        help="time limit for all parts; skips parts that take longer than the rest",
     )
-    parser.add_argument("--launches", type=int, default=2, help="of dense models, whose times are medians over them")
-    parser.add_argument("--list", action="store_true", help="measure nothing: list the parts")
-    parser.add_argument("--stale", action="store_true", help="measure nothing: list results older than their code")
+    parser.add_argument("--launches", type=int, default=2, help="launches of dense models; times are medians over them")
+    parser.add_argument("--list", action="store_true", help="list the parts, and measure nothing")
     return parser.parse_args(arguments)
 
 
 def git(*arguments: str) -> str:
-    """Return what git prints in this repository; empty where it fails."""
+    """Return the output of git in this repository; empty on failure."""
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def current_commit() -> str:
-    """Return the commit of this repository, with ``+`` if files differ from it.
+    """Return the commit of this repository, with ``+`` if files of the patch differ from it.
 
     Raises:
-        SystemExit: there is no repository.
+        SystemExit: There is no repository.
     """
     commit = git("rev-parse", "--short=10", "HEAD")
     if not commit:
-        raise SystemExit("there is no git repository here: name what is measured by --commit")
+        raise SystemExit("there is no git repository here: pass --commit")
     return commit + ("+" if git("status", "--porcelain", "--", *PRODUCT) else "")
 
 
 def measured(file: Path) -> dict[str, Any]:
-    """Return what is in a file of results; nothing where there is none."""
+    """Return the content of a file of results; empty if it does not exist."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
 
 
-def run(part: Part, file: Path, noted: dict[str, Any], seconds: float, visible: str | None, **words: int) -> bool:
-    """Run ``part`` for at most ``seconds``, note in its file what was measured, and return whether it succeeded.
+def run(part: Part, file: Path, commit: str, seconds: float, **words: int) -> bool:
+    """Run a part, add the commit to its file, and return whether it succeeded.
 
     Args:
         part: The part.
         file: Its file.
-        noted: What is noted beside.
-        seconds: How long it may take.
-        visible: Its GPUs, as ``CUDA_VISIBLE_DEVICES``; None for all.
-        words: What is replaced in its arguments beside ``FILE`` and ``SECONDS``.
+        commit: The measured commit.
+        seconds: Time limit.
+        words: Replacements in its arguments, in addition to ``FILE`` and ``SECONDS``.
     """
     log = file.parent / "logs" / f"{file.stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     replaced = {"FILE": file, "SECONDS": int(seconds), **words}
     command = [sys.executable, *(str(replaced.get(word, word)) for word in shlex.split(part.arguments))]
-    environment = os.environ | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     file.unlink(missing_ok=True)
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        RUNNING.add(process)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = 124
         finally:
             end(process)
-            RUNNING.discard(process)
     if file.exists():
-        found = measured(file) | noted | {"exit": status}
-        found.pop("numbers", None)  # of each step: they are compared already
+        found = measured(file) | {"commit": commit, "exit": status}
+        found.pop("numbers", None)  # losses of each step, which were compared
         write_json(file, found)
     return status == 0 and file.exists()
 
 
 def end(process: subprocess.Popen) -> None:
-    """End ``process``, the first of its session, and what it started, which would keep the GPUs from the next part."""
+    """End the session of ``process``, so that the next part has free GPUs."""
 
     def send(number: int) -> bool:
         process.poll()
@@ -293,43 +267,9 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def stale(files: list[Path]) -> Iterator[tuple[Path, str, int]]:
-    """Yield those of ``files`` whose code has changed since, with their commits and the number of changes.
-
-    A file without a commit in it counts as measured when it was committed.
-    """
-    for file in files:
-        named = re.search(r"\b[0-9a-f]{7,}\b", str(measured(file).get("commit", "")))
-        commit = named[0] if named else ""
-        if not commit or not git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
-            commit = git("log", "-1", "--format=%h", "--", str(file))
-        changes = git("rev-list", "--count", f"{commit}..HEAD", "--", *PRODUCT) if commit else ""
-        if changes != "0":
-            yield file, commit or "not committed", int(changes or 0)
-
-
-def sets_of_gpus(sets: int, gpus: int) -> list[str | None]:
-    """Return the GPUs of each of so many sets, as ``CUDA_VISIBLE_DEVICES``; None for one set, which has what there is.
-
-    Raises:
-        SystemExit: there are not so many GPUs.
-    """
-    if sets == 1:
-        return [None]
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
-    if sets < 1 or sets * gpus > len(visible):
-        raise SystemExit(f"--at-once: {sets} parts for {gpus} GPUs each do not fit a machine with {len(visible)}")
-    return [",".join(visible[first : first + gpus]) for first in range(0, sets * gpus, gpus)]
-
-
 def main() -> int:
-    """Measure, or list."""
+    """Measure or list the parts; return the exit code."""
     args = parse()
-    if args.stale:
-        for file, commit, changes in stale(sorted(RESULTS.rglob("*.json"))):
-            print(f"{file.relative_to(RESULTS)}: {changes} commits after {commit}")
-        return 0
     if args.list:
         for part in PARTS:
             for gpus in part.gpus:
@@ -338,36 +278,22 @@ def main() -> int:
         return 0
     gpus, commit = args.gpus or torch.cuda.device_count(), args.commit or current_commit()
     parts = [part for part in PARTS if gpus in part.gpus and any(fnmatch(part.name, name) for name in args.only)]
-    noted = {"commit": commit} | ({"at_once": args.at_once} if args.at_once > 1 else {})
-    idle: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    for visible in sets_of_gpus(args.at_once, gpus):
-        idle.put(visible)
-    end_of_all = time.monotonic() + args.seconds
-
-    def attempt(number: int, part: Part) -> str:
-        own, file, begun = idle.get(), part.file(args.folder, gpus), time.monotonic()
-        before, left = measured(file), end_of_all - begun
+    deadline = time.monotonic() + args.seconds
+    failed = False
+    for number, part in enumerate(parts, 1):
+        what = f"{number} of {len(parts)}: {part.name}"
+        file, begun = part.file(args.folder, gpus), time.monotonic()
+        before, left = measured(file), deadline - begun
         if before.get("commit") == commit and before.get("exit") == 0:
-            outcome = "done before"
+            print(f"{what}: done before", flush=True)
         elif part.seconds > left:
-            outcome = f"not begun: takes about {part.seconds} s"
+            print(f"{what}: skipped: takes about {part.seconds} s", flush=True)
         else:
-            print(f"{number} of {len(parts)}: {part.name}: about {part.seconds} s ...", flush=True)
-            options = {"GPUS": gpus, "LAUNCHES": args.launches}
-            outcome = "done" if run(part, file, noted, min(left, LONGEST), own, **options) else FAILED
-        idle.put(own)
-        print(f"{number} of {len(parts)}: {part.name}: {outcome}, {time.monotonic() - begun:.0f} s", flush=True)
-        return outcome
-
-    with ThreadPoolExecutor(args.at_once) as pool:
-        try:
-            outcomes = [*pool.map(attempt, range(1, len(parts) + 1), parts)]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in [*RUNNING]:
-                end(process)
-            raise
-    return int(FAILED in outcomes)
+            print(f"{what}: about {part.seconds} s ...", flush=True)
+            done = run(part, file, commit, min(left, LONGEST), GPUS=gpus, LAUNCHES=args.launches)
+            failed = failed or not done
+            print(f"{what}: {'done' if done else 'FAILED'}, {time.monotonic() - begun:.0f} s", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def compared(runs: list[Result], reference: Result | None) -> dict[str, Any]:
 def train(trained: list[tuple[Any, Any]], args: argparse.Namespace, ranks: int, folder: Path) -> list[Result]:
     """Train each pair of configuration and variant in one launch; return the results in their order."""
     folder.mkdir(parents=True)
-    runs = [replace(run, checksums=True) for run in plan(trained, steps=args.steps, profiled=False, top_python=0)]
+    runs = [replace(run, checksums=True) for run in plan(trained, steps=args.steps, profiled=False)]
     results: list[Result] = [{"error": "not run"} for _ in runs]
 
     def keep(run: Run, result: Result) -> None:

@@ -149,7 +149,6 @@ def write(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
     """Write what was found so far, and draw it."""
     command = command_line("benchmarks/soak.py", sys.argv[1:])
     write_results(args.output, command=command, gpus=args.ranks, **found)
-    draw(args.output.with_suffix(".png"), found)
 
 
 def compare(steps: int, middle: int, done: dict[str, Steps]) -> dict[str, Any]:
@@ -173,29 +172,6 @@ def compare(steps: int, middle: int, done: dict[str, Steps]) -> dict[str, Any]:
         "grown_since_step_10_mib": {run: mib[-1] - mib[min(9, len(mib) - 1)] for run, mib in memory.items()},
         "reserved_mib": memory,
     }
-
-
-def draw(path: Path, found: dict[str, dict[str, Any]]) -> None:
-    """Draw the memory of each run over its steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(found), 1, squeeze=False, figsize=(9, 3 * len(found)))
-    for axis, (name, each) in zip(axes[:, 0], found.items(), strict=True):
-        for run, mib in each["reserved_mib"].items():
-            first = 1 + each["resumed_after"] * (run == "resumed")
-            axis.plot(range(first, first + len(mib)), mib, label=run)
-        equal = "bit-equal" if not each["differing_steps"] else f"{len(each['differing_steps'])} steps differ"
-        axis.set_title(f"{name}: {each['steps']} steps, {equal}", fontsize=10)
-        axis.set_xlabel("step")
-        axis.set_ylabel("reserved MiB")
-        axis.set_ylim(bottom=0)
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def _numbers(steps: Steps) -> dict[int, tuple[str, str, bool]]:

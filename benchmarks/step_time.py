@@ -1,37 +1,38 @@
-"""Time of a training step: Megatron-FSDP eagerly, with graphs, with one graph for all passes; DistributedDataParallel.
+"""Compare the time of a training step: Megatron-FSDP eagerly, with graphs, with one graph for all passes; DDP; FSDP2.
 
     python benchmarks/step_time.py --gpus 2 --output step_time.json
 
-Configurations, in bf16 with micro-batches of one sequence, trained by ``examples/pretrain_gpt.py``:
+Configurations, trained by ``examples/pretrain_gpt.py`` in bf16 with micro-batches of one sequence:
     A  16 layers, hidden 2048, sequence 2048
     B   8 layers, hidden 1024, sequence 512: bound by the host
-    C   8 layers, hidden 2048, sequence 2048, 8 experts of which a token takes 2, a shared expert
-    A:--num-layers 32 --global-batch-size 8    one of them with further flags of megatron.training
+    C   8 layers, hidden 2048, sequence 2048, 8 experts, top-2, a shared expert
+    D   4 layers, hidden 1024, sequence 512, shaped like DeepSeek-V3
+    A:--num-layers 32 --global-batch-size 8    a configuration with further flags of megatron.training
 Variants:
     eager                      Megatron-FSDP without graphs
-    native                     with graphs by this project's engine (of the whole model, of parts of C's layers)
+    native                     with this project's graphs: of the whole model, or of parts of MoE layers
     full_iteration             with one graph for all passes of a step
     compute_alone              full_iteration without communication: each rank holds all parameters and accumulates all
-                               gradients by itself, none is gathered or reduced (losses, the gradient norm and what
-                               ranks agree on still are), and the optimizer steps on its usual shard. What it trains is
-                               of no use with more than one rank. Where the GPU bounds a step, what takes longer
-                               than this is what sharding costs
+                               gradients, and the optimizer steps on its usual shard. Only losses, the gradient norm and
+                               agreements between ranks are still exchanged. With several ranks the trained model is
+                               useless. If the GPU is the bottleneck, the time beyond this variant is the cost of
+                               sharding
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
-    fsdp2, fsdp2_graphs        torch's FSDP2, likewise; not of the default
-    eager+optimizer, ...       any of them with a graph of the optimizer,
-    eager+fused, ...           with gradients of weights that products write where they are reduced (no default),
-    eager+checks, ...          with each micro-batch's loss looked at, as by default in Megatron (no default),
-    eager+grouped, ...         with experts of C and D in one call each way,
-    native+fused+optimizer     or with several of these
-    native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags; ~--flag removes one
+    fsdp2, fsdp2_graphs        torch's FSDP2, without and with a graph per layer; not in the default set
+    eager+optimizer, ...       a variant with a graph of the optimizer step
+    eager+fused, ...           a variant with fused weight gradients; not in the default set
+    eager+checks, ...          a variant that checks each micro-batch's loss, Megatron's default; not in the default set
+    eager+grouped, ...         a variant with grouped experts (--moe-use-grouped-tensor)
+    native+fused+optimizer     a variant with several additions
+    native:NAME=VALUE,...:FLAGS    a variant with environment variables and flags; ~--flag removes a flag
 
-All variants of configurations with the same ranks run one after the other in the same processes (those with the same
-variables of NCCL, which reads them once), each with a fresh model, the same seed and the same data: first to take
-times, then again to be profiled. Every step's loss and gradient norm must equal the reference's bit for bit. The exit
-code is 1 where they do not, or where a run failed. On a shared host a step that the host bounds takes up to half as
-long again in one launch as in the next: ``--launches`` compares several. Every tenth step prints a line of the log; a
-time is the mean over the steps from one line to the next, as the host runs ahead where nothing is printed. Without a
-GPU it trains tiny models on the CPU backend, whose times mean nothing.
+The same processes train all variants of configurations with the same layout of ranks, one after the other, each with a
+fresh model, the same seed and the same data: first for timing, then again for profiling. Variants with different
+``NCCL_`` or ``CUDA_`` variables get processes of their own. The loss and gradient norm of every step must equal the
+reference's bit for bit; otherwise, or if a run fails, the exit code is 1. On a shared host, a host-bound step takes up
+to 1.5 times as long from one launch to the next: compare several with ``--launches``. Every tenth step logs, which
+synchronizes; a time is the mean over the steps between two lines of the log. Without a GPU tiny models train on the CPU
+backend, whose times mean nothing.
 """
 
 import argparse
@@ -49,34 +50,29 @@ import torch  # noqa: E402
 from benchmarks._step_time import configurations, report, variants  # noqa: E402
 from benchmarks._step_time.launch import run_plan  # noqa: E402
 from benchmarks._step_time.plan import MIN_STEPS, Run, plan  # noqa: E402
-from benchmarks._step_time.plot import plot  # noqa: E402
 from benchmarks._step_time.results import Results  # noqa: E402
-from benchmarks._step_time.spread import sentence  # noqa: E402
 from benchmarks.results_file import command_line, write_results  # noqa: E402
 
 CPU_NOTE = "CPU backend: these times say nothing about GPUs."
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the arguments.
+    """Parse the command line.
 
     Raises:
-        SystemExit: they are wrong.
+        SystemExit: An argument is invalid.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, help="ranks (default: all GPUs; 2 on the CPU backend)")
+    parser.add_argument("--gpus", type=int, help="number of ranks (default: all GPUs; 2 on the CPU backend)")
     parser.add_argument("--configurations", nargs="+", default=["A", "B", "C"], metavar="NAME[:FLAGS]")
     parser.add_argument("--variants", nargs="+", metavar="NAME[:VARIABLES[:FLAGS]]", help="default: all that can run")
-    parser.add_argument("--steps", type=int, default=40, help="timed steps; times are of their second half")
-    parser.add_argument("--expert-parallel", type=int, default=2, help="ranks over which C's experts are spread")
-    parser.add_argument(
-        "--launches", type=int, default=1, help="start the processes so often; times and ratios are medians over them"
-    )
-    parser.add_argument("--no-profile", action="store_true", help="take times only")
-    parser.add_argument("--top-python", type=int, default=40, help="Python functions that a profile lists")
-    parser.add_argument("--stall-seconds", type=float, default=240, help="a run that takes longer has failed")
+    parser.add_argument("--steps", type=int, default=40, help="steps of a run; times are from the second half")
+    parser.add_argument("--expert-parallel", type=int, default=2, help="expert-parallel size of C and D")
+    parser.add_argument("--launches", type=int, default=1, help="number of launches; results are medians over them")
+    parser.add_argument("--no-profile", action="store_true", help="skip the profiled runs")
+    parser.add_argument("--stall-seconds", type=float, default=240, help="time limit of a run")
     parser.add_argument("--logs", type=Path, help="folder for logs, traces and lists of functions")
-    parser.add_argument("--output", type=Path, help="where to write the results, as JSON; the plot is beside it")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
     args = parser.parse_args(arguments)
     if args.steps < MIN_STEPS:
         parser.error(f"--steps must be at least {MIN_STEPS}")
@@ -86,11 +82,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Benchmark:
-    """What was chosen, and what was found so far.
+    """Trains the chosen configurations and variants, and collects the results.
 
     Args:
-        args: The command line's.
-        on_cpu: Whether there is no GPU.
+        args: Parsed command line.
+        on_cpu: Whether to use the CPU backend.
     """
 
     def __init__(self, args: argparse.Namespace, *, on_cpu: bool):
@@ -106,7 +102,7 @@ class Benchmark:
         self._planned = 0
 
     def run(self, logs: Path) -> None:
-        """Train everything, in as many launches for each layout of ranks as were asked for."""
+        """Train all runs of all launches."""
         plans = [self._plans(profiled=number == 0 and not self.args.no_profile) for number in range(self.args.launches)]
         self._planned = sum(len(runs) for launch in plans for runs in launch)
         for number, launch in enumerate(plans):
@@ -126,35 +122,31 @@ class Benchmark:
                 )
 
     def _plans(self, *, profiled: bool) -> list[list[Run]]:
-        """The runs of each layout of ranks."""
+        """Return the runs of each layout of ranks."""
         by_layout = sorted(self.configurations, key=lambda each: each.expert_parallel)
         plans = []
         for _, group in groupby(by_layout, key=lambda each: each.expert_parallel):
             trained = [(each, variant) for each in group for variant in self.variants[each.name]]
-            plans.append(plan(trained, steps=self.args.steps, profiled=profiled, top_python=self.args.top_python))
+            plans.append(plan(trained, steps=self.args.steps, profiled=profiled))
         return plans
 
     def _keep(self, run: Run, result: dict[str, Any]) -> None:
         self.results.keep(run, result, self._planned)
-        self.write()
-
-    def write(self) -> None:
-        """Write what was found so far."""
         if self.args.output:
             self.args.output.parent.mkdir(parents=True, exist_ok=True)
-            found: dict[str, Any] = {"note": CPU_NOTE} if self.on_cpu else {}
+            note: dict[str, Any] = {"note": CPU_NOTE} if self.on_cpu else {}
             write_results(
                 self.args.output,
                 command=command_line("benchmarks/step_time.py", sys.argv[1:]),
                 gpus=self.ranks,
-                **found,
+                **note,
                 configurations=self.results.rows(),
                 numbers=self.results.numbers(),
             )
 
 
 def main() -> int:
-    """Run what was chosen, print a table for each configuration, write the results."""
+    """Run the benchmark, and print a table for each configuration."""
     args = parse()
     benchmark = Benchmark(args, on_cpu=not torch.cuda.is_available())
     with tempfile.TemporaryDirectory() as folder:
@@ -163,11 +155,8 @@ def main() -> int:
         benchmark.run(logs.resolve())
     found = benchmark.results.rows()
     place = CPU_NOTE if benchmark.on_cpu else f"{benchmark.ranks} x {torch.cuda.get_device_name()}"
-    if args.output and not plot(args.output.with_suffix(".png"), found, place):
-        print("no plot: matplotlib is not installed")
     for name, rows in found.items():
-        print("\n".join([f"\n{name}: {place}", report.table(rows), *filter(None, map(sentence, rows))]))
-        print("\n".join([*report.kinds_of_kernels(rows), *report.more_kernels(rows)]))
+        print("\n".join([f"\n{name}: {place}", report.table(rows), *report.kinds_of_kernels(rows)]))
     return int(any(report.failures(row) for rows in found.values() for row in rows))
 
 

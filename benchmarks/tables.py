@@ -35,7 +35,7 @@ KINDS = {
     kind.__name__: kind
     for kind in (
         *(steps.times, steps.launches, steps.levers, steps.memory, steps.recomputation, steps.growth),
-        *(checks.equality, checks.faults, checks.soaks, checks.repeated, checks.engines, checks.local),
+        *(checks.equality, checks.faults, checks.soaks, checks.repeated),
     )
 }
 

@@ -116,24 +116,6 @@ def _by_kind(kernels: Mapping[str, Iterable[float]], steps: int) -> dict[str, fl
     return {kind: round(took, 3) for kind, took in sums.items()}
 
 
-def differences(kernels: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Say which kernels a step has more or fewer of than another, the most time first.
-
-    Args:
-        kernels: ``kernels`` of ``figures``.
-        others: Those of the other step.
-    """
-    none = {"calls": 0.0, "us": 0.0}
-    pairs = {name: (kernels.get(name, none), others.get(name, none)) for name in {**kernels, **others}}
-    more = {name: {what: one[what] - other[what] for what in none} for name, (one, other) in pairs.items()}
-    by_time = sorted(more.items(), key=lambda item: -abs(item[1]["us"]))
-    return [
-        f"{each['us']:>+9.1f} us {each['calls']:>+7.2f} calls of {pairs[name][1]['calls']:.2f}  {name}"
-        for name, each in by_time
-        if each["calls"] or abs(each["us"]) >= 1
-    ]
-
-
 def waits(event: Mapping[str, Any]) -> bool:
     """Whether the host waits for the GPU in this API call of a trace."""
     name = re.sub(VERSION, "", event["name"])

@@ -1,4 +1,4 @@
-"""The trainings of a benchmark, in the order in which they run."""
+"""Plans the trainings of a benchmark."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from .configurations import LOG_INTERVAL, Configuration
 from .variants import Variant
 
 PROFILED_STEPS = LOG_INTERVAL + 5  # step_profile.LAST
-MIN_STEPS = 2 * LOG_INTERVAL  # of a training, for one time of its second half
+MIN_STEPS = 2 * LOG_INTERVAL  # for one time in the second half
 
 
 @dataclass(frozen=True)
@@ -16,17 +16,15 @@ class Run:
     """One training.
 
     Attributes:
-        number: Its place in the plan.
+        number: Index in the plan.
         configuration, variant: Names.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the training; those of NCCL and CUDA also when processes start.
-        side_stream: Whether it runs on a stream other than the default one, as ``megatron.training`` does for
-            CUDA graphs.
-        steps: How many steps are timed.
-        profiled: Whether it is profiled, and not timed.
-        top_python: How many Python functions a profile lists.
-        communicates: Whether parameters are gathered and gradients reduced.
-        checksums: Whether checksums of gradients and weights are taken, in which case times mean less.
+        environment: Variables set during the training; those of NCCL and CUDA also at the start of the processes.
+        side_stream: Whether to run on a side stream, as ``megatron.training`` does with CUDA graphs.
+        steps: Number of timed steps.
+        profiled: Whether to profile instead of timing.
+        communicates: Whether to gather parameters and reduce gradients.
+        checksums: Whether to take checksums of gradients and weights, which distorts times.
     """
 
     number: int
@@ -37,32 +35,31 @@ class Run:
     side_stream: bool
     steps: int
     profiled: bool
-    top_python: int
     communicates: bool = True
     checksums: bool = False
 
     @property
     def process_environment(self) -> dict[str, str]:
-        """Variables that the processes start with."""
+        """Variables set when the processes start."""
         return {name: value for name, value in self.environment.items() if name.startswith(("NCCL_", "CUDA_"))}
 
     @property
     def file_name(self) -> str:
-        """A name for files of this run."""
+        """Prefix of the names of this run's files."""
         return re.sub(r"[^\w.+=-]+", "_", f"{self.configuration}-{self.variant}")
 
 
-def plan(trained: Iterable[tuple[Configuration, Variant]], *, steps: int, profiled: bool, top_python: int) -> list[Run]:
-    """Return a timed run of each pair, then, if ``profiled``, a profiled one of each.
+def plan(trained: Iterable[tuple[Configuration, Variant]], *, steps: int, profiled: bool) -> list[Run]:
+    """Return a timed run of each pair, then, if ``profiled``, a profiled run of each.
 
-    What is profiled comes last, as CUDA's profiling interface stays in a process once it was used.
+    Profiled runs come last because CUDA's profiling interface stays loaded after its first use.
     """
     pairs = list(trained)
     runs: list[Run] = []
     for profile in (False, True) if profiled else (False,):
         for configuration, variant in pairs:
             flags = variant.flags_for(configuration)
-            if profile:  # all runs have as many steps in their flags, and so the same data and learning rates
+            if profile:  # keeps --train-iters, and with it data and learning rates
                 flags += ["--exit-interval", str(PROFILED_STEPS)]
             runs.append(
                 Run(
@@ -74,7 +71,6 @@ def plan(trained: Iterable[tuple[Configuration, Variant]], *, steps: int, profil
                     variant.per_layer,
                     steps,
                     profile,
-                    top_python,
                     variant.communicates,
                 )
             )

@@ -53,10 +53,6 @@ class Recorder:
         """Loss and gradient norm of each step, exact (``float.hex``)."""
         return [[_hex(loss), _hex(norm)] for loss, norm in zip(self._losses, self._norms, strict=True)]
 
-    def last_loss(self) -> float | None:
-        """The last step's loss."""
-        return None if self._losses[-1] is None else float(self._losses[-1])
-
     def milliseconds(self, first: int, last: int, *, every: int = 1) -> dict[str, float]:
         """Median, mean, least and largest milliseconds of the steps from ``first`` to ``last``.
 

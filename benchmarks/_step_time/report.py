@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .cuda_trace import differences
 from .variants import Variant
 
 Result = Mapping[str, Any]
@@ -103,17 +102,6 @@ def kinds_of_kernels(found: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in found
         if row.get("profile", {}).get("kinds")
     ]
-
-
-def more_kernels(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say what kernels each variant has beside those of one graph for all passes, where both were profiled."""
-    kernels = {row["variant"]: row["profile"]["kernels"] for row in found if row.get("profile", {}).get("kernels")}
-    one_graph = next((name for name in kernels if name.startswith(FULL_ITERATION)), None)
-    lines: list[str] = []
-    for name, own in kernels.items():
-        if one_graph is not None and name != one_graph:
-            lines += [f"kernels of {name} beside those of {one_graph}:", *differences(own, kernels[one_graph])]
-    return lines
 
 
 def failures(row: Mapping[str, Any]) -> list[str]:

@@ -1,36 +1,41 @@
-"""What the runs of a benchmark found so far."""
+"""Collects the results of runs."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from . import report
 from .plan import Run
-from .spread import over_launches
 from .variants import Variant
 
 ByVariant = dict[str, dict[str, Any]]
+Row = Mapping[str, Any]
+MEASURED = (
+    *("ms", "ratio_to_full_iteration", "ratio_to_eager", "ratio_to_compute_alone", "ratio_to_compute"),
+    "capture_seconds",
+)
 
 
 class Results:
     """Results of runs, by configuration and variant.
 
     Args:
-        chosen: The variants of each configuration, by its name.
+        chosen: Variants of each configuration, by its name.
     """
 
     def __init__(self, chosen: Mapping[str, Sequence[Variant]]):
         self._chosen = chosen
-        self._timed: list[dict[str, ByVariant]] = []  # of each launch
+        self._timed: list[dict[str, ByVariant]] = []  # per launch
         self._profiled: dict[str, ByVariant] = {name: {} for name in chosen}
         self._ended = 0
         self.begin_launch()
 
     def begin_launch(self) -> None:
-        """Keep the timed runs that follow as those of another launch."""
+        """Assign the following timed runs to another launch."""
         self._timed.append({name: {} for name in self._chosen})
 
     def keep(self, run: Run, result: dict[str, Any], planned: int) -> None:
-        """Keep the result of ``run``, one of ``planned``, and print a line about it."""
+        """Store the result of ``run``, one of ``planned``, and print a line."""
         kept = self._profiled if run.profiled else self._timed[-1]
         kept[run.configuration][run.variant] = result
         self._ended += 1
@@ -39,12 +44,12 @@ class Results:
             print(f"{what}: failed\n{result['error']}", flush=True)
         elif run.profiled:
             calls = result["profile"].get("calls", {}).get("launches", "-")
-            print(f"{what}: {calls} launches, {result['profile']['python_calls']} Python calls a step", flush=True)
+            print(f"{what}: {calls} launches, {result['profile']['python_calls']} Python calls per step", flush=True)
         else:
-            print(f"{what}: {result['ms']:.1f} ms, {result['left_mib']} MiB left after it", flush=True)
+            print(f"{what}: {result['ms']:.1f} ms, {result['left_mib']} MiB left afterwards", flush=True)
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
-        """What is reported, by configuration."""
+        """Return the rows of each configuration."""
         return {name: self._rows(name, variants) for name, variants in self._chosen.items()}
 
     def _rows(self, name: str, variants: Sequence[Variant]) -> list[dict[str, Any]]:
@@ -58,8 +63,31 @@ class Results:
         return [over_launches(rows) for rows in by_variant.values() if rows]
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        """Loss and gradient norm of each step of the first launch's timed runs, by configuration and variant."""
+        """Return the loss and gradient norm of each step of the first launch, by configuration and variant."""
         return {
             name: {variant: result.get("numbers") for variant, result in results.items()}
             for name, results in self._timed[0].items()
         }
+
+
+def over_launches(rows: Sequence[Row]) -> dict[str, Any]:
+    """Combine the rows of a variant in several launches.
+
+    Args:
+        rows: One row of ``report.rows`` per launch.
+
+    Returns:
+        The first row with medians over launches, the minimum of ``equal_steps``, and the measurements of each launch as
+        ``launches``. If a run failed, its row.
+    """
+    failed = next((row for row in rows if "error" in row), None)
+    if failed is not None or len(rows) == 1:
+        return dict(failed or rows[0])
+    measured = {key: [row[key] for row in rows if row.get(key) is not None] for key in MEASURED}
+    equal = [row["equal_steps"] for row in rows if row.get("equal_steps") is not None]
+    return {
+        **rows[0],
+        **{key: round(median(values), 3) if values else None for key, values in measured.items()},
+        "equal_steps": min(equal, default=None),
+        "launches": [{key: row.get(key) for key in MEASURED} for row in rows],
+    }

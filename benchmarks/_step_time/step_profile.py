@@ -1,4 +1,4 @@
-"""Profiles a few steps of a training: CUDA's API and GPU work, then Python's function calls."""
+"""Profiles a few steps of a training: CUDA API calls and GPU work, then Python calls."""
 
 import cProfile
 import io
@@ -12,28 +12,27 @@ import torch
 from . import cuda_trace
 from .configurations import LOG_INTERVAL
 
-BEFORE = LOG_INTERVAL  # steps that settle, the capture among them: none of those that follow prints
+BEFORE = LOG_INTERVAL  # warm-up and capture; no step logs between this one and the next multiple of LOG_INTERVAL
 STEPS = 3  # traced
-# The traced steps, one between, and one whose Python calls are counted.
+# Traced steps, one step in between, and one step with counted Python calls.
 LAST = BEFORE + STEPS + 2
 
 
 class StepProfile:
-    """Profiles steps of a training on this rank, told of each by ``after_step``.
+    """Profiles steps of a training on this rank.
 
     Args:
-        folder: Where the trace and the list of functions go.
-        name: First part of their names.
-        top: How many Python functions to list.
-        on_gpu: Whether there is anything for torch's profiler to trace.
+        folder: Folder for the trace and the list of functions.
+        name: Prefix of their file names.
+        on_gpu: Whether to trace CUDA.
     """
 
-    def __init__(self, folder: Path, name: str, *, top: int, on_gpu: bool):
+    def __init__(self, folder: Path, name: str, *, on_gpu: bool):
         self.figures: dict[str, Any] = {}
-        self._folder, self._name, self._top, self._on_gpu = folder, name, top, on_gpu
+        self._folder, self._name, self._on_gpu = folder, name, on_gpu
         self._start = 0.0
         self._profiler: Any = None
-        self._python = cProfile.Profile()  # since Python 3.12 of all threads, autograd's among them
+        self._python = cProfile.Profile()  # covers all threads since Python 3.12, including autograd's
 
     def after_step(self, step: int) -> None:
         """Start or stop profiling after ``step``, numbered from 1."""
@@ -49,7 +48,7 @@ class StepProfile:
             self._read_python_calls()
 
     def _start_trace(self) -> None:
-        # Operators are not traced: that would slow the host down, whose work is to be measured.
+        # Tracing operators too would slow down the host, which is measured.
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         torch.cuda.synchronize()
         self._profiler.start()
@@ -68,7 +67,7 @@ class StepProfile:
         text = io.StringIO()
         stats = pstats.Stats(self._python, stream=text)
         for order in ("tottime", "cumulative", "ncalls"):
-            stats.sort_stats(order).print_stats(self._top)
+            stats.sort_stats(order).print_stats(40)
         (self._folder / f"{self._name}.python.txt").write_text(text.getvalue())
         counted = stats.stats.items()  # type: ignore[attr-defined]
         self.figures["python_calls"] = sum(row[1] for (file, *_), row in counted if file != "~")

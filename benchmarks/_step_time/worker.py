@@ -69,7 +69,6 @@ class Worker:
         self._train(run, recorder)
         result["numbers"] = recorder.numbers()
         result["evaluations"] = recorder.evaluations()
-        result["last_loss"] = recorder.last_loss()
         if profiled:
             result["profile"] = profiled.figures
         elif examination:
@@ -84,7 +83,7 @@ class Worker:
 
     def _profile(self, run: Run) -> StepProfile | None:
         if dist.get_rank() == 0:
-            return StepProfile(self._logs, run.file_name, top=run.top_python, on_gpu=not self._on_cpu)
+            return StepProfile(self._logs, run.file_name, on_gpu=not self._on_cpu)
         return None
 
     def _train(self, run: Run, recorder: Recorder) -> None:

@@ -1,10 +1,8 @@
-"""Tables of what was compared with eager training, and of what an engine costs."""
+"""Tables of comparisons with eager training."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from operator import itemgetter
-from statistics import median
 from typing import Any
 
 from benchmarks._step_time.variants import parts
@@ -103,48 +101,3 @@ def repeated(results: Results) -> Iterator[Row]:
                 " ".join([variant, *(f"`{flag}`" for flag in [" ".join(variant_flags)] if flag)]),
                 *(f"{row['equal']} of {row['runs']}", str(row["results"]), row["commit"]),
             )
-
-
-def engines(results: Results) -> Iterator[Row]:
-    """Yield a row for each figure of what graphs cost with either engine, medians of rounds."""
-    yield "", "GPUs", "ours", "TransformerEngine's", "ratio", "commit"
-    for found in results.values():
-
-        def compared(
-            what: str,
-            rows: Sequence[Mapping[str, Any]],
-            figure: Callable[[Mapping[str, Any]], float],
-            digits: int,
-            found: Mapping[str, Any] = found,
-        ) -> Row:
-            ours, theirs = (median(figure(row) for row in rows if row["engine"] == engine) for engine in ENGINES)
-            figures = (f"{ours:.{digits}f}", f"{theirs:.{digits}f}", f"{ours / theirs:.2f}")
-            return what, gpus(found), *figures, found["commit"]
-
-        for many in sorted({row["callables"] for row in found.get("host_time", ())}):
-            rows = [row for row in found["host_time"] if row["callables"] == many]
-            for name in "forward", "backward":
-                what = f"host time of a {name} replay of a small callable, of {many} in a row: us"
-                yield compared(what, rows, itemgetter(f"{name}_us"), 1)
-        if "memory" in found:
-            what = "memory for each callable, buffers shared: MiB"
-            yield compared(what, found["memory"], lambda row: row["bytes_per_callable"] / 2**20, 1)
-        for many in sorted({row["layers"] for row in found.get("captures", ())}):
-            rows = [row for row in found["captures"] if row["layers"] == many]
-            yield compared(f"capture of {many} TransformerEngine layers: s", rows, lambda row: row["seconds"], 3)
-
-
-def local(results: Results) -> Iterator[Row]:
-    """Yield a row for each figure of local graphs, this patch's and megatron-core's."""
-    yield "layers", "GPUs", "", "eager", "ours", "megatron-core's", "ratio", "commit"
-    kinds = {"step_ms": ("step: ms", 1), "capture_s": ("capture: s", 3)}
-    kinds |= {"reserved_MiB": ("memory reserved: MiB", 0), "allocated_MiB": ("memory allocated: MiB", 0)}
-    for found in results.values():
-        layers = "TransformerEngine's" if "--transformer-engine" in found["command"] else "Megatron's own"
-        medians = found["medians"]
-        for key, (said, digits) in kinds.items():
-            figures = (f"{medians[name][key]:.{digits}f}" for name in ("eager", "this patch", "megatron-core"))
-            yield layers, gpus(found), said, *figures, f"{found['ratios'][key]:.3f}", found["commit"]
-        same, rounds = found["equal_losses"], found["equal_losses"]["eager"]
-        figures = (f"{same[name]} of {rounds} rounds" for name in ("this patch", "megatron-core"))
-        yield layers, gpus(found), "losses equal to eager ones", "", *figures, "", found["commit"]

@@ -4,7 +4,7 @@ megatron-core times several numbers of heads per program (``BLOCK_H``) and keeps
 run to run, and results depend on it in three ways:
 
 - The kernels for queries rotate in place. A program of several warps can overwrite an element before another warp has
-  read it: see ``benchmarks/rotary_block_sizes.py``.
+  read it.
 - Masks count heads from the start of a block. If blocks do not divide the heads, the last block also rotates heads of
   the next token.
 - The gradient of the shared key position is summed over heads in an order that ``BLOCK_H`` decides.

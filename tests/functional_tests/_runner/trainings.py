@@ -128,7 +128,6 @@ def _runs(case: Case, number: int, logs: Path) -> list[Run]:
             side_stream=case.graphs == "transformer_engine",
             steps=steps,
             profiled=False,
-            top_python=0,
         )
 
     if not case.resumes:

@@ -1,4 +1,4 @@
-"""scaling trains models of several sizes on two CPU ranks."""
+"""scaling: trains models of several sizes on two CPU ranks."""
 
 import json
 import os
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "scaling.py"
 
 
 @pytest.mark.long
-def test_models_train_in_one_launch_and_equal_eager(tmp_path):
+def test_models_train_in_one_launch_and_match_eager(tmp_path):
     chosen = ["--layers", "1", "--micro-batches", "1", "2", "--steps", "20", "--no-profile"]
     output = tmp_path / "growth.json"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""step_time compares bits and counts calls on two CPU ranks."""
+"""step_time: trains on CPU ranks, compares losses and counts calls."""
 
 import json
 import os
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Run three variants, one with another seed; return the process and its folder."""
+    """Process and folder of a finished benchmark of three variants, one with another seed."""
     folder = tmp_path_factory.mktemp("step_time")
     return train(folder, "eager", "native", OTHER_SEED), folder
 
 
 def train(folder, *variants, more=()):
-    """Time ``variants`` of B in ``folder`` and return the finished process."""
+    """Run the benchmark for ``variants`` of B and return the finished process."""
     chosen = ["--configurations", "B", "--variants", *variants, "--steps", str(STEPS), *more]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *chosen, "--output", str(folder / "it.json"), "--logs", str(folder / "logs")],
@@ -45,7 +45,7 @@ def rows(trained):
     return found
 
 
-def test_graphs_are_bit_identical_to_eager(rows):
+def test_graphs_are_reported_bit_identical_to_eager(rows):
     assert (rows["native"]["reference"], rows["native"]["equal_steps"], rows["native"]["steps"]) == (
         "eager",
         STEPS,
@@ -54,7 +54,7 @@ def test_graphs_are_bit_identical_to_eager(rows):
     assert rows["native"]["graphs"] > 0 == rows["eager"]["graphs"]
 
 
-def test_another_seed_differs(trained, rows):
+def test_another_seed_fails(trained, rows):
     done, _ = trained
     assert rows[OTHER_SEED]["equal_steps"] == 0
     assert done.returncode == 1
@@ -62,17 +62,17 @@ def test_another_seed_differs(trained, rows):
     assert [line.startswith(OTHER_SEED) for line in differ] == [True]
 
 
-def test_profiled_training_repeats_the_timed_one(rows):
+def test_profiled_runs_match_timed_runs(rows):
     assert [row["repeatable"] for row in rows.values()] == [True] * 3
 
 
-def test_python_calls_do_not_depend_on_earlier_trainings(rows):
+def test_python_calls_do_not_depend_on_earlier_runs(rows):
     native, other = (rows[name]["profile"]["python_calls"] for name in ("native", OTHER_SEED))
     assert native == other
     assert 0 < native < rows["eager"]["profile"]["python_calls"]
 
 
-def test_results_contain_command_and_note(trained):
+def test_file_has_the_command_and_a_note(trained):
     done, folder = trained
     found = json.loads((folder / "it.json").read_text())
     assert found["note"] in done.stdout
@@ -81,24 +81,16 @@ def test_results_contain_command_and_note(trained):
     assert [len(numbers) for numbers in found["numbers"]["B"].values()] == [STEPS] * 3
 
 
-def test_plot_and_profile_are_written(trained):
+def test_profile_lists_functions(trained):
     _, folder = trained
-    assert (folder / "it.png").read_bytes().startswith(b"\x89PNG")
     assert "cumulative" in (folder / "logs" / "B-native.python.txt").read_text()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_compute_alone_omits_gradients_of_other_ranks(ranks, tmp_path):
-    done = train(tmp_path, "eager", "compute_alone", more=("--gpus", str(ranks), "--no-profile"))
+def test_compute_alone_matches_eager_on_one_rank(tmp_path):
+    done = train(tmp_path, "eager", "compute_alone", more=("--gpus", "1", "--no-profile"))
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "it.json").read_text())["numbers"]["B"]
-    eager, alone = found["eager"], found["compute_alone"]
-    if ranks == 1:
-        assert alone == eager
-    else:
-        assert alone[0][0] == eager[0][0]  # the loss of the first step
-        assert alone[0][1] != eager[0][1]
-        assert alone[-1] != eager[-1]
+    assert found["compute_alone"] == found["eager"]
 
 
 def test_fsdp2_graphs_are_bit_identical_to_eager(tmp_path):

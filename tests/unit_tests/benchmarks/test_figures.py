@@ -1,4 +1,4 @@
-"""Figures that documents quote are those of files of results: in a table that is made of them, or with their place."""
+"""Each figure in a document comes from a file of results, in a generated table or with a source comment."""
 
 import re
 
@@ -16,26 +16,26 @@ VERSION = re.compile(rf"(\b({NAMES})\b[^.|]{{0,12}}?)[\d.]+(( to|,| and) [\d.]+)
 QUOTED = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+|(?:\.\d+)? (?:ms|us|s|MiB|GiB|GB|TB)\b)(?!\.\d)")
 
 
-def without_place(text: str) -> list[str]:
-    """The figures of a document that come from no file."""
+def without_source(text: str) -> list[str]:
+    """Return the figures of a document without a source."""
     for pattern in (FENCED, BLOCK, FIGURE, NOT_TEXT):
         text = pattern.sub(" ", text)
     return QUOTED.findall(VERSION.sub(r"\1", text))
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_every_figure_has_its_place(name):
-    assert without_place((ROOT / name).read_text()) == []
+def test_every_figure_has_a_source(name):
+    assert without_source((ROOT / name).read_text()) == []
 
 
 @pytest.mark.parametrize("figure", ["takes 42.1 ms", "ratio 0.19", "1,234 MiB", "| 0.97 |", "(40.7 to"])
-def test_a_figure_without_a_place_is_found(figure):
-    assert len(without_place(f"It {figure} of it")) == 1
+def test_figure_without_a_source_is_found(figure):
+    assert len(without_source(f"It {figure} of it")) == 1
 
 
 @pytest.mark.parametrize(
     "text",
     ["torch 2.11 to 2.15", "Python 3.12 or newer", "`0.5`", "42.1<!--=release/a b/ms--> ms", "16 layers", "40 of 40"],
 )
-def test_versions_sizes_and_figures_with_a_place_are_not(text):
-    assert without_place(text) == []
+def test_versions_and_sizes_need_no_source(text):
+    assert without_source(text) == []

@@ -1,8 +1,7 @@
-"""One command measures all that documents quote: part by part, at one commit, from where it stopped."""
+"""measure: parts run one by one at one commit, and a later call resumes."""
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ CRASHES = f"{WRITES}; sys.exit(3)"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Measures ``programs``, by the names of parts, and returns the exit code and what was printed."""
+    """Measures ``programs``, given by the names of parts; returns the exit code and the output."""
 
     def run(programs, *given, commit="a1", arguments="GPUS FILE", **options):
         parts = []
@@ -37,14 +36,14 @@ def found(tmp_path, name):
     return json.loads((tmp_path / "found" / f"{name}_2gpu.json").read_text())
 
 
-def test_a_part_leaves_what_it_measured_at_which_commit_and_what_it_printed(run, tmp_path):
+def test_results_name_the_commit_and_logs_are_kept(run, tmp_path):
     code, _ = run({"times": WRITES})
     assert code == 0
-    assert found(tmp_path, "times") == {"gpus": 2, "commit": "a1", "exit": 0}  # without what each step computed
+    assert found(tmp_path, "times") == {"gpus": 2, "commit": "a1", "exit": 0}
     assert (tmp_path / "found" / "logs" / "times_2gpu.log").read_text() == "measured\n"
 
 
-def test_what_was_done_at_this_commit_is_not_done_again(run):
+def test_parts_done_at_this_commit_are_skipped(run):
     run({"times": WRITES})
     code, text = run({"times": CRASHES, "memory": WRITES})
     assert code == 0
@@ -52,7 +51,7 @@ def test_what_was_done_at_this_commit_is_not_done_again(run):
     assert "2 of 2: memory: done," in text
 
 
-def test_a_part_that_fails_is_named_and_the_next_one_runs_and_it_is_done_again(run, tmp_path):
+def test_failed_parts_are_reported_and_run_again(run, tmp_path):
     code, text = run({"times": CRASHES, "memory": WRITES})
     assert code == 1
     assert "1 of 2: times: FAILED" in text
@@ -63,7 +62,7 @@ def test_a_part_that_fails_is_named_and_the_next_one_runs_and_it_is_done_again(r
     assert "times: done," in text
 
 
-def test_a_part_that_takes_too_long_fails_and_nothing_of_it_goes_on(run, tmp_path):
+def test_timeout_ends_all_processes_of_a_part(run, tmp_path):
     child = "import subprocess, sys; "
     child += (
         f"print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid, file=open(r'{tmp_path}/pid', 'w'))"
@@ -76,45 +75,13 @@ def test_a_part_that_takes_too_long_fails_and_nothing_of_it_goes_on(run, tmp_pat
     assert not status.exists() or "zombie" in status.read_text()
 
 
-def test_only_parts_that_are_asked_for_are_measured(run, tmp_path):
+def test_only_selects_parts_by_name(run, tmp_path):
     run({"times": WRITES, "times_b": WRITES, "memory": WRITES}, "--only", "times", "mem*")
     assert {file.name for file in (tmp_path / "found").glob("*.json")} == {"times_2gpu.json", "memory_2gpu.json"}
 
 
-@pytest.fixture
-def repository(tmp_path, monkeypatch):
-    """A repository with a file of the product and results of its first commit; ``commit`` changes a file of it."""
-
-    def git(*arguments):
-        given = ["git", "-C", str(tmp_path), "-c", "user.name=test", "-c", "user.email=test@localhost", *arguments]
-        return subprocess.run(given, check=True, capture_output=True, text=True).stdout.strip()
-
-    def commit(name, text):
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        git("add", name)
-        git("commit", "-qm", "change")
-        return git("rev-parse", "--short=10", "HEAD")
-
-    git("init", "-q")
-    monkeypatch.setattr(measure, "ROOT", tmp_path)
-    return commit
-
-
-def test_results_are_stale_once_their_code_has_changed(repository, tmp_path):
-    first = repository("megatron/core/engine.py", "1")
-    named, unnamed = tmp_path / "results/named_2gpu.json", tmp_path / "results/unnamed_2gpu.json"
-    repository("results/named_2gpu.json", json.dumps({"commit": f"{first} or before"}))
-    second = repository("results/unnamed_2gpu.json", "{}")
-    repository("docs/page.md", "1")
-    assert list(measure.stale([named, unnamed])) == []
-    repository("megatron/core/engine.py", "2")
-    assert list(measure.stale([named, unnamed])) == [(named, first, 1), (unnamed, second[:7], 1)]
-
-
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.name} {part.gpus}")
-def test_every_part_runs_a_file_of_this_repository_that_writes_what_it_finds(part):
+def test_each_part_runs_a_script_that_writes_its_file(part):
     words = part.arguments.split()
     script = next((word for word in words if word.endswith(".py")), None)
     file = ROOT / (script or words[1].replace(".", "/") + ".py")
@@ -126,7 +93,7 @@ def test_every_part_runs_a_file_of_this_repository_that_writes_what_it_finds(par
 @pytest.mark.parametrize(
     "part", [part for part in PARTS if "step_time.py" in part.arguments], ids=lambda part: part.name
 )
-def test_step_time_knows_the_models_and_variants_of_its_parts(part):
+def test_step_time_parses_the_arguments_of_its_parts(part):
     words = {"GPUS": str(part.gpus[0]), "LAUNCHES": "2"}
     given = [words.get(word, word) for word in shlex.split(part.arguments)][1:]
     benchmark = step_time.Benchmark(step_time.parse(given), on_cpu=False)

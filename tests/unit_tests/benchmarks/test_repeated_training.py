@@ -1,4 +1,4 @@
-"""What runs of one training are compared by."""
+"""repeated_training: comparison of the runs of one training."""
 
 from benchmarks.repeated_training import compared, first_difference
 
@@ -12,7 +12,7 @@ def test_equal_runs_have_one_result():
     assert compared([run(), run()], run()) == {"runs": 2, "equal": 2, "results": 1, "differences": []}
 
 
-def test_first_differing_step_and_tensor_are_named():
+def test_first_difference_is_named():
     found = compared([run(), run(weight=3), {"error": "exit code 1"}], run())
     assert found == {
         "runs": 3,

@@ -1,4 +1,4 @@
-"""The layout of a file of results, and what it holds besides the results."""
+"""results_file: layout and metadata of a file of results."""
 
 import json
 import platform
@@ -10,7 +10,7 @@ import torch
 from benchmarks.results_file import command_line, write_json, write_results
 
 
-def test_results_stand_behind_command_hardware_and_versions(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_results_follow_command_hardware_and_versions(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     write_results(tmp_path / "found.json", command="python it.py", gpus=2, results=[1, 2])
@@ -33,7 +33,7 @@ def test_each_case_is_one_line(tmp_path):
     assert lines[12] == '  "B": {"ms": {"x": 1}}'
 
 
-def test_versions_are_of_installed_packages_only(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_versions_cover_installed_packages_only(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.results_file.PACKAGES", ("megatron-core", "no-such-package"))
     write_results(tmp_path / "found.json", command="")
     assert json.loads((tmp_path / "found.json").read_text())["versions"] == {
@@ -43,6 +43,6 @@ def test_versions_are_of_installed_packages_only(tmp_path, monkeypatch: pytest.M
     }
 
 
-def test_the_command_is_without_where_files_went():
+def test_command_omits_output_paths():
     given = ["--output", "a b.json", "--gpus", "2", "--logs=somewhere", "--variants", "native::--seed 1"]
     assert command_line("it.py", given) == "python it.py --gpus 2 --variants 'native::--seed 1'"

@@ -1,4 +1,4 @@
-"""soak: what differs between two trainings is found."""
+"""soak: differences between two trainings are found."""
 
 import importlib
 from pathlib import Path
@@ -19,7 +19,7 @@ def lines(first, last, loss="0x1p+0", graphs=2, reserved=64.0):
     return [step | {"step": number} for number in range(first, last + 1)]
 
 
-def test_steps_that_differ_are_missing_or_had_no_graphs_are_named(soak):
+def test_differing_missing_and_eager_steps_are_listed(soak):
     graphed = lines(1, 6) + lines(7, 8, graphs=0) + lines(9, 10, loss="0x1.1p+0")
     found = soak.compare(20, 10, {"eager": lines(1, 20), "graphed": graphed, "resumed": lines(11, 19)})
     assert found["differing_steps"] == [9, 10, 20]
@@ -28,7 +28,7 @@ def test_steps_that_differ_are_missing_or_had_no_graphs_are_named(soak):
     assert found["flat"]
 
 
-def test_memory_that_is_reserved_in_the_second_half_is_not_flat(soak):
+def test_memory_growth_in_the_second_half_is_not_flat(soak):
     growing = lines(11, 28) + lines(29, 30, reserved=66.0)
     found = soak.compare(30, 10, {"eager": lines(1, 30), "graphed": lines(1, 10), "resumed": growing})
     assert not found["flat"]

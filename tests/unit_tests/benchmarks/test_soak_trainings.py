@@ -1,4 +1,4 @@
-"""trainings of the soak: each on GPUs of its own while there are any, none after a stop."""
+"""soak: trainings run side by side on their own GPUs."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ def module(monkeypatch):
 
 
 class Process:
-    """In the place of a launcher: writes where it ran as the metrics, once another one does too."""
+    """Stands in for a launcher; writes its GPUs as metrics once a second one runs."""
 
     status = 0
     both = Barrier(2)
@@ -35,9 +35,7 @@ class Process:
     ("gpus", "at_once", "expected"),
     [(["3", "4", "5", "6", "7"], 2, ["3,4", "5,6"]), (["3", "4"], 2, ["3,4", "3,4"]), ([], 2, ["", ""])],
 )
-def test_trainings_side_by_side_have_gpus_of_their_own_if_there_are_any(
-    module, monkeypatch, tmp_path, gpus, at_once, expected
-):
+def test_concurrent_trainings_use_different_gpus(module, monkeypatch, tmp_path, gpus, at_once, expected):
     monkeypatch.setattr(module, "gpus", lambda: gpus)
     monkeypatch.setattr(module.subprocess, "Popen", Process)
     trainings = module.Trainings(2, at_once, tmp_path)
@@ -46,7 +44,7 @@ def test_trainings_side_by_side_have_gpus_of_their_own_if_there_are_any(
     assert sorted(placed) == [[place] for place in expected]
 
 
-def test_a_training_that_fails_is_an_error_with_its_log_and_gives_its_gpus_back(module, monkeypatch, tmp_path):
+def test_failed_training_raises_its_log_and_frees_its_gpus(module, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "gpus", lambda: ["0", "1"])
     monkeypatch.setattr(module.subprocess, "Popen", type("Failing", (Process,), {"status": 1}))
     trainings = module.Trainings(2, 1, tmp_path)

@@ -1,10 +1,11 @@
-"""Variants compared with each other: bits, ratios, and the table."""
+"""step_time: comparison of variants, and of launches."""
 
 from typing import Any
 
 import pytest
 
 from benchmarks._step_time import report
+from benchmarks._step_time.results import over_launches
 from benchmarks._step_time.variants import variant
 
 SAME = [["0x1p+0", "0x1p+1"]] * 4
@@ -28,11 +29,11 @@ def rows(results: dict[str, Any], profiles: dict[str, Any] | None = None) -> dic
 @pytest.mark.parametrize(
     ("numbers", "same"), [(SAME, 4), (LATER, 2), ([["0x1p+0", None], *SAME[1:]], 0), (SAME[:3], 3)]
 )
-def test_steps_are_equal_up_to_the_first_that_differs(numbers, same):
+def test_equal_steps_end_at_the_first_difference(numbers, same):
     assert report.equal_steps(numbers, SAME) == same
 
 
-def test_ratios_are_to_eager_to_the_full_iteration_and_to_what_is_computed():
+def test_ratios_to_other_variants():
     times = {"eager": timed(8.0), "native": timed(4.0), "full_iteration": timed(2.0)}
     other = {"compute_alone": timed(1.0, LATER)}
     native = rows(times | other, {"eager": profiled(1.6)})["native"]
@@ -42,24 +43,42 @@ def test_ratios_are_to_eager_to_the_full_iteration_and_to_what_is_computed():
     assert native["ratio_to_compute"] == 2.5
 
 
-def test_a_step_that_differs_from_the_reference_is_a_failure():
+def test_step_that_differs_from_the_reference_fails():
     native = rows({"eager": timed(8.0), "native": timed(4.0, LATER)})["native"]
     assert (native["equal_steps"], native["steps"], native["reference"]) == (2, 4, "eager")
     assert report.failures(native) == ["differs from eager in step 3"]
 
 
-def test_a_run_that_ended_early_differs_from_a_longer_reference():
+def test_run_longer_than_its_reference_fails():
     native = rows({"eager": timed(8.0, SAME[:3]), "native": timed(4.0)})["native"]
     assert report.failures(native) == ["differs from eager in step 4"]
 
 
-def test_a_training_without_collectives_has_nothing_to_equal():
+def test_training_without_collectives_has_no_reference():
     alone = rows({"eager": timed(8.0), "compute_alone": timed(1.0, LATER)})["compute_alone"]
     assert alone["reference"] is alone["equal_steps"] is None
     assert report.failures(alone) == []
 
 
-def test_a_profiled_run_that_computes_otherwise_is_a_failure():
+def test_profiled_run_that_differs_fails():
     native = rows({"native": timed(4.0)}, {"native": profiled(numbers=LATER)})["native"]
     assert native["repeatable"] is False
     assert report.failures(native) == ["two runs differ"]
+
+
+def launch(ms, ratio, equal_steps=4, **more):
+    measured = {"ms": ms, "ratio_to_full_iteration": ratio, "ratio_to_eager": None, "ratio_to_compute": None}
+    return {"variant": "native", **measured, "capture_seconds": ms / 10, "equal_steps": equal_steps, "steps": 4, **more}
+
+
+def test_launches_are_combined_by_median_and_fewest_equal_steps():
+    found = over_launches([launch(8.0, 1.2, profile={"launches": 3}), launch(10.0, 0.8, 2), launch(9.0, 0.9, 3)])
+    assert (found["ms"], found["ratio_to_full_iteration"], found["capture_seconds"]) == (9.0, 0.9, 0.9)
+    assert found["ratio_to_eager"] is None
+    assert found["equal_steps"] == 2
+    assert found["profile"] == {"launches": 3}
+    assert [each["ms"] for each in found["launches"]] == [8.0, 10.0, 9.0]
+
+
+def test_failure_in_any_launch_is_a_failure():
+    assert over_launches([launch(8.0, 1.0), {"variant": "native", "error": "why"}])["error"] == "why"

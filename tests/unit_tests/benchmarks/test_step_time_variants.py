@@ -1,4 +1,4 @@
-"""What the command line names: models, ways to train them, and the order of the trainings."""
+"""step_time: configurations and variants named on the command line."""
 
 import pytest
 
@@ -10,11 +10,11 @@ def configuration(text: str, ranks: int = 4, expert_parallel: int = 2, on_cpu: b
 
 
 def value(flags, name: str) -> str:
-    """What argparse takes of ``flags``: the last."""
+    """Return the last value of a flag, as argparse does."""
     return flags[len(flags) - list(flags)[::-1].index(name)]
 
 
-def test_flags_after_a_configurations_name_win():
+def test_flags_after_a_configurations_name_override_it():
     found = configuration("A:--num-layers 3")
     assert found.name == "A:--num-layers 3"
     assert value(configuration("A").flags, "--num-layers") == "16"
@@ -22,13 +22,13 @@ def test_flags_after_a_configurations_name_win():
 
 
 @pytest.mark.parametrize(("asked", "ranks", "used"), [(2, 4, 2), (4, 2, 2), (4, 4, 4)])
-def test_experts_are_spread_over_no_more_ranks_than_there_are(asked, ranks, used):
+def test_expert_parallel_size_is_at_most_the_ranks(asked, ranks, used):
     found = configuration("C", ranks=ranks, expert_parallel=asked)
     assert found.expert_parallel == used
     assert value(found.flags, "--expert-model-parallel-size") == str(used)
 
 
-def test_variables_and_flags_after_a_variants_name_are_added():
+def test_variables_and_flags_follow_the_variants_name():
     found = variants.variant("native:A=1,B=x=y:--seed 5")
     base = variants.VARIANTS["native"]
     assert found.name == "native:A=1,B=x=y:--seed 5"
@@ -38,17 +38,17 @@ def test_variables_and_flags_after_a_variants_name_are_added():
     assert "A" not in base.environment
 
 
-def test_an_unknown_variant_is_an_error_that_names_the_known_ones():
+def test_unknown_variant_raises_and_lists_known_ones():
     with pytest.raises(ValueError, match="--variants: there is no 'fast'; choose among eager, native"):
         variants.variant("fast:A=1")
 
 
-def test_a_variants_flags_win_over_the_configurations():
+def test_flags_of_variants_override_configurations():
     flags = variants.variant("native::--seed 5").flags_for(configuration("C:--seed 3"))
     assert value(flags, "--seed") == "5"
 
 
-def test_only_graphs_of_layers_are_given_the_parts_of_a_moe_layer():
+def test_only_layer_graphs_of_moe_models_get_modules():
     moe, dense = configuration("C"), configuration("A")
     assert "--cuda-graph-modules" in variants.variant("native").flags_for(moe)
     for name, trained in ("eager", moe), ("full_iteration", moe), ("native", dense):
@@ -67,7 +67,7 @@ def test_only_graphs_of_layers_are_given_the_parts_of_a_moe_layer():
         ("compute_alone+fused", ()),
     ],
 )
-def test_a_variant_must_equal_one_with_the_same_additions(name, references):
+def test_references_have_the_same_additions(name, references):
     assert variants.variant(name).references == references
     for each in references:
         variants.variant(each)

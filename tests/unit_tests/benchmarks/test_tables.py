@@ -1,4 +1,4 @@
-"""Tables and figures of documents are made from files of results; the figures here are made up."""
+"""tables: writes tables and figures of documents from files of results; figures here are made up."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def cells(kind: str, *files: dict[str, Any]) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def test_a_row_has_times_ratios_memory_and_equal_steps():
+def test_times_lists_ratios_memory_and_equal_steps():
     assert cells("times", results(EAGER, GRAPHS, WHOLE)) == [
         {
             "model": "A: 16 layers, hidden 2048, sequence 2048, `--num-layers 3`",
@@ -52,14 +52,14 @@ def test_a_row_has_times_ratios_memory_and_equal_steps():
     ]
 
 
-def test_graphs_are_compared_with_the_eager_training_that_has_their_flags():
+def test_graphs_are_compared_with_eager_runs_of_equal_flags():
     grouped = [row | {"variant": f"{row['variant']}+grouped", "ms": row["ms"] / 2} for row in (EAGER, GRAPHS)]
     plain, flagged = cells("times", results(EAGER, GRAPHS, *grouped, name="C"))
     assert (plain["eager: ms"], flagged["eager: ms"]) == ("40.0", "20.0")
     assert flagged["model"] == f"{plain['model']}, `--moe-use-grouped-tensor`"
 
 
-def test_of_several_launches_the_least_and_the_most_are_said():
+def test_launches_show_median_and_range():
     several = [{"ms": ms, "ratio_to_full_iteration": ms / 8} for ms in (9.0, 10.04, 12.0)]
     (row,) = cells("launches", results(EAGER, GRAPHS | {"launches": several}, WHOLE, ALONE))
     assert row["eager: ms"] == "40.0"
@@ -70,7 +70,7 @@ def test_of_several_launches_the_least_and_the_most_are_said():
     assert row["graphs / compute alone"] == "1.50"
 
 
-def test_equality_counts_cases_by_tests_and_engine_and_controls_that_must_differ_apart():
+def test_equality_counts_negative_controls_separately():
     case = {"tests": "test_a", "engine": "native", "differences": [], "error": "", "case": "dtype=bf16"}
     other = case | {"tests": "test_b", "engine": "transformer_engine", "layout": "tensor parallel"}
     dead = case | {"case": "dtype=bf16 control=dead_replay", "differences": ["loss"]}
@@ -85,7 +85,7 @@ def test_equality_counts_cases_by_tests_and_engine_and_controls_that_must_differ
     assert (left["what"], left["others"]) == ("not run", "2 cases")
 
 
-def test_long_trainings_and_faults_say_how_many_were_as_they_should_be():
+def test_soaks_and_faults_count_successes():
     moe = {"steps": 500, "resumed_after": 250, "differing_steps": [7], "flat": False}
     (row,) = cells("soaks", {"moe": moe})
     assert (row["losses and norms equal to eager's"], row["memory"]) == ("499 of 500", "grows")
@@ -98,7 +98,7 @@ def test_long_trainings_and_faults_say_how_many_were_as_they_should_be():
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A repository with a document that has no table yet, and a folder of results."""
+    """A repository with results and a document with an empty table."""
     folder = tmp_path / tables.RESULTS
     folder.mkdir(parents=True)
     for name, configuration in (("z", "A"), ("a", "B")):
@@ -110,7 +110,7 @@ def project(tmp_path, monkeypatch):
     return tmp_path / "docs/page.md"
 
 
-def test_a_document_is_written_once_and_then_stays(project):
+def test_writing_a_document_twice_changes_nothing(project):
     assert tables.main([]) == 0
     written = project.read_text()
     assert written.startswith("# A project\n")
@@ -124,7 +124,7 @@ def test_a_document_is_written_once_and_then_stays(project):
     assert project.read_text() == written
 
 
-def test_a_figure_changed_by_hand_is_noticed_and_written_anew(project):
+def test_manual_changes_are_found_and_overwritten(project):
     tables.main([])
     written = project.read_text()
     assert tables.main(["--check"]) == 0
@@ -136,6 +136,6 @@ def test_a_figure_changed_by_hand_is_noticed_and_written_anew(project):
         assert project.read_text() == written
 
 
-def test_documents_say_what_their_files_say():
+def test_documents_match_their_files():
     assert tables.main(["--check"]) == 0
     assert all(tables.BLOCK.search((tables.ROOT / name).read_text()) for name in tables.DOCUMENTS[:1])

@@ -69,8 +69,7 @@ def reclaim_memory_of_other_streams() -> None:
     Autograd marks gradients as used on the stream of their AccumulateGrad node. If that is not the capture's stream,
     torch reuses their memory only after an event on the other stream has completed, and it checks events only at
     allocations outside of captures. Here the first allocation records the event, and the one after the
-    synchronization finds it complete. ``torch.cuda.empty_cache`` would do the same, and takes longer
-    (``benchmarks/capture_time.py``).
+    synchronization finds it complete. ``torch.cuda.empty_cache`` would do the same, and takes longer.
     """
     torch.empty(1, device="cuda")
     torch.cuda.synchronize()
