@@ -1,11 +1,11 @@
-"""Puts this project's ``megatron/`` tree in front of megatron-core: its files replace, extend or add modules.
+"""Overlays megatron-core with this project's ``megatron/`` tree, whose files replace, extend or add modules.
 
-torch calls ``activate`` at the end of ``import torch``, through its ``torch.backends`` entry points, and megatron-core
-imports torch before anything else: so the patch is on before the first module that it changes is imported. ``activate``
-registers one finder on ``sys.meta_path`` and imports nothing. CONTRIBUTING.md, "How the patch gets in front", has more.
+torch calls ``activate`` at the end of ``import torch``, through its ``torch.backends`` entry points. megatron-core
+imports torch first, so the patch is on before any module that it changes. ``activate`` registers one finder on
+``sys.meta_path`` and imports nothing. See "How the patch gets in front" in CONTRIBUTING.md.
 
-The version of megatron-core is read from the files that an import would take, so a checkout ahead on ``sys.path`` is
-judged by its own. A version that was not tested is imported unpatched. ``import torch`` never raises.
+The version of megatron-core is read from the files that an import would load, also for a checkout ahead on
+``sys.path``. An untested version stays unpatched. ``import torch`` never raises.
 """
 
 import ast
@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 _PACKAGE = Path(__file__).resolve().parent
-# An installed copy has the tree in a folder that no import statement can name, so that no file of it is two modules.
+# The folder of an installed copy has no importable name, so that no file becomes two modules.
 _INSTALLED = _PACKAGE / "_overlay.d"
 ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.with_name("megatron")
 PACKAGES = ("core", "training")
@@ -38,20 +38,20 @@ REMEDY = (
     f"Install megatron-core=={TESTED_VERSIONS[-1]} (or check out that version of Megatron-LM), or set "
     f"{SWITCH}=untested to patch this one."
 )
-ARGUMENTS = "megatron.training.arguments"  # imported where a Megatron training starts
+ARGUMENTS = "megatron.training.arguments"  # imported when a Megatron training starts
 
 _logger = logging.getLogger(__name__)
 
 
 class Core(NamedTuple):
-    """A megatron-core: the version in its ``package_info`` (None if unreadable) and its ``__init__`` file."""
+    """Version of a megatron-core, None if unknown, and its ``__init__`` file."""
 
     version: str | None
     origin: str
 
 
 def tree_file(name: str) -> Path | None:
-    """Return this tree's file for the module ``name`` (such as ``megatron.a.b``), or None if it has none."""
+    """Return this tree's file for the module ``name``, for example ``megatron.a.b``; None if there is none."""
     package, *parts = name.split(".")
     if package != "megatron" or len(parts) < 2 or parts[0] not in PACKAGES:
         return None
@@ -59,32 +59,21 @@ def tree_file(name: str) -> Path | None:
 
 
 def module_file(base: Path) -> Path | None:
-    """Return the file of the module or package at ``base``, a path without a suffix, or None if there is none."""
+    """Return the file of the module or package at ``base``, a path without suffix; None if there is none."""
     candidates = (base / "__init__.py", base.with_name(f"{base.name}.py"))
     return next((file for file in candidates if file.is_file()), None)
 
 
 def patched_modules() -> list[str]:
-    """Return the names of all modules that this tree replaces, extends or adds, sorted."""
+    """Return the sorted names of all modules that this tree replaces, extends or adds."""
     files = (file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     names = (file.parent if file.name == "__init__.py" else file.with_suffix("") for file in files)
     return sorted(".".join(("megatron", *name.parts)) for name in names)
 
 
-def change(name: str) -> Literal["replaced", "extended", "added"]:
-    """Return what this tree's file for the module ``name`` does to the megatron-core that imports take."""
-    file, core = tree_file(name), find_core()
-    if file is None:
-        raise ValueError(f"the patch has no file for {name}")
-    if is_extension(file):
-        return "extended"
-    there = core is not None and module_file(Path(core.origin).parents[2].joinpath(*name.split(".")))
-    return "replaced" if there else "added"
-
-
 @functools.cache
 def is_extension(file: Path) -> bool:
-    """Whether ``file`` imports ``extend`` from this module, to run on top of megatron-core's file."""
+    """Whether ``file`` extends megatron-core's file: it imports ``extend`` from this module."""
     return any(
         isinstance(node, ast.ImportFrom) and node.module == __name__ and "extend" in {each.name for each in node.names}
         for node in ast.parse(file.read_bytes()).body
@@ -92,15 +81,15 @@ def is_extension(file: Path) -> bool:
 
 
 def ordinary_spec(name: str, path: Any) -> ModuleSpec | None:
-    """Find the module ``name`` on ``path`` (the parent package's ``__path__``) as if this patch were not there."""
+    """Find the module ``name`` on ``path``, its parent's ``__path__``, as without this patch."""
     finders = (finder for finder in list(sys.meta_path) if not isinstance(finder, OverlayFinder))
     return next(filter(None, (finder.find_spec(name, path) for finder in finders)), None)
 
 
 def find_core() -> Core | None:
-    """Find the megatron-core that imports take, without importing it; None if there is none."""
+    """Find the megatron-core that an import would load, without importing it; None if there is none."""
     if "megatron.core" in sys.modules:
-        spec = getattr(sys.modules["megatron.core"], "__spec__", None)  # it may be a stand-in of a test
+        spec = getattr(sys.modules["megatron.core"], "__spec__", None)  # tests may have a stub
     elif "megatron" in sys.modules:
         spec = ordinary_spec("megatron.core", sys.modules["megatron"].__path__)
     else:
@@ -116,7 +105,7 @@ def _read_version(origin: str) -> str | None:
 
 
 def version_in(package_info: str) -> str | None:
-    """Return the version that the text of megatron-core's ``package_info`` says; None if it says none."""
+    """Return the version in the source of megatron-core's ``package_info``; None if there is none."""
     values = {
         target.id: str(node.value.value)
         for node in ast.parse(package_info).body
@@ -131,18 +120,18 @@ def version_in(package_info: str) -> str | None:
 
 
 def untested_core() -> str | None:
-    """Return what is wrong with the version of the megatron-core that imports take; None if it may be patched."""
+    """Return an error message for an untested megatron-core; None if it is tested or missing."""
     core = find_core()
     if core is None or core.version in TESTED_VERSIONS:
         return None
     return (
-        f"megatron-fsdp-cuda-graphs was tested with megatron-core {', '.join(TESTED_VERSIONS)} only, and found "
+        f"megatron-fsdp-cuda-graphs is tested with megatron-core {', '.join(TESTED_VERSIONS)} only, and found "
         f"{core.version or 'an unknown version'} at {core.origin}"
     )
 
 
 class OverlayFinder(MetaPathFinder):
-    """Finds the modules that this tree replaces, extends or adds; none of a megatron-core that was not tested."""
+    """Finds the modules that this tree replaces, extends or adds, unless megatron-core is untested."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not fullname.startswith("megatron.") or fullname.split(".")[1] not in PACKAGES:
@@ -164,7 +153,7 @@ class OverlayFinder(MetaPathFinder):
 
 
 def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> ModuleSpec | None:
-    """Return megatron-core's spec of the module ``name`` with a loader that changes the module; None without one."""
+    """Return megatron-core's spec of the module ``name`` with a loader of class ``kind``; None without a spec."""
     spec = copy.copy(ordinary_spec(name, path))
     if spec is None and kind is ExtensionLoader:
         raise ImportError(f"{what} extends {name}, and megatron-core has no such module", name=name)
@@ -174,7 +163,7 @@ def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> Modu
 
 
 class _CoreLoader(Loader):
-    """Loads megatron-core's file and changes the module; answers everything else as megatron-core's own loader."""
+    """Loads megatron-core's file and changes the module. Delegates everything else to megatron-core's loader."""
 
     def __init__(self, found: Any, what: Any) -> None:
         self.found, self.what = found, what
@@ -189,7 +178,7 @@ class _CoreLoader(Loader):
 
 
 class RefusingLoader(_CoreLoader):
-    """Lets ``validate_args`` of an untested megatron-core refuse graphs that need the patch; ``what`` says why."""
+    """Makes ``validate_args`` of an untested megatron-core refuse graphs that need the patch, because of ``what``."""
 
     def exec_module(self, module: Any) -> None:
         _warn(f"{self.what}. It is left unpatched, without CUDA graphs of sharded models. {REMEDY}")
@@ -213,10 +202,10 @@ class RefusingLoader(_CoreLoader):
 
 
 class ExtensionLoader(_CoreLoader):
-    """Runs megatron-core's file, and then this tree's (``what``) in the same namespace.
+    """Runs megatron-core's file, then this tree's file ``what`` in the same namespace.
 
     Attributes:
-        originals: What the module held in between; None before.
+        originals: Namespace of the module after megatron-core's file; None before.
     """
 
     originals: SimpleNamespace | None = None
@@ -228,7 +217,7 @@ class ExtensionLoader(_CoreLoader):
         self._refuse_stale_names(module)
 
     def _refuse_stale_names(self, module: ModuleType) -> None:
-        """Raise ImportError if a circular import took a name of ``module`` that this tree's file replaced later."""
+        """Raise ImportError if a circular import holds a name of ``module`` that this tree's file then replaced."""
         now = vars(module)
         replaced = {id(value) for name, value in vars(self.originals).items() if now.get(name, value) is not value}
         stale = [
@@ -240,19 +229,20 @@ class ExtensionLoader(_CoreLoader):
         ]
         if stale:
             raise ImportError(
-                f"{', '.join(stale)} came from {module.__name__} before the patch replaced it (a circular import): "
-                f"define it in {self.what} before the import that leads there",
+                f"{', '.join(stale)} was imported from {module.__name__} before the patch replaced it (a circular "
+                f"import): define it in {self.what} before the import that leads there",
                 name=module.__name__,
             )
 
 
 def extend(name: str) -> Any:
-    """Return what megatron-core's file alone defines in the module ``name``, which this tree extends.
+    """Return megatron-core's own definitions of the module ``name``, which this tree extends.
 
-    A file that extends a module has ``_upstream = extend(__name__)`` after its imports: ``_upstream.Name`` is
-    megatron-core's ``Name`` also after the file defines its own.
+    A file that extends a module sets ``_upstream = extend(__name__)`` after its imports. ``_upstream.Name`` stays
+    megatron-core's ``Name`` when the file defines its own.
 
-    Raises ImportError if ``name`` was not loaded as an extended module, or megatron-core's file is still running.
+    Raises:
+        ImportError: ``name`` is not an extended module, or megatron-core's file is still running.
     """
     loader = _extension(sys.modules.get(name))
     if loader is None:
@@ -262,34 +252,34 @@ def extend(name: str) -> Any:
         )
     if loader.originals is None:
         raise ImportError(
-            f"megatron-core's file of {name} is still running and imports, in a circle, a module of the patch that "
-            f"needs its definitions: call {__name__}.upstream where they are used, not when that module is imported",
+            f"megatron-core's file of {name} is still running, and a circular import needs its definitions: call "
+            f"{__name__}.upstream when they are used, not at import",
             name=name,
         )
     return loader.originals
 
 
 def upstream(name: str) -> Any:
-    """Return megatron-core's own definitions in the module ``name``: the module itself unless this tree extends it."""
+    """Return megatron-core's own definitions of the module ``name``: the module itself unless this tree extends it."""
     module = importlib.import_module(name)
     return module if _extension(module) is None else extend(name)
 
 
 def _extension(module: ModuleType | None) -> ExtensionLoader | None:
-    """Return the loader of ``module``, if it is an extended one."""
+    """Return the loader of ``module`` if this tree extends it."""
     loader = getattr(getattr(module, "__spec__", None), "loader", None)
     return loader if isinstance(loader, ExtensionLoader) else None
 
 
 def is_patched(module: Any) -> bool:
-    """Whether ``module`` was loaded from this tree's file, or from megatron-core's and this tree's."""
+    """Whether ``module`` was loaded from this tree."""
     return _extension(module) is not None or getattr(module, "__file__", "") == str(tree_file(module.__name__))
 
 
 def _find_classes_by_methods(getfile: Any) -> Any:
-    """Return ``inspect.getfile`` that finds a class of a patched module in the file of its first method.
+    """Return an ``inspect.getfile`` that locates a class of a patched module by its first method.
 
-    Its module's ``__file__`` may be megatron-core's, or that of the public module that it is published by.
+    ``__file__`` of its module may be megatron-core's file, or that of the public module that exports the class.
     """
 
     @functools.wraps(getfile)
@@ -306,7 +296,7 @@ def _find_classes_by_methods(getfile: Any) -> Any:
 
 
 def switch() -> Literal["on", "off", "untested"]:
-    """Return what the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS`` says, in any usual spelling."""
+    """Return the setting in the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS``."""
     return _SETTINGS.get(os.environ.get(SWITCH, "").strip().lower(), "on")
 
 
@@ -317,10 +307,10 @@ def is_active() -> bool:
 
 
 def activate() -> None:
-    """Turn the patch on in this process. torch calls this at the end of ``import torch``; once is enough.
+    """Turn the patch on in this process. torch calls this at the end of ``import torch``; further calls do nothing.
 
-    Warns, and never raises, where the patch stays off because a module that it replaces is imported already, and of an
-    unknown value of the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS``.
+    Never raises. Warns if a module that it changes is already imported, in which case the patch stays off, and about
+    an unknown value of the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS``.
     """
     if any(isinstance(finder, OverlayFinder) for finder in sys.meta_path):
         return
@@ -335,8 +325,8 @@ def activate() -> None:
     loaded = [name for name in sorted(sys.modules) if name.startswith("megatron.") and tree_file(name)]
     if loaded and (switch() == "untested" or untested_core() is None):
         _warn(
-            f"the patch for CUDA graphs under Megatron-FSDP stays off, as {', '.join(loaded)} came from megatron-core "
-            f"before. Import torch, or call {__name__}.activate(), before anything imports megatron."
+            f"the patch for CUDA graphs under Megatron-FSDP stays off, because megatron-core's {', '.join(loaded)} "
+            f"is already imported. Import torch, or call {__name__}.activate(), before anything imports megatron."
         )
         return
     sys.meta_path.insert(0, OverlayFinder())
@@ -346,9 +336,9 @@ def activate() -> None:
 @functools.cache
 def _warn_of_patching(problem: str) -> None:
     _warn(
-        f"{problem}. It is patched, as {SWITCH} is untested. In a checkout of this project `python -m "
-        "tools.upstream_check FOLDER --against DIR` lists what may break, where FOLDER holds it and DIR a tested one; "
-        "compare a short training with an eager one."
+        f"{problem}. It is patched because {SWITCH} is untested. `python -m tools.upstream_check FOLDER`, in a "
+        "checkout of this project with a tested megatron-core, lists incompatible changes; FOLDER contains the "
+        "untested one. Compare a short training with an eager one."
     )
 
 
