@@ -1,12 +1,9 @@
-"""Runs a program written for CUDA on the CPU backend.
+"""Runs a program written for CUDA on the CPU backend, with the arguments of python.
 
     python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]
     python -m megatron_fsdp_cuda_graphs.cpu_backend -m MODULE [ARGS...]
-    python -m megatron_fsdp_cuda_graphs.cpu_backend --list
 
-The first two start the program as python would, with the backend installed. ``--list`` prints every name of torch that
-the backend replaces, each with the reason. Under torchrun, write ``-m megatron_fsdp_cuda_graphs.cpu_backend`` in front
-of the script.
+Under torchrun, insert ``-m megatron_fsdp_cuda_graphs.cpu_backend`` before the script.
 """
 
 import runpy
@@ -14,26 +11,17 @@ import sys
 from pathlib import Path
 
 from .installation import install, leave
-from .patches import APPLIED
-
-USAGE = "usage: python -m megatron_fsdp_cuda_graphs.cpu_backend (SCRIPT | -m MODULE | --list | --help) [ARGS...]"
 
 
 def main(arguments: list[str]) -> None:
-    """Install the backend, then run ``arguments`` as python would.
+    """Install the backend, and run ``arguments`` as python would.
 
     Raises:
-        SystemExit: there is no script or module among the arguments, or the program raised it.
+        SystemExit: There is no script or module, or the program raised it.
     """
-    if arguments and arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        return
-    if not arguments or arguments == ["-m"]:
-        sys.exit(USAGE)
+    if not arguments or arguments == ["-m"] or arguments[0] in ("-h", "--help"):
+        sys.exit(__doc__)
     install()
-    if arguments == ["--list"]:
-        print(*APPLIED, sep="\n")
-        return
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

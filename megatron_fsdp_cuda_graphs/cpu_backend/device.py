@@ -1,8 +1,8 @@
-"""One device with made-up properties, and calls that name it, answered with CPU tensors.
+"""Emulates one CUDA device with CPU tensors.
 
-Every factory and every method that moves a tensor is replaced on ``torch`` and ``torch.Tensor``, so that this holds in
-all threads, in hooks and in tensor subclasses. A factory that names no device, or "cpu" as a string, makes a
-host tensor; ``torch.device("cpu")`` may be the ``.device`` of a device tensor and means the device.
+Replaces all functions of ``torch`` and ``torch.Tensor`` that create or move tensors, so that the emulation covers all
+threads, hooks and tensor subclasses. Without a device, or with the string "cpu", they return host tensors.
+``torch.device("cpu")`` means the device, because device tensors have it as ``.device``.
 """
 
 import contextlib
@@ -32,18 +32,15 @@ PROPERTIES = SimpleNamespace(
     uuid=None,
 )
 
-_WHY = "device='cuda' and calls without a device"
-_TWO = "host and device draw from two sequences"
-
-# make a tensor from sizes and numbers
+# Functions that create tensors from sizes and numbers.
 _FACTORIES = (
     "empty empty_strided empty_permuted zeros ones full eye arange range linspace logspace scalar_tensor tril_indices "
     "triu_indices hann_window hamming_window blackman_window bartlett_window kaiser_window"
 )
 _RANDOM_FACTORIES = "rand randn randint randperm normal"
-# copy Python data
+# Functions that copy Python data.
 _COPIES = "tensor as_tensor asarray"
-# make a tensor on the device of their first argument
+# Functions that create tensors on the device of the first argument.
 _LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
 _NEW = "new_empty new_empty_strided new_zeros new_ones new_full new_tensor"
 _RANDOM_METHODS = "normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_"
@@ -52,7 +49,7 @@ _TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool"
 
 
 def is_cuda_device(device: Any) -> bool:
-    """Whether ``device``, as torch's functions take it, is a CUDA device."""
+    """Whether ``device``, in any of torch's notations, is a CUDA device."""
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
     if isinstance(device, torch.device):
@@ -61,7 +58,7 @@ def is_cuda_device(device: Any) -> bool:
 
 
 def to_cpu(device: Any) -> Any:
-    """Return the CPU for a CUDA device, and anything else as it is."""
+    """Return the CPU for a CUDA device, and all else unchanged."""
     return torch.device("cpu") if is_cuda_device(device) else device
 
 
@@ -72,7 +69,7 @@ def _refuse_copy_to_host(tensor: torch.Tensor, what: str) -> None:
 
 
 def _drawing(call: Callable, args: tuple, kwargs: dict, on_host: bool) -> Any:
-    """Call a random function with the generator that a GPU build would use."""
+    """Call a random function with the generator of the host or the device."""
     generator = kwargs.get("generator")
     if isinstance(generator, generators.CudaGenerator):
         with generator.state.loaded():
@@ -138,7 +135,7 @@ def _random(call: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _moved(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """``made``, got from ``source`` by a move to the device. If ``source`` lies on the host, that is a copy."""
+    """Return ``made``, the result of moving ``source`` to the device: a copy if ``source`` is on the host."""
     return made.clone() if made is source and is_host(source) else made
 
 
@@ -188,7 +185,7 @@ def _type(call: Callable, tensor: torch.Tensor, dtype: Any = None, non_blocking:
 def _one_hot(call: Callable, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes <= 0 or is_host(tensor):
         return call(tensor, num_classes)
-    # CUDA's does not look at the values; the CPU's reads their range on the host
+    # Unlike the CPU's, CUDA's does not read the values on the host.
     return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
@@ -205,7 +202,7 @@ def _load(call: Callable, f: Any, map_location: Any = None, *args: Any, **kwargs
 
 
 class Device:
-    """``torch.cuda.device``: selects nothing, there is one device."""
+    """Replaces ``torch.cuda.device``; does nothing, as there is one device."""
 
     def __init__(self, device: Any) -> None:
         self.idx = 0
@@ -218,9 +215,8 @@ class Device:
 
 
 def _install_device() -> None:
-    """Answer torch.cuda's questions about the device and its memory."""
+    """Replace functions of torch.cuda that query the device and its memory."""
     cuda = torch.cuda
-    why = "one device, number 0, in every process"
     for name, value in {
         "_initialized": True,  # _lazy_init returns, _lazy_call calls at once
         "is_available": lambda: True,
@@ -239,72 +235,62 @@ def _install_device() -> None:
         "get_device_properties": lambda device=None: PROPERTIES,
         "check_error": lambda result: None,
         "_sleep": lambda cycles: None,
-        "utilization": lambda device=None: 0,
-        "temperature": lambda device=None: 0,
-        "power_draw": lambda device=None: 0,
-        "clock_rate": lambda device=None: 0,
+        **dict.fromkeys(("utilization", "temperature", "power_draw", "clock_rate"), lambda device=None: 0),
         "current_blas_handle": lambda: 0,
         "cudart": lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
     }.items():
-        patch(cuda, name, value, why)
+        patch(cuda, name, value)
+    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
     for name, value in {
+        **dict.fromkeys(zero, lambda device=None: 0),
         "empty_cache": lambda: None,
-        "memory_allocated": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "memory_reserved": lambda device=None: 0,
-        "max_memory_reserved": lambda device=None: 0,
-        "device_memory_used": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": memory.statistics,
         "memory_snapshot": memory.segments,
         "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
     }.items():
         for owner in (cuda, cuda.memory):
-            patch(owner, name, value, "no allocator of the device's own")
+            patch(owner, name, value)
     for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"):
-        patch(torch._C, name, lambda *_: None, "no allocator of the device's own")
-    for name, value in {
-        "range_push": lambda msg: 0,
-        "range_pop": lambda: 0,
-        "mark": lambda msg: None,
-        "range": lambda msg, *args, **kwargs: contextlib.nullcontext(),
-    }.items():
-        patch(cuda.nvtx, name, value, "no profiler listens")
+        patch(torch._C, name, lambda *_: None)
+    for name in ("range_push", "range_pop", "mark"):
+        patch(cuda.nvtx, name, lambda *_: 0)
+    patch(cuda.nvtx, "range", lambda msg, *args, **kwargs: contextlib.nullcontext())
 
 
 def install() -> None:
-    """Give torch.cuda one device, and replace the factories and the methods that move tensors."""
+    """Give torch.cuda one device, and replace the functions that create and move tensors."""
     _install_device()
     from torch.utils import _device
 
-    # torch keeps the set of factories that `with torch.device(...)` applies to: it must hold the originals
+    # torch caches the factories that `with torch.device(...)` affects: fill the cache with the originals.
     _device._device_constructors()
-    wrap(_device.DeviceContext, "__init__", _context_init, "with torch.device('cuda')")
-    for owner, names, around, why in (
-        (torch, _FACTORIES, _factory, _WHY),
-        (torch, _RANDOM_FACTORIES, _random_factory, _WHY),
-        (torch, _COPIES, _copy, _WHY),
-        (torch, _LIKE, _like, _WHY),
-        (torch.Tensor, _NEW, _like, _WHY),
-        (torch.Tensor, _RANDOM_METHODS, _random, _TWO),
-        (torch, _RANDOM_FUNCTIONS, _random, _TWO),
-        (torch.Tensor, "to", _to, "moves a tensor"),
-        (torch.Tensor, "cuda", _cuda, "moves a tensor"),
-        (torch.Tensor, "cpu", _cpu, "moves a tensor"),
-        (torch.Tensor, "type", _type, "moves a tensor"),
-        (torch.Tensor, "tolist numpy", _reading, "reads device data on the host"),
-        (torch.nn.functional, "one_hot", _one_hot, "CUDA's one_hot does not wait for the device"),
-        (torch, "load", _load, "map_location='cuda'"),
+    wrap(_device.DeviceContext, "__init__", _context_init)
+    for owner, names, around in (
+        (torch, _FACTORIES, _factory),
+        (torch, _RANDOM_FACTORIES, _random_factory),
+        (torch, _COPIES, _copy),
+        (torch, _LIKE, _like),
+        (torch.Tensor, _NEW, _like),
+        (torch.Tensor, _RANDOM_METHODS, _random),
+        (torch, _RANDOM_FUNCTIONS, _random),
+        (torch.Tensor, "to", _to),
+        (torch.Tensor, "cuda", _cuda),
+        (torch.Tensor, "cpu", _cpu),
+        (torch.Tensor, "type", _type),
+        (torch.Tensor, "tolist numpy", _reading),
+        (torch.nn.functional, "one_hot", _one_hot),
+        (torch, "load", _load),
     ):
         for name in names.split():
-            wrap(owner, name, around, why)
-    patch(torch.Tensor, "is_cuda", property(_is_cuda), "device tensors are CPU tensors")
-    patch(torch.Tensor, "pin_memory", lambda tensor, *_: mark_host(tensor.clone(), pinned=True), "nothing to pin")
-    patch(torch.Tensor, "is_pinned", lambda tensor, *_: is_pinned(tensor), "nothing to pin")
-    patch(torch.Tensor, "record_stream", lambda tensor, stream: None, "memory is freed in program order")
+            wrap(owner, name, around)
+    patch(torch.Tensor, "is_cuda", property(_is_cuda))
+    patch(torch.Tensor, "pin_memory", lambda tensor, *_: mark_host(tensor.clone(), pinned=True))
+    patch(torch.Tensor, "is_pinned", lambda tensor, *_: is_pinned(tensor))
+    patch(torch.Tensor, "record_stream", lambda tensor, stream: None)
     from_numpy, get_rng_state = torch.from_numpy, torch.random.get_rng_state
-    patch(torch, "from_numpy", lambda array: mark_host(from_numpy(array)), "host memory")
+    patch(torch, "from_numpy", lambda array: mark_host(from_numpy(array)))
     for owner in (torch, torch.random):
-        patch(owner, "get_rng_state", lambda: mark_host(get_rng_state()), "host memory")
+        patch(owner, "get_rng_state", lambda: mark_host(get_rng_state()))
     for name in _TYPES.split():
-        patch(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"), "device tensors are CPU tensors")
+        patch(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))

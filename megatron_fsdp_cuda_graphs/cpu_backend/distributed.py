@@ -1,10 +1,10 @@
-"""torch.distributed with gloo behind code that is written for NCCL.
+"""Runs code written for NCCL on gloo.
 
-gloo completes a collective in threads of its own, which free its tensors beside the main thread; processes that trained
-for long died of heap corruption there. Here the launching thread waits instead. A collective with ``async_op=True``
-works on private memory: until ``wait()`` its outputs hold NaN (integers and bools: zero), so a forgotten wait shows.
-Sends and receives stay asynchronous: pipeline stages launch them in different orders. Sends that nobody waits for are
-kept: gloo drops them with the objects that stand for them, and NCCL sends them all the same.
+gloo completes collectives in its own threads, which free tensors concurrently with the main thread; long trainings died
+of heap corruption. Here the launching thread waits for completion. A collective with ``async_op=True`` writes to
+private memory, and its outputs hold NaN (integers and bools: zero) until ``wait()``, which exposes missing waits.
+Sends and receives stay asynchronous, because pipeline stages launch them in different orders. Unlike NCCL, gloo drops a
+send when its work object is deleted, so unfinished sends are kept.
 """
 
 import functools
@@ -30,7 +30,7 @@ from .memory import poison
 from .patches import patch, wrap, wrapping
 from .tape import tensors_in
 
-# Methods of ProcessGroup, in torch 2.11 to 2.15, whose first argument holds the tensors that they write.
+# Methods of ProcessGroup in torch 2.11 to 2.15 that write to the tensors in their first argument.
 _NAMES = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
     *("all_gather_single", "all_gather_single_coalesced", "gather", "gather_into_tensor", "gather_single"),
@@ -45,24 +45,24 @@ _unfinished_sends: defaultdict[tuple[str, int, int], list[Work]] = defaultdict(l
 
 
 class HeldWork(Work):
-    """A finished collective that copies its results into the caller's tensors when it is waited for."""
+    """A finished collective that copies its results to the outputs at ``wait``."""
 
     def __init__(self, outputs: Iterable[torch.Tensor] = (), results: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._held = list(zip(outputs, results, strict=True))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Hand out the results; true."""
+        """Copy the results to the outputs, and return True."""
         held, self._held = self._held, []
         for output, result in held:
             output.data.copy_(result)  # .data: collectives do not raise a tensor's version
         return True
 
-    # On a GPU too a program may read the outputs after each of these.
+    # A program can read the outputs after each of these.
     synchronize = block_current_stream = is_completed = is_success = wait  # type: ignore[assignment]
 
     def get_future(self) -> torch.futures.Future:
-        """A completed future of the output tensors."""
+        """Return a completed future of the outputs."""
         future: torch.futures.Future = torch.futures.Future()
         outputs = [output for output, _ in self._held]
         self.wait()
@@ -78,7 +78,7 @@ def _launch(call: Callable, group: dist.ProcessGroup, written: Any, *args: Any, 
         results = tree_map_only(torch.Tensor, torch.clone, written)
         call(group, results, *args, **kwargs).wait()
         outputs = tensors_in(written)
-        # gathered in place, a rank's own part is its input, which NCCL leaves alone
+        # In an in-place all-gather, the input is part of the output, and NCCL does not change it.
         own = [(t.data, t.clone()) for t in tensors_in(args)] if "gather" in call.__name__ else []
         for output in outputs:
             poison(output.data)
@@ -94,7 +94,7 @@ def _launch_barrier(call: Callable, group: dist.ProcessGroup, *args: Any, **kwar
 
 def _launch_send(call: Callable, group: dist.ProcessGroup, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
     sends = _unfinished_sends[group.group_name, rank, tag]
-    # A rank receives in the order of sends: what precedes a finished one is finished, waited for or not.
+    # Messages arrive in order, so all sends before a finished one are finished.
     finished = [index for index, work in enumerate(sends) if work.is_completed()]
     del sends[: finished[-1] + 1 if finished else 0]
     sends.append(call(group, tensors, rank, tag))
@@ -114,16 +114,16 @@ def _wait(call: Callable, work: Work, *args: Any) -> bool:
 
 @dataclass(frozen=True)
 class PremulSum:
-    """NCCL's reduction that multiplies each rank's contribution by ``factor`` and adds them up."""
+    """Replaces NCCL's PREMUL_SUM, which multiplies inputs by ``factor`` before the sum."""
 
     factor: float | torch.Tensor
 
 
 def _backend(name: str | None) -> str | None:
-    """Return gloo for nccl, also in "cpu:gloo,cuda:nccl"; other backends stay.
+    """Return gloo for nccl, also for "cpu:gloo,cuda:nccl".
 
     Raises:
-        ValueError: a backend other than gloo, nccl or fake was asked for on the CUDA device.
+        ValueError: The backend is not gloo, nccl or fake.
     """
     if name is None:
         return None
@@ -150,9 +150,9 @@ def _new_group(
 
 @functools.cache
 def _gloo_device(interface: str, process: int) -> Any:
-    """The device of gloo for ``interface``, or the default one, in this process.
+    """Return the gloo device of a network interface, or the default one, in this process.
 
-    Groups share it: each has a thread, which wakes a hundred times a second even if nothing comes.
+    All groups share it, because each device has a polling thread.
     """
     gloo = dist.ProcessGroupGloo
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
@@ -172,7 +172,7 @@ def _gloo_init(
 
 
 def _scale(op: Any, group: Any) -> float | torch.Tensor | None:
-    """What to multiply contributions with, for the reductions gloo does not have."""
+    """Return the factor that turns PREMUL_SUM or AVG, which gloo lacks, into a sum; None for other reductions."""
     if isinstance(op, PremulSum):
         return op.factor
     if op == dist.ReduceOp.AVG:
@@ -201,7 +201,7 @@ def _barrier(call: Callable, group=None, async_op=False, device_ids=None) -> Any
 
 
 def _on_cpu_mesh(call: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call with "cpu" for each "cuda"."""
+    """Replace "cuda" by "cpu" in the arguments."""
     cpu = ["cpu" if isinstance(arg, str) and arg == "cuda" else arg for arg in (*args, *kwargs.values())]
     return call(*cpu[: len(args)], **dict(zip(kwargs, cpu[len(args) :], strict=True)))
 
@@ -211,38 +211,34 @@ def _with_cpu_device(call: Callable, self: Any, device: Any, *args: Any) -> Any:
 
 
 def install() -> None:
-    """Map NCCL to gloo, its two extra reductions to arithmetic and a sum, and CUDA meshes to CPU meshes."""
-    premul = "gloo has neither PREMUL_SUM nor AVG: contributions are scaled, then summed"
-    replaced: dict[str, tuple[Callable, str]] = {
-        "init_process_group": (_init_process_group, "nccl becomes gloo"),
-        "new_group": (_new_group, "nccl becomes gloo"),
-        "all_reduce": (_all_reduce, premul),
-        "reduce_scatter_tensor": (_reduce_scatter, premul),
-        "reduce_scatter_single": (_reduce_scatter, premul),  # not in every torch
-        "reduce_scatter": (_reduce_scatter, premul),
-        "barrier": (_barrier, "gloo's takes no device_ids"),
+    """Map NCCL to gloo, PREMUL_SUM and AVG to scaled sums, and CUDA meshes to CPU meshes."""
+    replaced: dict[str, Callable] = {
+        "init_process_group": _init_process_group,
+        "new_group": _new_group,
+        "all_reduce": _all_reduce,
+        "reduce_scatter_tensor": _reduce_scatter,
+        "reduce_scatter_single": _reduce_scatter,  # only in some versions of torch
+        "reduce_scatter": _reduce_scatter,
+        "barrier": _barrier,
     }
-    for name, (around, why) in replaced.items():
+    for name, around in replaced.items():
         if hasattr(dist, name):
             wrapped = wrapping(getattr(dist, name), around)
             for owner in (distributed_c10d, dist):
-                patch(owner, name, wrapped, why)
+                patch(owner, name, wrapped)
     for owner in (distributed_c10d, dist):
-        patch(owner, "_make_nccl_premul_sum", PremulSum, premul)
-    why = "device_type='cuda'"
+        patch(owner, "_make_nccl_premul_sum", PremulSum)
     wrapped = wrapping(device_mesh.init_device_mesh, _on_cpu_mesh)
     for owner in (device_mesh, dist):
-        patch(owner, "init_device_mesh", wrapped, why)
-    wrap(DeviceMesh, "__init__", _on_cpu_mesh, why)
-    patch(DeviceMesh, "from_group", staticmethod(wrapping(DeviceMesh.from_group, _on_cpu_mesh)), why)
-    why = "one thread a group: two free tensors at once; one device"
-    wrap(dist.ProcessGroupGloo, "__init__", _gloo_init, why)
+        patch(owner, "init_device_mesh", wrapped)
+    wrap(DeviceMesh, "__init__", _on_cpu_mesh)
+    patch(DeviceMesh, "from_group", staticmethod(wrapping(DeviceMesh.from_group, _on_cpu_mesh)))
+    wrap(dist.ProcessGroupGloo, "__init__", _gloo_init)
     for name in ("_get_backend", "_start_coalescing", "_end_coalescing"):
-        wrap(dist.ProcessGroup, name, _with_cpu_device, "device='cuda'")
-    why = "gloo's threads do not free tensors beside the main thread; results are handed out at wait()"
+        wrap(dist.ProcessGroup, name, _with_cpu_device)
     for name in WRITING:
-        wrap(dist.ProcessGroup, name, _launch, why)
-    wrap(dist.ProcessGroup, "barrier", _launch_barrier, why)
-    wrap(dist.ProcessGroup, "send", _launch_send, "gloo drops a send that nobody waits for")
-    wrap(functional, "_maybe_wrap_tensor", _wait_and_wrap, why)
-    wrap(Work, "wait", _wait, "gloo copies results when it is waited for: no work of the capture")
+        wrap(dist.ProcessGroup, name, _launch)
+    wrap(dist.ProcessGroup, "barrier", _launch_barrier)
+    wrap(dist.ProcessGroup, "send", _launch_send)
+    wrap(functional, "_maybe_wrap_tensor", _wait_and_wrap)
+    wrap(Work, "wait", _wait)

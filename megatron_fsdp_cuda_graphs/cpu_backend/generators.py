@@ -1,11 +1,11 @@
-"""CUDA's random number generators on top of the CPU's.
+"""Emulates CUDA's random number generators with CPU generators.
 
-torch's C++ code draws from its default CPU generator when no generator is given. Here that generator holds the state
-of the current *device* generator, and ``torch.get_rng_state`` and the like use a second generator, the host's. So
-operations on device tensors draw from the device's sequence without a wrapper.
+torch's C++ code draws from its default CPU generator. Here that generator holds the state of the current *device*
+generator, so that operations on device tensors need no wrapper. A second generator serves ``torch.get_rng_state`` and
+other functions of the host.
 
-A state is an object with an identity, as CUDA's graph-safe states are: ``graphsafe_set_state`` makes the default
-generator draw from, and advance, the given object.
+As in CUDA, a graph-safe state is an object: after ``graphsafe_set_state`` the default generator draws from and advances
+that object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HOST = torch._C.Generator("cpu")
 
 
 class GeneratorState:
-    """One sequence of random numbers; ``value`` is current only while the state is not the active one."""
+    """A sequence of random numbers. ``value`` is outdated while the state is active."""
 
     active: GeneratorState
 
@@ -32,7 +32,7 @@ class GeneratorState:
         self.value = value
 
     def load(self) -> None:
-        """Make torch's C++ code draw from this state."""
+        """Make this state active: torch's C++ code draws from it."""
         active = GeneratorState.active
         if active is not self:
             active.value = ENGINE.get_state()
@@ -50,7 +50,7 @@ class GeneratorState:
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
-        """Draw from this state in a block, then from the one that was active before."""
+        """Make this state active in a block."""
         before = GeneratorState.active
         self.load()
         try:
@@ -63,16 +63,13 @@ GeneratorState.active = GeneratorState(ENGINE.get_state())
 
 
 def _refuse_in_capture(what: str) -> None:
-    # CUDA: a generator's host-side seed and offset mean nothing to a graph that is being captured
+    # As in CUDA, the host does not have the seed and offset of a captured graph.
     if streams.is_current_stream_capturing():
         raise RuntimeError(f"Cannot call CUDAGeneratorImpl::{what} during CUDA graph capture.")
 
 
 class CudaGenerator(torch._C.Generator):
-    """A generator of the device: the default one, or one of its own sequence.
-
-    States are uint8 tensors of the CPU generator's size (5056 bytes), not CUDA's 16.
-    """
+    """A generator of the device. States are uint8 tensors of 5056 bytes, as of CPU generators, not CUDA's 16."""
 
     state: GeneratorState
     is_default: bool
@@ -95,8 +92,8 @@ class CudaGenerator(torch._C.Generator):
         """Overwrite the value of the current state.
 
         Raises:
-            RuntimeError: a capture is under way.
-            TypeError: ``new_state`` is not a generator state of this backend.
+            RuntimeError: A capture is in progress.
+            TypeError: ``new_state`` is not a state of a CPU generator.
         """
         _refuse_in_capture("set_state")
         self.state.set(new_state)
@@ -107,13 +104,6 @@ class CudaGenerator(torch._C.Generator):
         self.state.set(torch._C.Generator("cpu").manual_seed(int(seed)).get_state())
         return self
 
-    def seed(self) -> int:
-        _refuse_in_capture("seed")
-        fresh = torch._C.Generator("cpu")
-        seed = fresh.seed()
-        self.state.set(fresh.get_state())
-        return seed
-
     def initial_seed(self) -> int:
         _refuse_in_capture("current_seed")
         probe = torch._C.Generator("cpu")
@@ -121,15 +111,15 @@ class CudaGenerator(torch._C.Generator):
         return probe.initial_seed()
 
     def clone_state(self) -> CudaGenerator:
-        """A generator with its own state, a copy of this one's."""
+        """Return a generator with a copy of the state."""
         return CudaGenerator(state=GeneratorState(self.state.get()))
 
     def graphsafe_get_state(self) -> CudaGenerator:
-        """A generator that shares this one's state object."""
+        """Return a generator that shares the state object."""
         return CudaGenerator(state=self.state)
 
     def graphsafe_set_state(self, new_state: CudaGenerator) -> CudaGenerator:
-        """Draw from ``new_state``'s state object from now on."""
+        """Draw from the state object of ``new_state`` from now on."""
         self.state = new_state.state
         if self.is_default:
             self.state.load()
@@ -152,7 +142,7 @@ class _GeneratorFactory(type(torch._C.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_GeneratorFactory):
-    """``torch.Generator``: ``device="cuda"`` makes a generator of the device."""
+    """Replaces ``torch.Generator``; ``device="cuda"`` creates a generator of the device."""
 
     def __new__(cls, device: Any = "cpu"):
         if torch.device(device).type == "cuda":
@@ -169,18 +159,17 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def uninstall() -> None:
-    """Let the C++ code draw from the host's sequence again."""
+    """Restore the host's sequence as torch's default."""
     DEFAULT.state.set(HOST.get_state())
 
 
 def install() -> None:
-    """Give torch.cuda its generators and ``torch``'s own functions the host's."""
+    """Give torch.cuda its own default generator, and torch the host's."""
     HOST.set_state(ENGINE.get_state())
-    why = "CUDA and the CPU have a generator each; the C++ default one draws for the device"
     for owner in (torch, torch.random):
-        patch(owner, "default_generator", HOST, why)
-    patch(torch, "Generator", Generator, "torch.Generator(device='cuda')")
-    patch(torch.cuda, "default_generators", (DEFAULT,), why)
+        patch(owner, "default_generator", HOST)
+    patch(torch, "Generator", Generator)
+    patch(torch.cuda, "default_generators", (DEFAULT,))
     for name, value in {
         "get_rng_state": _get_rng_state,
         "get_rng_state_all": lambda: [DEFAULT.get_state()],
@@ -188,13 +177,12 @@ def install() -> None:
         "set_rng_state_all": lambda new_states: _set_rng_state(new_states[0]),
         "manual_seed": lambda seed: DEFAULT.manual_seed(seed) and None,
         "manual_seed_all": lambda seed: DEFAULT.manual_seed(seed) and None,
-        "seed": lambda: DEFAULT.seed() and None,
-        "seed_all": lambda: DEFAULT.seed() and None,
         "initial_seed": lambda: DEFAULT.initial_seed(),
     }.items():
         for owner in (torch.cuda, torch.cuda.random):
-            patch(owner, name, value, why)
+            patch(owner, name, value)
     from torch.utils import checkpoint
 
-    patch(checkpoint, "get_device_states", lambda *args: ([0], [DEFAULT.get_state()]), "device tensors look like CPU's")
-    patch(checkpoint, "set_device_states", lambda ids, states, **_: _set_rng_state(states[0]), "see get_device_states")
+    # Activation checkpointing would take device tensors for CPU tensors.
+    patch(checkpoint, "get_device_states", lambda *args: ([0], [DEFAULT.get_state()]))
+    patch(checkpoint, "set_device_states", lambda ids, states, **_: _set_rng_state(states[0]))

@@ -1,4 +1,4 @@
-"""Turns the backend on and off for this process, and ends it."""
+"""Installs and uninstalls the backend in this process, and ends the process."""
 
 import atexit
 import os
@@ -10,7 +10,6 @@ import torch
 
 from . import patches
 
-THREADS = "OMP_NUM_THREADS"
 _threads_before = 0
 
 
@@ -20,15 +19,15 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Let ``torch.cuda`` work on CPU tensors from here on, in this process. A second call changes nothing.
+    """Make ``torch.cuda`` work on CPU tensors in this process. Further calls do nothing.
 
-    Call it before megatron is imported. A megatron that is imported already gets the replaced functions wherever it
-    holds torch's by a name of its own at module level. Operators get one thread, or ``OMP_NUM_THREADS``: torch sums in
-    another order with another number of threads, and its default depends on the host.
+    Call it before importing megatron. In megatron modules that are already imported, it replaces module-level
+    references to torch's functions. Operators use one thread, or ``OMP_NUM_THREADS``, because the order of torch's sums
+    depends on the number of threads, whose default depends on the host.
 
     Raises:
         RuntimeError: A GPU is visible.
-        ValueError: ``OMP_NUM_THREADS`` is no number of threads.
+        ValueError: ``OMP_NUM_THREADS`` is not an integer.
     """
     global _threads_before
     if installed():
@@ -38,34 +37,31 @@ def install() -> None:
             "a GPU is visible, and the CPU backend would hide it from this process. Set CUDA_VISIBLE_DEVICES='' to "
             "run on the CPU backend, or run without it."
         )
-    given = os.environ.get(THREADS) or "1"
-    threads = given.partition(",")[0].strip()  # a list has one number for each level of nesting
-    if not threads.isdecimal() or not int(threads):
-        raise ValueError(f"{THREADS} is {given!r}: set it to a number of threads, or unset it for one")
+    threads = int((os.environ.get("OMP_NUM_THREADS") or "1").partition(",")[0])  # one number per level of nesting
     from . import device, distributed, generators, memory, streams, tape
 
     _hide_compilers()
     for part in (streams, memory, generators, device, tape, distributed):
         part.install()
     _threads_before = torch.get_num_threads()
-    torch.set_num_threads(int(threads))
+    torch.set_num_threads(threads)
     patches.rebind_early_names()
 
 
 def uninstall() -> None:
     """Undo ``install``, for test suites that share a process.
 
-    Tensors, graphs, streams and generators made on the backend cannot be used afterwards.
+    Invalidates all tensors, graphs, streams and generators created on the backend.
 
     Raises:
-        RuntimeError: A capture is under way.
+        RuntimeError: A capture is in progress.
     """
     if not installed():
         return
     from . import generators, streams
 
     if streams.current_capture() is not None:
-        raise RuntimeError("end the graph capture under way before the CPU backend is uninstalled")
+        raise RuntimeError("the CPU backend cannot be uninstalled during a graph capture: end the capture first")
     generators.uninstall()
     torch.set_num_threads(_threads_before)
     streams.set_stream(streams.default_stream())
@@ -73,10 +69,10 @@ def uninstall() -> None:
 
 
 def leave(code: str | int | None = 0) -> NoReturn:
-    """End this process with ``code``, as ``sys.exit`` takes it, after its threads, exit functions and output.
+    """End this process with ``code``, as ``sys.exit`` does, after its threads and exit functions.
 
-    The interpreter is not taken apart: gloo's threads live until then, and one that drops a tensor while Python
-    finalizes aborts the process ("terminate called without an active exception").
+    Skips the finalization of the interpreter, during which a thread of gloo that frees a tensor aborts the process
+    ("terminate called without an active exception").
     """
     if isinstance(code, str):
         print(code, file=sys.stderr)
@@ -91,14 +87,12 @@ def leave(code: str | int | None = 0) -> NoReturn:
 
 
 def _hide_compilers() -> None:
-    """Turn dynamo off, here and in child processes, and let ``import transformer_engine`` raise ImportError.
+    """Disable dynamo, which hides operators, also in child processes, and make TransformerEngine unimportable.
 
-    A TransformerEngine that is imported already stays; without a GPU its import may fail.
+    An imported TransformerEngine stays, because its import may fail without a GPU.
     """
-    why = "compiled code hides its operators"
-    if os.environ.get("TORCHDYNAMO_DISABLE") != "1":
-        patches.patch_entry(os.environ, "os.environ", "TORCHDYNAMO_DISABLE", "1", why)
+    patches.patch_entry(os.environ, "TORCHDYNAMO_DISABLE", "1")
     if "torch._dynamo.config" in sys.modules:
-        patches.patch(sys.modules["torch._dynamo.config"], "disable", True, why)
+        patches.patch(sys.modules["torch._dynamo.config"], "disable", True)
     if "transformer_engine" not in sys.modules:
-        patches.patch_entry(sys.modules, "sys.modules", "transformer_engine", None, "its kernels run on GPUs only")
+        patches.patch_entry(sys.modules, "transformer_engine", None)

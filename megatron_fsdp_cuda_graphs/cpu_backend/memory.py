@@ -1,11 +1,11 @@
-"""Host memory, private memory pools of graphs, and the addresses that a tape reads and writes.
+"""Tracks host memory, memory pools of graphs, and addresses that a tape reads and writes.
 
-Tensors of a tape are views of raw memory and own nothing, so a graph keeps no input alive and does not follow
-``param.data = other``. All addresses are checked before a replay. Storages that stand for host memory are marked:
-views share the mark, results of operations outside a capture do not inherit it. All others stand for device memory.
+Tensors of a tape do not own their memory, so a graph keeps no input alive and does not follow ``param.data = other``.
+Each replay checks all addresses. Storages of host memory are marked. Views share the mark, and results of operations
+outside a capture do not. All other storages are device memory.
 
-On a GPU, later captures into a pool may use memory that no tensor holds any more. Here memory is never used twice;
-instead each later graph of the pool overwrites such memory with NaN when its replay begins, so that a late read shows.
+On a GPU, a later capture into a pool reuses memory without references. Here memory is never reused. Instead, a replay
+of a later graph of the pool first overwrites such memory with NaN, which exposes late reads.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _statistics: collections.Counter[str] = collections.Counter()
 
 
 class StaleAddress(RuntimeError):
-    """A replay would touch memory that was freed, resized or moved since capture."""
+    """Raised if a replay would access memory that was freed, resized or moved since capture."""
 
 
 # ---------------------------------------------------------------------------------------------------------- host memory
 
 
 def making_host_tensor() -> bool:
-    """Whether an operator without tensor arguments is called by a factory for a host tensor."""
+    """Whether a factory of a host tensor is running."""
     return _in_host_factory
 
 
 @contextlib.contextmanager
 def host_factory(on_host: bool = True) -> Iterator[None]:
-    """Tell the tape where a factory called in this block puts its tensor."""
+    """Mark the factory that runs in this block as one of host or device tensors."""
     global _in_host_factory
     before, _in_host_factory = _in_host_factory, on_host
     try:
@@ -61,7 +61,7 @@ def host_factory(on_host: bool = True) -> Iterator[None]:
 
 
 def mark_host(tensor: torch.Tensor, pinned: bool = False) -> torch.Tensor:
-    """Mark ``tensor``'s storage as host memory, pinned or not, and return ``tensor``."""
+    """Mark the storage of ``tensor`` as host memory, and return ``tensor``."""
     if tensor.layout is torch.strided and tensor.device.type == "cpu":
         storage = tensor.untyped_storage()
         setattr(storage, _MARK, True)
@@ -71,12 +71,12 @@ def mark_host(tensor: torch.Tensor, pinned: bool = False) -> torch.Tensor:
 
 
 def is_host(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is known to lie in host memory."""
+    """Whether ``tensor`` is marked as host memory."""
     return _has(tensor, _MARK)
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is known to lie in pinned host memory, which device copies in a capture may use."""
+    """Whether ``tensor`` is marked as pinned host memory, which captures can copy to and from."""
     return _has(tensor, _PINNED)
 
 
@@ -85,7 +85,7 @@ def _has(tensor: torch.Tensor, mark: str) -> bool:
         return False
     try:
         return getattr(tensor.untyped_storage(), mark, False)
-    except (NotImplementedError, RuntimeError):  # tensor subclasses without a storage
+    except (NotImplementedError, RuntimeError):  # a tensor subclass without a storage
         return False
 
 
@@ -93,17 +93,17 @@ def _has(tensor: torch.Tensor, mark: str) -> bool:
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill ``tensor``, of any strides, which must not be read, with NaN, or with zero where its dtype has no NaN."""
+    """Fill ``tensor`` with NaN, or with zero if its dtype has no NaN, to expose reads."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor.zero_()
     elif tensor.element_size() == 1:
-        tensor.view(torch.uint8).fill_(0x7F)  # NaN in every 8-bit float of torch
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN in all 8-bit floats of torch
     else:
         tensor.fill_(float("nan"))
 
 
 def poisoning(raw: torch.Tensor, dtype: torch.dtype) -> Callable[[], object]:
-    """Return a call that poisons ``raw``, the bytes of a storage whose tensors are of ``dtype``."""
+    """Return a call that poisons ``raw``, the bytes of a storage of ``dtype``."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return raw.zero_
     whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -111,7 +111,7 @@ def poisoning(raw: torch.Tensor, dtype: torch.dtype) -> Callable[[], object]:
 
 
 class Pool:
-    """The storages that captures into one pool have allocated. The graphs of the pool keep it alive."""
+    """Storages allocated by captures into one pool. The graphs of the pool keep it alive."""
 
     def __init__(self, handle: PoolHandle) -> None:
         self.handle = handle
@@ -119,11 +119,11 @@ class Pool:
         self._dtypes: dict[int, torch.dtype] = {}
 
     def add_graph(self) -> None:
-        """Note that a graph of the pool was captured."""
+        """Record that the pool has a graph."""
         _with_graphs.add(self.handle)
 
     def own(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-        """Keep ``storage``, whose tensors are of ``dtype``, alive; return a tensor of its bytes."""
+        """Keep ``storage`` of ``dtype`` alive, and return a tensor of its bytes."""
         whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._owned.setdefault(storage._cdata, []).append(whole)
         self._dtypes[storage._cdata] = dtype
@@ -131,12 +131,12 @@ class Pool:
         return whole
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Forget the bytes of ``storage``, which are about to be freed, but keep the storage itself."""
+        """Drop references to the bytes of ``storage``, but keep the storage."""
         for whole in self._owned[storage._cdata]:
             whole.set_(storage, 0, (0,), (1,))
 
     def overwrite_abandoned(self) -> list[Callable[[], object]]:
-        """Return calls that poison the storages that only the pool holds, each storage once."""
+        """Return calls that poison storages that only the pool references, once per storage."""
         abandoned = [
             key
             for key, wholes in self._owned.items()
@@ -146,18 +146,18 @@ class Pool:
 
 
 def _is_abandoned(key: int, wholes: list[torch.Tensor]) -> bool:
-    """Whether only the pool holds the storage ``key``, of whose bytes it has the tensors ``wholes``."""
-    # torch counts the tensors on a storage, and the Python object that has stood for it
+    """Whether only the pool, with the tensors ``wholes``, references the storage ``key``."""
+    # The count includes the tensors and the Python object of the storage.
     return bool(torch._C._storage_Use_Count(key) <= 1 + len(wholes))
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether the storage of ``tensor`` still has the bytes that it had; a program may have resized it."""
+    """Whether the storage of ``tensor`` was not shrunk."""
     return tensor.untyped_storage().nbytes() >= tensor.numel()
 
 
 def segments(mempool_id: PoolHandle | None = None, include_traces: bool = True) -> list[dict[str, object]]:
-    """Replace ``torch.cuda.memory_snapshot``: the memory of graph pools; there is no other."""
+    """Replace ``torch.cuda.memory_snapshot``; list the memory of graph pools."""
     return [
         {"address": wholes[-1].data_ptr(), "total_size": wholes[-1].numel(), "segment_pool_id": pool.handle}
         for pool in list(_pools.values())
@@ -167,20 +167,20 @@ def segments(mempool_id: PoolHandle | None = None, include_traces: bool = True) 
 
 
 def statistics(device: object = None) -> dict[str, int]:
-    """Replace ``torch.cuda.memory_stats``: all bytes that graph pools were ever given; zero for all else."""
+    """Replace ``torch.cuda.memory_stats``; count the bytes ever allocated by graph pools, and zero for all else."""
     return collections.defaultdict(int, _statistics)
 
 
 def new_handle() -> PoolHandle:
-    """Return a handle that no pool has yet."""
+    """Return the handle of a new pool."""
     return (0, next(_handles))
 
 
 def pool_of(handle: PoolHandle | None) -> Pool:
-    """Return the living pool of ``handle``, or a new one; ``None`` always makes a new one.
+    """Return the pool of ``handle``, or a new pool for None or an unused handle.
 
     Raises:
-        RuntimeError: Every graph of the pool is gone; the words are those of torch's allocator.
+        RuntimeError: All graphs of the pool are deleted; the message is that of torch's allocator.
     """
     key = new_handle() if handle is None else handle
     pool = _pools.get(key)
@@ -195,11 +195,7 @@ def pool_of(handle: PoolHandle | None) -> Pool:
 
 
 def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a tensor over ``storage`` that lies in it as ``tensor`` lies in its own storage.
-
-    It has the dtype, shape, strides, storage offset and the conjugate and negative bits of ``tensor``, the device of
-    ``storage``, and takes no part in autograd.
-    """
+    """Return a view of ``storage`` with the dtype, layout, and conjugate and negative bits of ``tensor``."""
     alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
@@ -211,15 +207,17 @@ def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
 
 @dataclass(slots=True)
 class Block:
-    """One storage as it stood when the capture first met it.
+    """A storage at its first use in a capture.
 
     Attributes:
-        ref: the storage, not kept alive.
-        raw: its bytes, a uint8 tensor that owns nothing.
-        user: the operator that met it first, with the shape and dtype of the tensor.
-        is_private: it was allocated in the capture.
-        before: the bytes that memory from outside the capture held before its first write in it.
-        aliases: the tape's tensors in this memory.
+        ref: Weak reference to the storage.
+        pointer, nbytes: Its address and size.
+        raw: Its bytes, a uint8 tensor that does not own them.
+        dtype: Dtype of the first tensor.
+        user: First operator, with the shape and dtype of the tensor, for errors.
+        is_private: Whether the capture allocated it.
+        before: Bytes before the first write, of memory from outside the capture.
+        aliases: Tensors of the tape in this memory.
     """
 
     ref: StorageWeakRef
@@ -233,7 +231,7 @@ class Block:
     aliases: list[torch.Tensor] = field(default_factory=list)
 
     def problem(self) -> str | None:
-        """Return what happened to this memory since capture; None if nothing."""
+        """Return how this memory changed since capture; None if it did not."""
         if not self.nbytes:
             return None
         now = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
@@ -245,12 +243,12 @@ class Block:
 
 
 class AddressBook:
-    """All blocks of one tape, whose own memory is of ``pool``."""
+    """All blocks of one tape, which allocates from ``pool``."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._blocks: dict[_Place, Block] = {}
-        # a tensor of the bytes of each private storage, by where these were when the capture met them
+        # Bytes of each private storage.
         self._private: dict[_Place, torch.Tensor] = {}
         self._private_storages: set[int] = set()
         self._private_addresses: set[int] = set()
@@ -259,7 +257,7 @@ class AddressBook:
         return iter(self._blocks.values())
 
     def block(self, tensor: torch.Tensor, op: str, is_private: bool = False) -> Block:
-        """The block ``tensor`` lies in, made on first sight; ``is_private`` if the capture allocated it."""
+        """Return the block of ``tensor``, creating it on first use; ``is_private`` if the capture allocated it."""
         storage = tensor.untyped_storage()
         place = _place(storage)
         if place not in self._blocks:
@@ -273,7 +271,7 @@ class AddressBook:
         return self._blocks[place]
 
     def _is_of_the_capture(self, place: _Place) -> bool:
-        """Whether a new block is a storage of the capture that was resized in it, or one that shares its memory."""
+        """Whether a new block is a resized storage of the capture, or shares memory with one."""
         storage, pointer = place
         return storage in self._private_storages or (pointer != 0 and pointer in self._private_addresses)
 
@@ -283,16 +281,15 @@ class AddressBook:
         self._private_addresses.add(storage.data_ptr())
 
     def alias(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """A tensor at the same address, of the same shape, strides and dtype, that does not own its memory."""
+        """Return an alias of ``tensor`` that does not own its memory."""
         block = self.block(tensor, op)
         block.aliases.append(alias_of(tensor, block.raw.untyped_storage()))
         return block.aliases[-1]
 
     def keep_memory_of(self, storage: torch.UntypedStorage) -> None:
-        """Move the tape's tensors off the memory of ``storage``, which the capture is about to resize.
+        """Move the tape to a copy of ``storage``, if the capture allocated it, before the capture resizes it.
 
-        On a GPU that memory stays in the graph's pool. Here the tape continues on a copy. Nothing happens to a storage
-        that the capture did not allocate.
+        On a GPU the memory would stay in the pool of the graph.
         """
         place = _place(storage)
         if self._private.pop(place, None) is None:
@@ -314,14 +311,14 @@ class AddressBook:
 
     @functools.cached_property
     def _private_tensors(self) -> tuple[list[torch.Tensor], list[int], list[int]]:
-        """The tensors of private memory, their addresses and indices: torch compares all in one call."""
+        """Tensors of private memory, addresses and indices, which torch compares in one call."""
         return list(self._private.values()), [pointer for _, pointer in self._private], list(range(len(self._private)))
 
     def check(self) -> None:
-        """Raise if any memory of the tape was freed, resized or moved since capture. The capture must have ended.
+        """Check that the memory of the tape is unchanged since the end of the capture.
 
         Raises:
-            StaleAddress: names the operator that used it first, and the tensor's shape and dtype.
+            StaleAddress: Memory was freed, resized or moved; names its first operator, shape and dtype.
         """
         alive = torch.UntypedStorage._new_with_weak_ptr
         for block in self._outside:
@@ -337,8 +334,8 @@ def _raise_stale(block: Block) -> None:
     problem = block.problem()
     if problem is not None:
         raise StaleAddress(
-            f"the graph uses memory that {problem} after capture: {block.user}. Keep every tensor that a graph uses "
-            f"alive and in place, and copy new values into it."
+            f"the graph uses memory that {problem} after capture: {block.user}. Keep all tensors of a graph alive "
+            f"and in place, and copy new values into them."
         )
 
 
@@ -361,6 +358,5 @@ def _resize(call: Callable, storage: torch.UntypedStorage, size: int) -> torch.U
 
 
 def install() -> None:
-    """Let a capture resize the storages that it allocated."""
-    why = "memory of a graph stays the graph's when its tensor gives it back in the capture"
-    wrap(torch.UntypedStorage, "resize_", _resize, why)
+    """Allow a capture to resize storages that it allocated."""
+    wrap(torch.UntypedStorage, "resize_", _resize)

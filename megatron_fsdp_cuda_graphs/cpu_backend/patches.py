@@ -1,4 +1,4 @@
-"""Replaces names of torch, lists all replaced names with the reasons, and restores them."""
+"""Replaces names of torch, and restores them."""
 
 import functools
 import sys
@@ -11,42 +11,36 @@ from unittest import mock
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced name: its full name, its value before and now, the reason, and a call that restores it."""
+    """A replaced name: its original and replacement, and a call that restores it."""
 
-    name: str
     original: Any
     replacement: Any
-    reason: str
     undo: Callable[[], object]
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
 
 
 APPLIED: list[Patch] = []
 
 
-def patch(owner: Any, name: str, value: Any, reason: str) -> None:
-    """Set ``owner.name`` to ``value`` and note it in ``APPLIED``."""
+def patch(owner: Any, name: str, value: Any) -> None:
+    """Set ``owner.name`` to ``value`` until ``undo_all``."""
     patcher: Any = mock.patch.object(owner, name, value, create=not hasattr(owner, name))
     original, _ = patcher.get_original()
     patcher.__enter__()
-    undo = functools.partial(patcher.__exit__, None, None, None)
-    APPLIED.append(Patch(f"{owner.__name__}.{name}", original, getattr(owner, name), reason, undo))
+    APPLIED.append(Patch(original, getattr(owner, name), functools.partial(patcher.__exit__, None, None, None)))
 
 
-def patch_entry(mapping: MutableMapping[str, Any], where: str, key: str, value: Any, reason: str) -> None:
-    """Set ``mapping[key]`` and note it in ``APPLIED``."""
+def patch_entry(mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
+    """Set ``mapping[key]`` to ``value`` until ``undo_all``."""
     before = mapping.get(key)
     mapping[key] = value
     undo: Any = functools.partial(mapping.pop, key)
     if before is not None:
         undo = functools.partial(mapping.__setitem__, key, before)
-    APPLIED.append(Patch(f"{where}.{key}", before, value, reason, undo))
+    APPLIED.append(Patch(before, value, undo))
 
 
 def wrapping(call: Callable, around: Callable) -> Callable:
-    """Return a replacement of ``call`` that runs ``around``, with ``call`` in front of the arguments."""
+    """Return a replacement of ``call`` that runs ``around(call, *args, **kwargs)``."""
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -55,19 +49,19 @@ def wrapping(call: Callable, around: Callable) -> Callable:
     return wrapped
 
 
-def wrap(owner: Any, name: str, around: Callable, reason: str) -> None:
-    """Run ``around`` where ``owner.name`` is called; see ``wrapping`` and ``patch``."""
-    patch(owner, name, wrapping(getattr(owner, name), around), reason)
+def wrap(owner: Any, name: str, around: Callable) -> None:
+    """Replace ``owner.name`` by ``wrapping`` it with ``around``."""
+    patch(owner, name, wrapping(getattr(owner, name), around))
 
 
 def rebind_early_names() -> None:
-    """Give the replacements to modules of megatron that hold torch's functions under names of their own."""
+    """Replace references to torch's functions in megatron modules that are already imported."""
     _rebind({id(p.original): p.replacement for p in APPLIED if callable(p.original)})
 
 
 def undo_all() -> None:
-    """Restore every replaced name, in the modules of megatron too."""
-    # Functions and plain classes are the backend's own; other values may be torch's, with other names too.
+    """Restore every replaced name, also in megatron modules."""
+    # Replacements other than functions and plain classes may be torch's own objects, with other references.
     own = [p for p in APPLIED if type(p.replacement) in (FunctionType, type) and callable(p.original)]
     while APPLIED:
         APPLIED.pop().undo()

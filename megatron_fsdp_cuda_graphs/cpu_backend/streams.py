@@ -1,8 +1,8 @@
-"""Streams, events, and the capture under way, with the errors of CUDA.
+"""Emulates streams, events and the capture in progress, with CUDA's errors.
 
-Program order is execution order. A stream is an identity: the current one is tracked per thread, the legacy default
-stream can be told apart, and streams join a capture through events as CUDA's do. Backward runs in the calling thread,
-so the caller's stream is current in it; on a GPU it would be the stream of each forward operation.
+Operations run in program order, and a stream is only an identity. Each thread has a current stream, and streams join a
+capture through events, as in CUDA. The backward pass runs in the calling thread on its current stream; on a GPU it
+would use the stream of each forward operation.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ _thread = threading.local()
 
 
 class CaptureError(torch.AcceleratorError):
-    """An operation that a CUDA stream capture forbids. The capture it happened in is void."""
+    """Raised for an operation that a CUDA stream capture forbids. Invalidates the capture."""
 
 
 def cuda_error(message: str, detail: str = "") -> CaptureError:
-    """Return the error CUDA would report as ``message``; ``detail`` says what caused it here."""
+    """Return CUDA's error ``message``, with its cause in ``detail``."""
     return CaptureError(f"CUDA error: {message}" + (f" ({detail})" if detail else ""))
 
 
 class CaptureState:
-    """The streams a capture spans, the thread it began in, and the first error in it.
+    """Streams, thread and first error of a capture in progress.
 
-    A stream joins by waiting for an event of a stream that has joined. ``unjoined`` holds streams with recorded work
-    that the origin stream has not waited for yet. ``memory`` is the address book of its tape.
+    A stream joins by waiting for an event of a joined stream.
+
+    Attributes:
+        unjoined: Streams with recorded work that the origin stream has not waited for.
+        memory: Address book of the tape.
     """
 
     def __init__(self, origin: Any, mode: str, memory: Any) -> None:
@@ -52,7 +55,7 @@ class CaptureState:
         self.error: CaptureError | None = None
 
     def invalidate(self, error: CaptureError) -> CaptureError:
-        """Void the capture and return ``error`` for the caller to raise."""
+        """Invalidate the capture, and return ``error`` for the caller to raise."""
         if self.error is None:
             self.error = error
         return error
@@ -62,21 +65,21 @@ _current: CaptureState | None = None
 
 
 def current_capture() -> CaptureState | None:
-    """The capture under way in this process, or ``None``."""
+    """Return the capture in progress in this process, or None."""
     return _current
 
 
 def set_capture(state: CaptureState | None) -> None:
-    """Begin (a state) or end (``None``) the capture of this process."""
+    """Begin the capture ``state``, or end the current one with None."""
     global _current
     _current = state
 
 
 def refuse_while_capturing(what: str) -> None:
-    """Raise CUDA's error if ``what``, a call that waits for the device, is made during a capture.
+    """Reject ``what``, a call that waits for the device, during a capture.
 
     Raises:
-        CaptureError: a capture is under way in this thread, or in any thread with ``capture_error_mode="global"``.
+        CaptureError: A capture is in progress in this thread, or in any thread with ``capture_error_mode="global"``.
     """
     state = _current
     if state is not None and (state.mode == "global" or state.thread == threading.get_ident()):
@@ -84,9 +87,9 @@ def refuse_while_capturing(what: str) -> None:
 
 
 class Event:
-    """A point in a stream's order, with the host time at which it was recorded.
+    """Replaces ``torch.cuda.Event``; records the host time.
 
-    In a capture an ``external`` event is recorded and waited for by the graph's replays; it joins no streams.
+    In a capture, an ``external`` event belongs to the graph's replays, and joins no streams.
     """
 
     def __init__(
@@ -123,15 +126,15 @@ class Event:
         self._refuse_if_captured("Event.synchronize")
 
     def _refuse_if_captured(self, what: str) -> None:
-        # such an event is a place in a graph: outside of its capture it never happens
+        # The event of an ended capture never occurs.
         if self.capture is not None and self.capture is not current_capture():
             raise cuda_error(CAPTURED_EVENT, what)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds between two recorded events.
+        """Return the milliseconds between two recorded events.
 
         Raises:
-            ValueError: an event was made without ``enable_timing=True``, or was not recorded.
+            ValueError: An event was created without ``enable_timing=True``, or is not recorded.
         """
         if not (self.enable_timing and end_event.enable_timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'")
@@ -145,7 +148,7 @@ class Event:
 
 
 class Stream:
-    """A stream of the one device. ``cuda_stream`` is 0 for the legacy default stream alone."""
+    """Replaces ``torch.cuda.Stream``. ``cuda_stream`` is 0 for the legacy default stream."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, _handle: int | None = None, **_: Any):
         self.cuda_stream = next(_ids) << 8 if _handle is None else _handle
@@ -160,11 +163,11 @@ class Stream:
         return (0, -5)
 
     def wait_event(self, event: Event) -> None:
-        """Order this stream's later work after ``event``; in a capture, join it.
+        """Wait for ``event``, and join its capture.
 
         Raises:
-            CaptureError: the legacy default stream would have to wait for a stream that is capturing, a stream that is
-                capturing for one that is not, or the event is from a capture that has ended.
+            CaptureError: The legacy default stream waits for a capturing stream, a capturing stream waits for another
+                one, or the capture of the event has ended.
         """
         event._refuse_if_captured("Stream.wait_event")
         state = current_capture()
@@ -198,7 +201,7 @@ class Stream:
         refuse_while_capturing("Stream.synchronize")
 
     def is_capturing(self) -> bool:
-        """Whether it takes part in a capture."""
+        """Whether this stream is part of a capture."""
         state = current_capture()
         return state is not None and self in state.streams
 
@@ -216,23 +219,23 @@ _default = Stream(_handle=0)
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The legacy default stream."""
+    """Return the legacy default stream."""
     return _default
 
 
 def current_stream(device: Any = None) -> Stream:
-    """The stream that is current in this thread."""
+    """Return the current stream of this thread."""
     return getattr(_thread, "stream", _default)
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Make ``stream`` current in this thread; ``None`` changes nothing."""
+    """Make ``stream`` current in this thread; do nothing for None."""
     if stream is not None:
         _thread.stream = stream
 
 
 class StreamContext:
-    """Makes a stream current for a block; ``None`` changes nothing."""
+    """Context manager that makes a stream current; does nothing for None."""
 
     def __init__(self, stream: Stream | None):
         self.stream = stream
@@ -248,25 +251,24 @@ class StreamContext:
 
 
 def synchronize(device: Any = None) -> None:
-    """Wait for nothing.
+    """Replace ``torch.cuda.synchronize``.
 
     Raises:
-        CaptureError: a capture is under way.
+        CaptureError: A capture is in progress.
     """
     refuse_while_capturing("torch.cuda.synchronize")
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether the current stream takes part in a capture."""
+    """Whether the current stream is part of a capture."""
     return current_stream().is_capturing()
 
 
 def install() -> None:
-    """Put the classes and functions of this file in the place of torch.cuda's."""
-    why = "program order is execution order on the CPU; a stream is an identity"
+    """Replace torch.cuda's streams and events."""
     for owner in (torch.cuda, torch.cuda.streams):
-        patch(owner, "Stream", Stream, why)
-        patch(owner, "Event", Event, why)
+        patch(owner, "Stream", Stream)
+        patch(owner, "Event", Event)
     for name, value in {
         "current_stream": current_stream,
         "default_stream": default_stream,
@@ -275,10 +277,10 @@ def install() -> None:
         "StreamContext": StreamContext,
         "synchronize": synchronize,
     }.items():
-        patch(torch.cuda, name, value, why)
-    patch(torch.accelerator, "current_stream", current_stream, why)
-    # Loaders of data ask for it. That there is an accelerator stays: activation checkpointing keeps its generator.
-    patch(torch.accelerator, "current_device_index", lambda: 0, why)
-    patch(torch.accelerator, "set_device_index", lambda device: None, why)
+        patch(torch.cuda, name, value)
+    patch(torch.accelerator, "current_stream", current_stream)
+    # Data loaders call these. The accelerator stays visible, because activation checkpointing saves its generator.
+    patch(torch.accelerator, "current_device_index", lambda: 0)
+    patch(torch.accelerator, "set_device_index", lambda device: None)
     for owner in (torch.cuda, torch.cuda.graphs):
-        patch(owner, "is_current_stream_capturing", is_current_stream_capturing, "captures are the tape's")
+        patch(owner, "is_current_stream_capturing", is_current_stream_capturing)

@@ -1,11 +1,10 @@
-"""Records the operators of a capture below autograd, and runs them again: ``torch.cuda.CUDAGraph``.
+"""Emulates ``torch.cuda.CUDAGraph``: records the operators of a capture below autograd, and replays them.
 
-During capture the operators compute, because Python goes on with their results. At the end their writes are undone:
-memory from outside the capture gets its old bytes back, and memory allocated in it is filled with NaN (integers and
-bools: zero), as if nothing had run.
+Operators run during capture, because Python needs their results. The end of the capture undoes their writes: it
+restores memory from outside the capture, and fills memory allocated in the capture with NaN (integers and bools: zero).
 
-Collectives move nothing at capture and run in the order of the tape at each replay. A replay waits for its peers, so
-ranks must replay the same graphs in the same order, as with NCCL. A capture waits for no other rank.
+Collectives transfer nothing during capture, and run in the order of the tape in each replay. A replay waits for its
+peers, so ranks must replay the same graphs in the same order, as with NCCL. A capture does not wait for other ranks.
 """
 
 from __future__ import annotations
@@ -28,24 +27,31 @@ from .patches import patch
 from .streams import INVALIDATED, NOT_PERMITTED, UNJOINED, CaptureError, CaptureState, cuda_error
 
 Step = Callable[[], Any]
-Targets = list[tuple[int, torch.Tensor]]  # index of a result, and its memory at capture
+Targets = list[tuple[int, torch.Tensor]]  # indices of results, and their memory at capture
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Wait for the device on a GPU, without a tag that says so.
+# Operators that wait for the device on a GPU, without a tag of torch.
 _SYNC = {"bincount", "histc", "is_nonzero", "item", "linalg_eig", "linalg_eigvals", "_linalg_check_errors"}
-# Take bool masks as indices, and turn them into positions (nonzero) inside the operator.
+# Operators that convert bool masks to positions with nonzero.
 _MASKABLE = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-# Change the tensor object, not memory.
+# Operators that change the tensor object, not memory.
 _METADATA = {"resize_", "resize_as_", "set_", "_resize_output_", "rename_", "requires_grad_", "detach_"}
 _BARRIERS = {"barrier", "monitored_barrier_"}  # the host waits for other ranks
 
 
 @dataclass(frozen=True)
 class Op:
-    """How the tape treats one overload.
+    """Properties of an operator overload.
 
-    ``written`` names the arguments it writes: positions for positional ones, names for keyword-only ones.
+    Attributes:
+        name: Qualified name.
+        is_replayable: Whether the tape can record it.
+        waits_for_device: Whether its CUDA kernel synchronizes.
+        is_maskable: Whether it accepts bool masks as indices.
+        is_random: Whether it draws random numbers.
+        writes_nothing: Whether it allocates or changes metadata only.
+        written: Arguments that it writes: positions, or names of keyword-only arguments.
     """
 
     name: str
@@ -59,7 +65,7 @@ class Op:
 
 @functools.cache
 def describe(func: torch._ops.OpOverload) -> Op:
-    """Return what the tape must know of ``func``."""
+    """Return the properties of ``func``."""
     name = func._schema.name.split("::")[-1]
     tags = func.tags
     written: list[int | str] = []
@@ -80,16 +86,16 @@ def describe(func: torch._ops.OpOverload) -> Op:
 
 
 def waits_for_device(op: Op, args: tuple, kwargs: dict) -> bool:
-    """Whether this call would make the host wait for values on the device, as CUDA's operator does."""
+    """Whether this call would synchronize with the device on a GPU."""
     if op.name == "aten.repeat_interleave.Tensor":
         return kwargs.get("output_size") is None
     return op.waits_for_device or (op.is_maskable and _needs_positions(op, args))
 
 
 def _needs_positions(op: Op, args: tuple) -> bool:
-    """Whether an indexing call holds a mask that has to be turned into positions on the host.
+    """Whether an indexing call converts a mask to positions on the host.
 
-    Writing one value under one mask is a ``masked_fill`` and needs none.
+    Writing one value with one mask does not: it is a ``masked_fill``.
     """
     masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks:
@@ -100,14 +106,14 @@ def _needs_positions(op: Op, args: tuple) -> bool:
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
-    """Whether ``func`` is an operator of torch.distributed that can be run again from its arguments."""
+    """Whether ``func`` is a collective that can be replayed."""
     return func.namespace == "c10d" and func._schema.name.split("::")[-1] not in _BARRIERS
 
 
 def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Return what the collective would return, its work done.
+    """Return the result of a collective without running it.
 
-    What it would have written stays as it is; integers become zero, so that they may serve as indices and sizes.
+    Outputs keep their values, except integers, which become zero and so are valid indices and sizes.
     """
     output = args[0] if args else next(iter(kwargs.values()))
     for tensor in tree_flatten(output)[0]:
@@ -118,7 +124,7 @@ def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict
 
 
 def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Callable[[], None]:
-    """Return a call that runs the collective and waits for it."""
+    """Return a call that runs the collective and waits."""
     call = func._op
 
     def step() -> None:
@@ -137,7 +143,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _make_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict, targets: Targets) -> Step:
-    """Return a call that runs ``func`` on ``args`` and puts its new results into ``targets``."""
+    """Return a call that runs ``func`` and copies its new results to ``targets``."""
     run = functools.partial(func._op, *args, **kwargs)
     if not targets:
         return run
@@ -151,7 +157,7 @@ def _make_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict, targets: 
 
 
 class Tape:
-    """The recorded operators of one capture, and their memory."""
+    """Operators and memory of one capture."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -161,10 +167,10 @@ class Tape:
         self.constants: list[torch.Tensor] = []
 
     def replay(self) -> None:
-        """Run the recorded operators again, into the same memory.
+        """Run the recorded operators on the recorded memory.
 
         Raises:
-            StaleAddress: memory of the tape was freed, resized or moved since capture.
+            StaleAddress: Memory of the tape was freed, resized or moved since capture.
         """
         self.memory.check()
         before = GeneratorState.active
@@ -179,10 +185,10 @@ class Tape:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes a tape while it is the active dispatch mode.
+    """Dispatch mode that writes a tape.
 
     Attributes:
-        random_before: The states that the capture may draw from, each with its value before.
+        random_before: Registered generator states, with their values before the capture.
     """
 
     def __init__(self, tape: Tape, state: CaptureState, generators: set[GeneratorState]) -> None:
@@ -193,16 +199,16 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(t not in _PLAIN for t in types):
-            return NotImplemented  # a tensor subclass: its own dispatch comes back here with the tensors inside
+            return NotImplemented  # a tensor subclass dispatches its inner tensors
         if streams.current_stream() not in self.state.streams:
             return func(*args, **kwargs)
         op = describe(func)
         if op.name.startswith("profiler."):
-            return func(*args, **kwargs)  # marks a range of host time
+            return func(*args, **kwargs)  # a marker of host time
         inputs = tensors_in((args, kwargs))
         if not all(map(_has_memory, inputs)):
             return func(*args, **kwargs)
-        # torch makes tensors of Python numbers and lists on the host, and lifts them
+        # torch lifts tensors of Python data from the host.
         if op.name.startswith("aten.lift_fresh") or (all(map(is_host, inputs)) if inputs else making_host_tensor()):
             out = func(*args, **kwargs)
             for tensor in tensors_in(out):
@@ -233,7 +239,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record_collective(self, func, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> Any:
-        for tensor in inputs:  # the schemas do not tell which ones are written
+        for tensor in inputs:  # schemas of collectives do not mark written arguments
             self._keep_bytes(tensor, op)
         out = without_communication(func, args, kwargs)
         self._note_stream()
@@ -282,20 +288,20 @@ class Recorder(TorchDispatchMode):
         return tree_map_only(torch.Tensor, lambda t: self._bound(t, op), arguments)
 
     def _bound(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        if is_host(tensor) and not is_pinned(tensor):  # a scalar: its value goes into the launch, as on a GPU
+        if is_host(tensor) and not is_pinned(tensor):  # its value becomes a launch argument, as on a GPU
             self.tape.constants.append(tensor.clone())
             return self.tape.constants[-1]
         return self.tape.memory.alias(tensor, op.name)
 
     def register(self, state: GeneratorState) -> None:
-        """Let the rest of the capture draw from ``state``."""
+        """Allow the rest of the capture to draw from ``state``."""
         self.random_before.setdefault(state, state.get())
 
     def finish(self) -> None:
-        """Undo what the capture computed and drew.
+        """Undo the writes and draws of the capture.
 
         Raises:
-            CaptureError: a stream that joined the capture has work the origin stream did not wait for.
+            CaptureError: A joined stream has work that the origin stream did not wait for.
         """
         for block in self.tape.memory:
             if block.problem() is not None:
@@ -312,7 +318,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is not one of the meta device, which has shapes only."""
+    """Whether ``tensor`` is not on the meta device."""
     return tensor.device.type == "cpu"
 
 
@@ -325,10 +331,10 @@ def _drawing_from(state: GeneratorState, step: Step) -> Step:
 
 
 class CUDAGraph:
-    """A captured tape behind torch's interface.
+    """Replaces ``torch.cuda.CUDAGraph`` by a tape.
 
     Attributes:
-        replays: how often the graph was replayed since its capture.
+        replays: Number of replays since capture.
     """
 
     def __new__(cls, keep_graph: bool = False) -> CUDAGraph:
@@ -341,16 +347,16 @@ class CUDAGraph:
         self._generators: set[GeneratorState] = set()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies and pickles, as torch's class does: a graph is tied to its addresses.
+        """Reject copies and pickles, as torch does.
 
         Raises:
-            TypeError: always.
+            TypeError: Always.
         """
         raise TypeError(f"cannot pickle {type(self).__name__!r} object")
 
     @property
     def op_count(self) -> int:
-        """How many operators a replay runs."""
+        """Number of operators in the graph."""
         return 0 if self._tape is None else len(self._tape.steps)
 
     def capture_begin(
@@ -362,19 +368,14 @@ class CUDAGraph:
         """Start recording the operators of the current stream.
 
         Args:
-            pool: Where the graph's memory goes; a pool of its own by default.
-            capture_error_mode: As torch names them; all are the same here.
-            check_input_liveness: Accepted; every replay looks for memory that is gone.
+            pool: Memory pool of the graph; None for a new pool.
+            capture_error_mode: With "global", calls that synchronize are errors in all threads, otherwise in this one.
+            check_input_liveness: Ignored; every replay checks all memory.
 
         Raises:
-            CaptureError: a capture is under way already.
-            RuntimeError: this object holds a graph, the current stream is the legacy default stream, or
-                ``capture_error_mode`` is none of "global", "thread_local", "relaxed".
+            CaptureError: A capture is already in progress.
+            RuntimeError: This object has a graph, or the current stream is the legacy default stream.
         """
-        if capture_error_mode not in ("global", "thread_local", "relaxed"):
-            raise RuntimeError(
-                f"Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got {capture_error_mode}"
-            )
         if self._tape is not None:
             raise RuntimeError(
                 "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
@@ -396,11 +397,11 @@ class CUDAGraph:
         self._recorder = recorder
 
     def capture_end(self) -> None:
-        """Stop recording and undo what the capture computed.
+        """Stop recording, and undo the writes of the capture.
 
         Raises:
-            CaptureError: an operation in the capture was refused; the capture is void.
-            RuntimeError: no capture of this graph is under way, or another stream is current than at its begin.
+            CaptureError: An operation in the capture was rejected.
+            RuntimeError: This graph is not being captured, or the current stream is not the origin stream.
         """
         recorder, self._recorder = self._recorder, None
         if recorder is None:
@@ -423,12 +424,12 @@ class CUDAGraph:
             )
 
     def replay(self) -> None:
-        """Run the graph's operators again, into the memory they had at capture.
+        """Run the operators of the graph on its memory.
 
         Raises:
-            RuntimeError: nothing was captured, or the graph was reset.
-            CaptureError: a capture is under way.
-            StaleAddress: memory of the graph was freed, resized or moved since capture.
+            RuntimeError: There is no captured graph.
+            CaptureError: A capture is in progress.
+            StaleAddress: Memory of the graph was freed, resized or moved since capture.
         """
         tape = self._captured()
         streams.refuse_while_capturing("CUDAGraph.replay")
@@ -436,23 +437,23 @@ class CUDAGraph:
         self.replays += 1
 
     def reset(self) -> None:
-        """Drop the graph and its reference to its pool."""
+        """Delete the graph and its reference to the pool."""
         self._tape = None
         self.replays = 0
 
     def pool(self) -> memory.PoolHandle:
-        """The handle of the graph's memory pool.
+        """Return the handle of the memory pool.
 
         Raises:
-            RuntimeError: nothing was captured.
+            RuntimeError: There is no captured graph.
         """
         return self._captured().pool.handle
 
     def register_generator_state(self, generator: Any) -> None:
-        """Let the capture draw from ``generator``'s state; the default generator's is always registered.
+        """Allow the capture to draw from the state of ``generator``. The default state is always registered.
 
         Raises:
-            TypeError: ``generator`` is no generator of the device.
+            TypeError: ``generator`` is not a generator of the device.
         """
         if not isinstance(generator, CudaGenerator):
             raise TypeError(f"register_generator_state() takes a CUDA generator, got {generator!r}")
@@ -467,8 +468,8 @@ class CUDAGraph:
 
 
 def install() -> None:
-    """Put the class in the place of torch's."""
+    """Replace ``torch.cuda.CUDAGraph``."""
     for owner in (torch.cuda, torch.cuda.graphs):
-        patch(owner, "CUDAGraph", CUDAGraph, "captures are tapes")
-        patch(owner, "graph_pool_handle", memory.new_handle, "pools are the tape's")
-    patch(torch._C, "_host_emptyCache", lambda: None, "torch.cuda.graph calls it before a capture")
+        patch(owner, "CUDAGraph", CUDAGraph)
+        patch(owner, "graph_pool_handle", memory.new_handle)
+    patch(torch._C, "_host_emptyCache", lambda: None)

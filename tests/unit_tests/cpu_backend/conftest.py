@@ -1,4 +1,4 @@
-"""Run every test of this folder on the CPU backend."""
+"""Runs every test on the CPU backend."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def _cpu_backend():
 
 @pytest.fixture(autouse=True)
 def _side_stream():
-    """Leave the legacy default stream, as programs with graphs must."""
+    """Run on a side stream, as captures require."""
     torch.manual_seed(1234)
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
@@ -22,7 +22,7 @@ def _side_stream():
 
 
 def capture(body, *generators, **options):
-    """Return the graph of ``body``, with ``generators`` registered, and the result of ``body``."""
+    """Capture ``body`` with registered ``generators``; return the graph and the result."""
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)

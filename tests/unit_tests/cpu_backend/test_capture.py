@@ -1,4 +1,4 @@
-"""What a capture leaves behind, and what a replay does."""
+"""Effects of captures and replays."""
 
 import inspect
 
@@ -10,7 +10,7 @@ from megatron_fsdp_cuda_graphs.cpu_backend import patches
 from .conftest import capture
 
 
-def test_a_capture_takes_back_what_it_wrote_into_existing_memory():
+def test_capture_restores_existing_memory():
     x = torch.ones(4, device="cuda")
     buffer = torch.arange(8.0, device="cuda")
     graph, _ = capture(lambda: buffer[2:6].add_(x))
@@ -19,7 +19,7 @@ def test_a_capture_takes_back_what_it_wrote_into_existing_memory():
     assert buffer.tolist() == [0, 1, 3, 4, 5, 6, 6, 7]
 
 
-def test_a_replay_reads_the_captured_address_and_not_the_name():
+def test_replay_reads_the_captured_address():
     parameter = torch.nn.Parameter(torch.ones(2, device="cuda"))
     old = parameter.data
     graph, y = capture(lambda: parameter * 3)
@@ -31,7 +31,7 @@ def test_a_replay_reads_the_captured_address_and_not_the_name():
     assert y.tolist() == [6, 6]
 
 
-def test_autograd_is_recorded_too():
+def test_autograd_is_recorded():
     x = torch.ones(3, device="cuda", requires_grad=True)
     weight = torch.full((3,), 4.0, device="cuda", requires_grad=True)
     graph, (grad,) = capture(lambda: torch.autograd.grad((x * weight).tanh().sum(), [x]))
@@ -42,7 +42,7 @@ def test_autograd_is_recorded_too():
     assert torch.equal(grad, expected)
 
 
-def test_a_replay_runs_no_python_of_the_captured_function():
+def test_replay_runs_no_python():
     calls = []
     x = torch.ones(2, device="cuda")
 
@@ -57,13 +57,13 @@ def test_a_replay_runs_no_python_of_the_captured_function():
     assert graph.replays == 2
 
 
-def test_views_and_allocations_are_not_run_again():
+def test_views_and_allocations_are_not_recorded():
     x = torch.ones(4, 4, device="cuda")
     graph, _ = capture(lambda: torch.empty_like(x).view(2, 8).t().copy_(x.view(8, 2)))
     assert graph.op_count == 1
 
 
-def test_tensors_of_the_meta_device_are_no_part_of_a_graph():
+def test_meta_tensors_are_not_recorded():
     x = torch.ones(4, 2, device="cuda").t()
 
     def body():
@@ -132,7 +132,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_a_replay_equals_eager_to_the_bit_for(operation):
+def test_replay_is_bit_identical_to_eager(operation):
     x = torch.randn(4, 4, device="cuda")
     graph, captured = capture(lambda: operation(x))
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_outputs_are_poisoned_until_the_first_replay(dtype):
     assert torch.equal(y, x)
 
 
-def test_gradients_that_backward_accumulates_are_restored():
+def test_accumulated_gradients_are_restored():
     weight = torch.ones(3, device="cuda", requires_grad=True)
     weight.grad = torch.full_like(weight, 5.0)
     saved = (weight * 2).exp()
@@ -172,8 +172,8 @@ def test_gradients_that_backward_accumulates_are_restored():
 
 
 @pytest.mark.parametrize("name", ["__init__", "capture_begin", "capture_end", "replay", "reset", "pool"])
-def test_signature_of_a_method_is_that_of_torch(name):
-    (torchs,) = {patch.original for patch in patches.APPLIED if patch.name == "torch.cuda.CUDAGraph"}
+def test_methods_have_torchs_signatures(name):
+    (torchs,) = {patch.original for patch in patches.APPLIED if patch.replacement is torch.cuda.CUDAGraph}
     method = getattr(torchs, "__new__" if name == "__init__" else name)
     ours, theirs = (inspect.signature(m).parameters for m in (getattr(torch.cuda.CUDAGraph, name), method))
     assert list(theirs)[1:] == list(ours)[1 : len(theirs)]

@@ -1,11 +1,11 @@
-"""torch's own ``make_graphed_callables``, unmodified, on the tape."""
+"""torch's ``make_graphed_callables`` on the CPU backend."""
 
 import pytest
 import torch
 
 
 def train(graphed: bool, dropout: float) -> list[float]:
-    """Losses of five steps of a small MLP, made of two callables."""
+    """Return the losses of five steps of a small MLP of two callables."""
     torch.manual_seed(1)
     layers = [
         torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Dropout(dropout), torch.nn.Linear(8, 8))
@@ -31,10 +31,10 @@ def train(graphed: bool, dropout: float) -> list[float]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_training_is_bit_equal_to_eager(dropout):
+def test_training_is_bit_identical_to_eager(dropout):
     assert train(graphed=True, dropout=dropout) == train(graphed=False, dropout=dropout)
 
 
-def test_the_comparison_notices_a_graph_that_does_nothing(monkeypatch):
+def test_negative_control(monkeypatch):
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: None)
     assert train(graphed=True, dropout=0.0) != train(graphed=False, dropout=0.0)
