@@ -1,11 +1,10 @@
-"""Writes this project as one patch for ``git am`` in a Megatron-LM checkout.
+"""Write this project as one patch for ``git am`` in a Megatron-LM checkout.
 
     python -m tools.patch CHECKOUT | git -C CHECKOUT am
 
-The patch adds the files that megatron-core lacks and replaces those that this project replaces. A file that extends
-megatron-core's is appended to it, and ``_upstream`` is what the module held before that line. So the checkout runs what
-the overlay runs, in the same order, and a reader sees additions only. CHECKOUT is read, not changed; it needs neither
-this project nor its start-up afterwards.
+The patch adds and replaces the files that this project adds and replaces. It appends each extending file to
+megatron-core's, after a line that saves the namespace as ``_upstream``, so that the checkout runs the same code as the
+overlay, in the same order. CHECKOUT is not changed, and does not need this project afterwards.
 """
 
 import argparse
@@ -22,7 +21,7 @@ TITLE = "CUDA graphs under Megatron-FSDP"
 BODY = f"Made from megatron-fsdp-cuda-graphs {__version__} by tools/patch.py."
 SEAM = """
 
-# CUDA graphs under Megatron-FSDP: what follows replaces names above, which stay available in `_upstream`.
+# CUDA graphs under Megatron-FSDP: the code below replaces names above, which stay available in `_upstream`.
 # ruff: noqa: E402
 from types import SimpleNamespace
 
@@ -33,15 +32,15 @@ _EXTEND = re.compile(r"^_upstream(: Any)? = extend\(__name__\)\n+", re.MULTILINE
 
 
 def patched_files(checkout: Path) -> dict[str, str]:
-    """Return the text of each file that the patch changes or adds, by its path below ``checkout``.
+    """Return the text of each changed or added file, by its path below ``checkout``.
 
     Raises:
         FileNotFoundError: ``checkout`` has no megatron-core.
-        ValueError: it has a version that the patch was not tested with.
+        ValueError: Its version is untested.
     """
     info = checkout / "megatron" / "core" / "package_info.py"
     if not info.is_file():
-        raise FileNotFoundError(f"{checkout} has no megatron/core: name a Megatron-LM checkout")
+        raise FileNotFoundError(f"{checkout} has no megatron/core: pass a Megatron-LM checkout")
     version = version_in(info.read_text())
     if version not in TESTED_VERSIONS:
         raise ValueError(f"{checkout} has megatron-core {version}: use one of {', '.join(TESTED_VERSIONS)}")
@@ -52,13 +51,18 @@ def patched_files(checkout: Path) -> dict[str, str]:
             if file.suffix == ".py" and is_extension(file):
                 text = (checkout / path).read_text() + SEAM + _EXTEND.sub("", _IMPORT.sub("", text))
             if "megatron_fsdp_cuda_graphs.overlay" in text:
-                raise ValueError(f"{path} still needs the overlay: end its import block with `extend` as others do")
+                raise ValueError(f"{path} still needs the overlay: end its import block with `extend`")
             texts[path] = text
     return texts
 
 
 def make_patch(checkout: Path) -> bytes:
-    """Return the patch; raises as ``patched_files``, and CalledProcessError if git fails."""
+    """Return the patch.
+
+    Raises:
+        CalledProcessError: git failed.
+        FileNotFoundError, ValueError: See ``patched_files``.
+    """
     texts = patched_files(checkout)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -81,7 +85,7 @@ def make_patch(checkout: Path) -> bytes:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the patch; return 2 if there is nothing to make one for."""
+    """Print the patch; return 0, or 2 if the checkout is unsuitable."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
     try:

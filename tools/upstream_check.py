@@ -1,12 +1,11 @@
-"""Checks the patch against another megatron-core, which is read and not imported.
+"""Check the patch against another megatron-core, without importing it.
 
-    python -m tools.upstream_check FOLDER [--against DIR]
+    python -m tools.upstream_check FOLDER
 
-FOLDER holds ``megatron/core``: a Megatron-LM checkout or a site-packages. DIR holds the one to compare with, by default
-the installed one. Listed as breaking: names that the patch imports and that are gone, functions and methods
-it overrides that are gone or take other parameters, and names that others import from a module that the patch
-replaces. Listed for reading again: overridden definitions with other code. The exit code is 1 if something would break,
-2 if there is nothing to compare.
+FOLDER contains ``megatron/core``: a Megatron-LM checkout or a site-packages folder. It is compared with the installed
+megatron-core. Breaking: removed names that the patch imports, overridden functions that are removed or have other
+parameters, and names that other modules import from a replaced module and the patch lacks. To review: overridden
+definitions with other code. The exit code is 1 if anything would break, 2 if there is nothing to compare.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from pathlib import Path
 from megatron_fsdp_cuda_graphs.overlay import ROOT, find_core, module_file, patched_modules, tree_file
 
 REPLACED = "megatron.core.transformer.cuda_graphs"
-UPSTREAM = "_upstream"  # what files of the patch call megatron-core's definitions of the module that they extend
+UPSTREAM = "_upstream"  # megatron-core's definitions in files of the patch
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _BRANCHES = ast.If | ast.Try | ast.With | ast.For | ast.ExceptHandler
 
@@ -32,7 +31,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the statements of ``body`` and of branches in it."""
+    """Yield the statements of ``body``, including those in branches."""
     for node in body:
         yield node
         if isinstance(node, _BRANCHES):
@@ -40,22 +39,19 @@ def statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def bound_names(body: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that ``body`` defines, imports or assigns; ``*`` for an import of all names."""
+    """Yield the names that ``body`` defines, imports or assigns; ``*`` for a star import."""
     for node in statements(body):
         if isinstance(node, Definition):
             yield node.name
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name) and _is_stored(each))
-
-
-def _is_stored(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
+            names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+            yield from (each.id for each in names if isinstance(each.ctx, ast.Store))
 
 
 def imports(file: Path, package: str) -> Iterator[tuple[str, str, int]]:
-    """Yield module, name and line of each ``from module import name`` in ``file``, except those that may fail."""
+    """Yield module, name and line of each ``from module import name`` in ``file``, except in ``try`` statements."""
     may_fail = {id(each) for node in ast.walk(parsed(file)) if isinstance(node, ast.Try) for each in ast.walk(node)}
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom) and id(node) not in may_fail:
@@ -65,31 +61,33 @@ def imports(file: Path, package: str) -> Iterator[tuple[str, str, int]]:
 
 
 class Core:
-    """The files of a megatron-core.
+    """Source files of a megatron-core.
 
     Raises:
-        FileNotFoundError: there is none in ``root``.
+        FileNotFoundError: ``root`` has no megatron-core.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         if not (root / "megatron" / "core" / "__init__.py").is_file():
-            raise FileNotFoundError(f"{root} has no megatron/core: name a Megatron-LM checkout or a site-packages")
+            raise FileNotFoundError(
+                f"{root} has no megatron/core: pass a Megatron-LM checkout or a site-packages folder"
+            )
 
     def body(self, module: str) -> list[ast.stmt]:
-        """Return the statements of ``module``; none if there is no such file."""
+        """Return the statements of ``module``; empty if the file does not exist."""
         file = module_file(self.root.joinpath(*module.split(".")))
         return parsed(file.resolve()).body if file else []
 
     def has(self, module: str, name: str = "") -> bool:
-        """Whether there is ``module``, and in it ``name``: defined, imported, or a module below it."""
+        """Whether ``module`` exists and defines, imports or contains ``name``."""
         path = self.root.joinpath(*module.split("."), name)
         if module_file(path) is not None or path.is_dir():
             return True
         return bool(name) and not {name, "*", "__getattr__"}.isdisjoint(bound_names(self.body(module)))
 
     def find(self, module: str, paths: Iterable[str]) -> Definition | None:
-        """Return the function or class at the first of ``paths``, such as ``Class.method``, that is in ``module``."""
+        """Return the function or class at the first path, for example ``Class.method``, that exists in ``module``."""
         for path in paths:
             body, found = self.body(module), None
             for name in path.split("."):
@@ -101,11 +99,11 @@ class Core:
 
 
 class Check:
-    """Compares what the patch needs of megatron-core in two versions.
+    """Compares two versions of the megatron-core definitions that the patch uses.
 
     Attributes:
-        broken: Lines on what would break.
-        changed: Lines on what is to be read again.
+        broken: A line for each breaking change.
+        changed: A line for each change to review.
     """
 
     def __init__(self, ours: Core, other: Core) -> None:
@@ -124,16 +122,16 @@ class Check:
         self._replaced()
 
     def __str__(self) -> str:
-        sections = {"Would break:": self.broken, "Changed behind the patch, to be read again:": self.changed}
+        sections = {"Would break:": self.broken, "Changed behind the patch, to review:": self.changed}
         lines = [line for title, texts in sections.items() if texts for line in (title, *map("  {}".format, texts), "")]
-        return "\n".join([*lines, f"{len(self.broken)} would break, {len(self.changed)} to be read again"])
+        return "\n".join([*lines, f"{len(self.broken)} would break, {len(self.changed)} to review"])
 
     def _needs(self, module: str, name: str, where: str) -> None:
         if self.ours.has(module, name) and not self.other.has(module, name):
             self.broken.append(f"gone: {module}.{name} ({where})")
 
     def _extended(self, module: str, file: Path) -> None:
-        """Look at what an extended module reads of megatron-core's, and at what it overrides."""
+        """Check the names that an extended module uses and overrides."""
         for node in ast.walk(parsed(file)):
             if name := _upstream_name(node):
                 self._needs(module, name, f"{file.relative_to(ROOT)}:{node.lineno}")  # type: ignore[attr-defined]
@@ -151,27 +149,27 @@ class Check:
                 self._overrides(module, [node.name], file, node)
 
     def _overrides(self, module: str, paths: list[str], file: Path, own: Definition | None = None) -> None:
-        """Compare what the patch overrides; the first of ``paths`` that a megatron-core has counts."""
+        """Compare an overridden definition: the first of ``paths`` in each version."""
         before, after = (core.find(module, paths) for core in (self.ours, self.other))
         what = f"{module}.{paths[-1]} ({file.relative_to(ROOT)}:{own.lineno if own else 1})"
         if before is None:
             return
         if after is None:
-            self.broken.append(f"gone, nobody calls the patch's: {what}")
+            self.broken.append(f"gone, so the override is never called: {what}")
         elif _parameters(before) != _parameters(after) and not _takes_any(own):
             self.broken.append(f"other parameters ({_parameters(before)} -> {_parameters(after)}): {what}")
         elif ast.dump(before) != ast.dump(after):
             self.changed.append(what)
 
     def _replaced(self) -> None:
-        """Look at the module that the patch replaces: its public definitions, and who imports what from it."""
+        """Check the public definitions of the replaced module, and imports from it."""
         file = tree_file(REPLACED)
         assert file is not None
         before, after = (list(_public(core.body(REPLACED))) for core in (self.ours, self.other))
         for path in before:
             self._overrides(REPLACED, [path], file)
         self.changed += [f"new: {REPLACED}.{path}" for path in after if path not in before]
-        # Names that it takes by ``import *`` are megatron-core's, which a unit test compares one by one.
+        # A unit test compares the names of star imports.
         there = {*bound_names(parsed(file).body), *bound_names(self.ours.body(REPLACED))}
         for source in sorted((self.other.root / "megatron").rglob("*.py")):
             if b"cuda_graphs" in source.read_bytes():
@@ -182,13 +180,13 @@ class Check:
 
 
 def _upstream_name(node: ast.AST) -> str:
-    """Return ``Name`` of the expression ``_upstream.Name``; empty for any other."""
+    """Return ``Name`` for the expression ``_upstream.Name``; empty for other expressions."""
     known = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == UPSTREAM
     return node.attr if known else ""  # type: ignore[attr-defined]
 
 
 def _upstream_names(base: ast.expr) -> list[str]:
-    """Return the names of a base class in megatron-core: ``_upstream.A``, ``getattr(_upstream, "B", _upstream.A)``."""
+    """Return the names in ``_upstream.A`` or ``getattr(_upstream, "B", _upstream.A)``, a base class."""
     names = [_upstream_name(node) or getattr(node, "value", None) for node in ast.walk(base)]
     return [name for name in names if isinstance(name, str)]
 
@@ -198,7 +196,7 @@ def _parameters(definition: Definition) -> str:
 
 
 def _takes_any(own: Definition | None) -> bool:
-    """Whether a function passes on whatever it is given."""
+    """Whether a function takes arbitrary arguments."""
     return isinstance(own, ast.FunctionDef) and bool(own.args.vararg and own.args.kwarg)
 
 
@@ -212,16 +210,15 @@ def _public(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--against", type=Path)
-    args = parser.parse_args(arguments)
+    folder = parser.parse_args(arguments).folder
     try:
         core = find_core()
-        if core is None and args.against is None:
-            raise FileNotFoundError("megatron-core is not installed: name another to compare with by --against")
-        check = Check(Core(args.against or Path(core.origin).parents[2]), Core(args.folder))  # type: ignore[union-attr]
+        if core is None:
+            raise FileNotFoundError("megatron-core is not installed: install a tested version")
+        check = Check(Core(Path(core.origin).parents[2]), Core(folder))
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The patch for ``git am``: what it holds. ``make test-patch`` applies it, trains and runs tests in the checkout."""
+"""Contents of the patch for ``git am``. ``make test-patch`` applies it, and runs tests in the checkout."""
 
 import ast
 import shutil
@@ -16,12 +16,12 @@ def files():
     return patch.patched_files(installed())
 
 
-def test_the_patch_has_every_file_of_the_tree(files):
+def test_patch_has_every_file_of_the_tree(files):
     tree = {file for file in overlay.ROOT.rglob("*") if file.is_file() and file.suffix != ".pyc"}
     assert {overlay.ROOT / path.removeprefix("megatron/") for path in files} == tree
 
 
-def test_a_changed_file_begins_with_all_of_megatron_cores(files):
+def test_extended_files_start_with_megatron_cores(files):
     sources = [path for path in files if path.endswith(".py")]
     changed = {path: installed() / path for path in sources if overlay.is_extension(overlay.ROOT.parent / path)}
     assert changed
@@ -29,7 +29,7 @@ def test_a_changed_file_begins_with_all_of_megatron_cores(files):
         assert files[path].startswith(file.read_text() + patch.SEAM)
 
 
-def test_no_file_needs_the_overlay(files):
+def test_patched_files_do_not_need_the_overlay(files):
     sources = [ast.parse(text) for path, text in files.items() if path.endswith(".py")]
     nodes = [node for tree in sources for node in ast.walk(tree)]
     assert not [node for node in nodes if isinstance(node, ast.ImportFrom) and "overlay" in (node.module or "")]
@@ -38,7 +38,7 @@ def test_no_file_needs_the_overlay(files):
 
 
 @pytest.mark.parametrize("version", ["MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = ''\n", "", None])
-def test_a_folder_without_a_tested_megatron_core_is_refused(tmp_path, capsys, version):
+def test_folder_without_a_tested_megatron_core_fails(tmp_path, capsys, version):
     info = tmp_path / "megatron" / "core" / "package_info.py"
     info.parent.mkdir(parents=True)
     if version is not None:
@@ -47,7 +47,7 @@ def test_a_folder_without_a_tested_megatron_core_is_refused(tmp_path, capsys, ve
     assert "use one of 0.19.0" in (error := capsys.readouterr().err) or f"{tmp_path} has no megatron/core" in error
 
 
-def test_git_takes_the_patch(tmp_path, files):
+def test_git_applies_the_patch(tmp_path, files):
     for path in files:
         if (installed() / path).is_file():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
