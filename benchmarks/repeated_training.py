@@ -2,11 +2,11 @@
 
     python benchmarks/repeated_training.py --configurations D --variants eager+grouped native+grouped
 
-Configurations and variants are those of ``step_time.py``. ``--launches`` groups of processes, side by side on the same
-GPUs so that timing varies, each train every variant ``--runs`` times. A run is identified by the loss and gradient norm
-of each step and by a checksum of every gradient and weight of each rank. Variants that must compute the same bits
-(``Variant.references``) are compared with one another too. The exit code is 1 if two runs differ or one failed. Without
-a GPU tiny models train on the CPU backend.
+Configurations and variants are those of ``step_time.py``. ``--launches`` groups of processes train every variant
+``--runs`` times each, concurrently on the same GPUs so that timing varies. Compares the loss and gradient norm of each
+step, and a checksum of every gradient and weight of each rank. Variants that must be bit-identical
+(``Variant.references``) are also compared with each other. The exit code is 1 if two runs differ or one fails. Without
+a GPU, tiny models train on the CPU backend.
 """
 
 import argparse
@@ -28,22 +28,22 @@ from benchmarks._step_time.launch import Result, run_plan  # noqa: E402
 from benchmarks._step_time.plan import Run, plan  # noqa: E402
 from benchmarks.results_file import command_line, write_results  # noqa: E402
 
-type Steps = list[dict[str, Any]]  # of each step the numbers that identify it, by name
+type Steps = list[dict[str, Any]]  # values of each step, by name
 
 
 def steps_of(result: Result) -> Steps:
-    """Return what identifies each step of a run."""
+    """Return the compared values of each step of a run."""
     numbers = ({"loss": loss, "gradient norm": norm} for loss, norm in result["numbers"])
     return [step | sums for step, sums in zip(numbers, result["found"], strict=True)]
 
 
 def first_difference(one: Steps, other: Steps) -> str:
-    """Return the first step at which two runs differ and what differs there; empty if they are equal."""
+    """Describe the first difference between two runs; empty if they are equal."""
     for number, (mine, theirs) in enumerate(zip(one, other, strict=True), 1):
         names = [name for name in mine if mine[name] != theirs.get(name)]
         tensors = [name for name in names if "gradient of" in name] or names
         if names:
-            return f"step {number}: {len(names)} of {len(mine)} values, such as {tensors[-1]}"
+            return f"step {number}: {len(names)} of {len(mine)} values, for example {tensors[-1]}"
     return ""
 
 
@@ -51,7 +51,7 @@ def compared(runs: list[Result], reference: Result | None) -> dict[str, Any]:
     """Compare the runs of a variant with ``reference``.
 
     Returns:
-        How many there are, how many are equal to it, how many different results there are, and what differs.
+        Number of ``runs``, of runs ``equal`` to the reference, and of distinct ``results``; ``differences`` and errors.
     """
     errors = [run["error"] for run in runs if "error" in run]
     trained = [steps_of(run) for run in runs if "error" not in run]
@@ -62,7 +62,7 @@ def compared(runs: list[Result], reference: Result | None) -> dict[str, Any]:
 
 
 def train(trained: list[tuple[Any, Any]], args: argparse.Namespace, ranks: int, folder: Path) -> list[Result]:
-    """Train each pair of configuration and variant in one launch; return the results in their order."""
+    """Train each pair of configuration and variant in one launch, and return the results in order."""
     folder.mkdir(parents=True)
     runs = [replace(run, checksums=True) for run in plan(trained, steps=args.steps, profiled=False)]
     results: list[Result] = [{"error": "not run"} for _ in runs]
@@ -76,18 +76,18 @@ def train(trained: list[tuple[Any, Any]], args: argparse.Namespace, ranks: int, 
 
 
 def main() -> int:
-    """Train, compare, print a line for each variant, and write the results."""
+    """Train and compare, print a line per variant, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, help="ranks (default: all GPUs; 2 on the CPU backend)")
+    parser.add_argument("--gpus", type=int, help="number of ranks (default: all GPUs; 2 on the CPU backend)")
     parser.add_argument("--configurations", nargs="+", default=["D"], metavar="NAME[:FLAGS]")
     parser.add_argument("--variants", nargs="+", required=True, metavar="NAME[:VARIABLES[:FLAGS]]")
-    parser.add_argument("--launches", type=int, default=5, help="groups of processes, side by side")
-    parser.add_argument("--runs", type=int, default=4, help="of each variant in each launch")
-    parser.add_argument("--steps", type=int, default=8, help="of each run")
-    parser.add_argument("--expert-parallel", type=int, default=2, help="ranks over which experts are spread")
-    parser.add_argument("--stall-seconds", type=float, default=240, help="a run that takes longer has failed")
-    parser.add_argument("--logs", type=Path, help="folder for logs and results of each launch")
-    parser.add_argument("--output", type=Path, help="where to write the results, as JSON")
+    parser.add_argument("--launches", type=int, default=5, help="concurrent groups of processes")
+    parser.add_argument("--runs", type=int, default=4, help="runs of each variant per launch")
+    parser.add_argument("--steps", type=int, default=8, help="steps per run")
+    parser.add_argument("--expert-parallel", type=int, default=2, help="expert-parallel size")
+    parser.add_argument("--stall-seconds", type=float, default=240, help="time limit of a run")
+    parser.add_argument("--logs", type=Path, help="folder for logs of each launch")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     ranks = args.gpus or torch.cuda.device_count() or 2
     on_cpu = not torch.cuda.is_available()

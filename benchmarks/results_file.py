@@ -1,4 +1,4 @@
-"""Write results to a file, after the command, hardware and versions that produced them."""
+"""Writes results to a file, with the command, hardware and versions that produced them."""
 
 import json
 import platform

@@ -1,17 +1,15 @@
-"""A long training with graphs against an eager one, bit for bit: with evaluation, checkpoints, and a new process.
+"""Compare a long training with graphs and an eager one bit for bit, with evaluation, checkpoints and a restart.
 
-    python benchmarks/soak.py --output soak.json      # two GPUs; two CPU ranks where there is none
+    python benchmarks/soak.py --output soak.json      # two GPUs, or two CPU ranks
 
-For each of ``--configurations`` it runs ``examples/pretrain_gpt.py`` under Megatron-FSDP three times: eagerly without
-an interruption; with graphs, saving checkpoints, to ``--resume-from``; and from that checkpoint in new
-processes to the end. Loss and gradient norm of every step are compared bit for bit. The JSON has their hash, the steps
-that differ, and the MiB that the allocator held after each step, which a picture beside it shows; ``flat`` says that
-none was reserved in the second half of a run. Exits with 1 if steps differ, are missing, or ran without graphs, if
-memory grew, or a training failed.
+For each of ``--configurations``, runs ``examples/pretrain_gpt.py`` under Megatron-FSDP three times: eagerly; with
+graphs and checkpoints up to ``--resume-from``; and from that checkpoint to the end in new processes. Compares the loss
+and gradient norm of every step. The JSON has their hash, the differing steps, and the reserved MiB after each step;
+``flat`` is true if no memory was reserved in the second half of a run. The exit code is 1 if steps differ, are missing
+or ran eagerly, if memory grew, or if a training failed.
 
-Where there are GPUs for it, or ``--at-once`` says so, trainings that do not need each other run side by side. A
-configuration is written as soon as it is done; logs, and the metrics of each step so far, are in a folder beside the
-JSON.
+Independent trainings run concurrently if there are enough GPUs, or with ``--at-once``. Results are written after each
+configuration; logs and metrics are in a folder beside the JSON.
 """
 
 import argparse
@@ -41,7 +39,7 @@ MOE = """
     --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
 """
-# Every micro-batch draws anew which experts get many tokens; some get none.
+# Each micro-batch draws its popular experts; some experts get no tokens.
 UNBALANCED = "--moe-use-grouped-tensor --moe-router-force-biased 3"
 LOCAL = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
 ON_CPU = """
@@ -56,7 +54,7 @@ Runs = dict[str, Steps]
 
 
 def main() -> int:
-    """Run every configuration; return the exit status."""
+    """Run every configuration, and return the exit code."""
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     logs = args.output.with_suffix(".logs")
@@ -86,29 +84,29 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Return the arguments."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=CONFIGURATIONS)
-    parser.add_argument("--output", type=Path, required=True, help="the JSON; picture and logs go beside it")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results; logs go beside it")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--at-once", type=int, help="trainings side by side; by default as the GPUs allow, or 1")
-    parser.add_argument("--steps", type=int, default=2000, help="of `dense` and `grouped`")
-    parser.add_argument("--moe-steps", type=int, default=500, help="of `moe`, where experts run eagerly")
+    parser.add_argument("--at-once", type=int, help="concurrent trainings (default: as many as the GPUs allow)")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of `dense` and `grouped`")
+    parser.add_argument("--moe-steps", type=int, default=500, help="steps of `moe`, whose experts run eagerly")
     parser.add_argument("--evaluate-every", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=500, help="at most the steps to --resume-from")
-    parser.add_argument("--resume-from", type=int, help="a step with a checkpoint; by default the middle")
+    parser.add_argument("--save-every", type=int, default=500, help="at most --resume-from")
+    parser.add_argument("--resume-from", type=int, help="step of the restart (default: the middle)")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=128)
     args = parser.parse_args()
     if 0 < len(gpus()) < args.ranks:
-        parser.error(f"--ranks {args.ranks} needs as many GPUs, and {len(gpus())} are visible")
+        parser.error(f"--ranks {args.ranks} needs as many GPUs, but {len(gpus())} are visible")
     args.at_once = args.at_once or max(1, len(gpus()) // args.ranks)
     return args
 
 
 def lengths(args: argparse.Namespace, name: str) -> tuple[int, int]:
-    """Return the steps of a configuration, and after which of them it is resumed."""
+    """Return the number of steps of a configuration, and the step of its restart."""
     steps = args.moe_steps if name == "moe" else args.steps
     return steps, args.resume_from or steps // 2
 
@@ -116,7 +114,7 @@ def lengths(args: argparse.Namespace, name: str) -> tuple[int, int]:
 def start(
     args: argparse.Namespace, name: str, folder: Path, trainings: Trainings, pool: ThreadPoolExecutor
 ) -> list[Future[Runs]]:
-    """Start one configuration: the eager training, and the graphed one with its resumption."""
+    """Start the eager training, and the graphed one with its restart."""
     moe = MOE if name == "moe" else f"{MOE} {UNBALANCED}" if name == "grouped" else ""
     steps, middle = lengths(args, name)
     sizes = f"""
@@ -146,13 +144,13 @@ def start(
 
 
 def write(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
-    """Write what was found so far, and draw it."""
+    """Write the results so far."""
     command = command_line("benchmarks/soak.py", sys.argv[1:])
     write_results(args.output, command=command, gpus=args.ranks, **found)
 
 
 def compare(steps: int, middle: int, done: dict[str, Steps]) -> dict[str, Any]:
-    """Return how the interrupted graphed run differs from the eager one, and the memory of all."""
+    """Compare the restarted graphed run with the eager one, and return the result with the memory of all runs."""
     eager, graphed = _numbers(done["eager"]), _numbers(done["graphed"] + done["resumed"])
     early = {run: middle * (run == "resumed") + CAPTURED_AFTER for run in ("graphed", "resumed")}
     memory = {run: [each["reserved_mib"] for each in lines] for run, lines in done.items()}

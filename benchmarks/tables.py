@@ -1,16 +1,16 @@
-"""Writes the tables and figures of documents that are made from files of results.
+"""Write the tables and figures of the documents from files of results.
 
-    python benchmarks/tables.py            # write all anew
-    python benchmarks/tables.py --check    # exit code 1 if a document says otherwise
+    python benchmarks/tables.py            # update all documents
+    python benchmarks/tables.py --check    # exit with 1 if a document is outdated
 
-A table is between two comments, of which the first says its kind (``KINDS``) and from which files it is made, relative
-to ``benchmarks/results``. A figure in a text stands before a comment that says where it is:
+A table is between two comments. The first one has its kind (``KINDS``) and its files, relative to
+``benchmarks/results``. A figure precedes a comment with its source:
 
     42.1<!--=release/step_time_a_b_1gpu configurations/A/native/ms-->
 
-This is the file and the keys that lead to it, without ``--``, which comments must not have: of a list the ``variant``
-or ``engine`` of an element, or its number; two of these with ``over`` between them are a ratio. A figure keeps its
-number of digits behind the point. A test fails on figures without such a comment.
+The source is a file and keys, without ``--``, which comments cannot contain. The key of a list element is its
+``variant`` or its index. ``over`` between two sources makes a ratio. A figure keeps its number of decimals. A test
+fails for figures without a source.
 """
 
 import argparse
@@ -41,11 +41,11 @@ KINDS = {
 
 
 def rewritten(text: str, up: str = "") -> str:
-    """Return the text of a document with its tables and figures written anew.
+    """Return a document with updated tables and figures.
 
     Args:
         text: The document.
-        up: The way from its folder to the repository, as links need it.
+        up: Relative path from its folder to the repository, for links.
     """
 
     def block(found: re.Match) -> str:
@@ -73,8 +73,8 @@ def _read(name: str) -> dict[str, Any]:
 def _value(found: Any, keys: str) -> float:
     for key in keys.split("/"):
         if isinstance(found, list):
-            names = ({str(each.get(name)).replace("--", "") for name in ("variant", "engine")} for each in found)
-            named = [each for each, own in zip(found, names, strict=True) if key in own]
+            names = (str(each.get("variant")).replace("--", "") for each in found)
+            named = [each for each, own in zip(found, names, strict=True) if key == own]
             found = named[0] if named else found[int(key)]
         else:
             found = {name.replace("--", ""): each for name, each in found.items()}[key]
@@ -82,9 +82,9 @@ def _value(found: Any, keys: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the documents."""
+    """Update or check the documents, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="only check")
     args = parser.parse_args(arguments)
     differing = []
     for name in DOCUMENTS:

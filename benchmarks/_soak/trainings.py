@@ -1,4 +1,4 @@
-"""Runs trainings in new processes, several side by side."""
+"""Runs trainings in new processes, several at a time."""
 
 import json
 import os
@@ -18,22 +18,22 @@ Steps = list[dict[str, Any]]
 
 
 def gpus() -> list[str]:
-    """The visible GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the visible GPUs, as named in CUDA_VISIBLE_DEVICES."""
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return (named.split(",") if named else [str(number) for number in range(count)])[:count]
 
 
 class Trainings:
-    """Trainings, of which so many run at once, each on GPUs of its own as long as there are any.
+    """Runs several trainings at a time, on separate GPUs if there are enough.
 
     Args:
-        ranks: Processes of a training.
-        at_once: How many run at once. Where there are fewer GPUs some trainings share theirs.
-        logs: A folder for what each training prints and for its metrics.
+        ranks: Number of processes per training.
+        at_once: Maximum number of concurrent trainings.
+        logs: Folder for logs and metrics.
 
     Raises:
-        ValueError: there are GPUs, but fewer than ``ranks``.
+        ValueError: There are fewer GPUs than ``ranks``, but not 0.
     """
 
     def __init__(self, ranks: int, at_once: int, logs: Path) -> None:
@@ -51,10 +51,10 @@ class Trainings:
         self._start = time.monotonic()
 
     def train(self, name: str, flags: str) -> Steps:
-        """Train once there is a place; return the metrics of each step (``examples/step_metrics.py``).
+        """Train when GPUs are free, and return the metrics of each step (``examples/step_metrics.py``).
 
         Raises:
-            RuntimeError: a process failed; with the end of the log.
+            RuntimeError: A process failed; contains the end of the log.
         """
         place = self._places.get()
         try:
@@ -80,13 +80,13 @@ class Trainings:
         return [json.loads(line) for line in metrics.read_text().splitlines()]
 
     def progress(self) -> str:
-        """The seconds since the beginning, and how many steps the trainings that run have done."""
+        """Return the elapsed seconds, and the number of steps of the running trainings."""
         steps = {name: _lines(self._metrics(name)) for name in sorted(self._running)}
         counts = ", ".join(f"{name} {count} steps" for name, count in steps.items())
         return f"{time.monotonic() - self._start:5.0f} s: {counts}"
 
     def stop(self) -> None:
-        """Stop those that run, and start no further."""
+        """Stop running trainings, and start no more."""
         self._stopped = True
         for process in list(self._running.values()):
             process.terminate()

@@ -1,4 +1,4 @@
-"""Checksums of the gradients and weights of a training."""
+"""Takes checksums of gradients and weights."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +10,7 @@ from megatron.training import training
 
 
 class Checksums:
-    """Checksums of every gradient and weight of each rank, taken around each step of the optimizer.
-
-    They are computed on the device, so that nothing waits for the host within a forward or backward pass.
-    """
+    """Takes a checksum of each gradient before, and of each weight after the optimizer step, without synchronizing."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, torch.Tensor]] = []
@@ -36,10 +33,10 @@ class Checksums:
         return chunks, optimizer, *others
 
     def after_step(self, step: int) -> None:
-        """Called after each step."""
+        """Do nothing; part of the interface of ``StepProfile``."""
 
     def found(self) -> list[dict[str, int]]:
-        """Return the checksums of each step, by rank and name."""
+        """Return the checksums of each step by rank and name."""
         mine = [{name: int(value) for name, value in step.items()} for step in self._steps]
         ranks: list[list[dict[str, int]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, mine)
@@ -50,7 +47,7 @@ class Checksums:
 
 
 def _named_parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters that the optimizer updates; under DistributedDataParallel, those of the model."""
+    """Yield the parameters of the optimizer; under DistributedDataParallel, of the model."""
     for chunk in chunks:
         buffer: Any = getattr(chunk, "param_and_grad_buffer", None)
         yield from chunk.named_parameters() if buffer is None else buffer.optimizer_named_parameters
@@ -63,7 +60,7 @@ def _gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bit patterns, an int64 scalar on its device."""
+    """Return the sum of the bit patterns of a tensor, an int64 scalar on its device."""
     local = getattr(tensor, "_local_tensor", tensor).detach()
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     return local.contiguous().view(bits).sum(dtype=torch.int64)

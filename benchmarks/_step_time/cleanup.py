@@ -1,7 +1,6 @@
-"""Takes down what a training leaves in its process, so that the next one starts afresh.
+"""Cleans up a process between trainings.
 
-torch.distributed and the model-parallel groups stay: Megatron builds new communicators at every initialization, and
-NCCL keeps the memory of those that are gone.
+Keeps torch.distributed and the model-parallel groups, because NCCL does not free the memory of destroyed communicators.
 """
 
 import gc
@@ -11,17 +10,17 @@ import torch
 
 
 def clean_up() -> float:
-    """Forget the training that has ended and free its memory.
+    """Free the memory of the finished training.
 
     Returns:
-        MiB of tensors that are still allocated.
+        MiB of tensors that remain allocated.
     """
     _forget_globals()
     _forget_routing()
     _forget_graphs()
     _forget_fp8()
     _clear_caches_of_dtensor()
-    torch._dynamo.reset()  # compiled functions keep what they were traced with
+    torch._dynamo.reset()  # compiled functions reference traced objects
     torch.cuda.synchronize()
     gc.enable()
     for _ in range(2):
@@ -43,21 +42,21 @@ def _forget_globals() -> None:
     from megatron.training.global_vars import destroy_global_vars
 
     for kind in (RotaryEmbedding, YarnRotaryEmbedding):
-        kind.forward.cache_clear()  # it holds the modules, and by their hooks the model
+        kind.forward.cache_clear()  # the cache references modules and, through hooks, the model
     destroy_global_vars()
     unset_num_microbatches_calculator()
     destroy_rerun_state_machine()
     parallel_state.get_global_memory_buffer().buffer.clear()
-    # The next training may want another kind of tracker.
+    # The next training may use another class of tracker.
     random._CUDA_RNG_STATE_TRACKER = None
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
     moe_logging.set_moe_metrics_tracker(None)
 
 
 def _forget_routing() -> None:
-    """Forget what token dispatchers keep of the last step: autograd's graph, whose parameters know the model.
+    """Clear the probabilities in token dispatchers, whose autograd graph references the model.
 
-    The garbage collector does not look into that graph, and would not find the cycle.
+    The garbage collector cannot see that cycle.
     """
     from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
@@ -67,12 +66,12 @@ def _forget_routing() -> None:
 
 
 def _forget_graphs() -> None:
-    """Forget the graphs and static tensors that megatron-core keeps in classes and modules."""
+    """Delete the graphs and static tensors in global variables of megatron-core."""
     from megatron.core import full_cuda_graph
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
-    delete_cuda_graphs()  # local ones
+    delete_cuda_graphs()  # local graphs
     whole = full_cuda_graph.FullCudaGraphWrapper
     for stage in ("training", "validation"):
         whole.cuda_graph[stage] = whole.result[stage] = None
@@ -87,17 +86,17 @@ def _forget_graphs() -> None:
 
 
 def _forget_fp8() -> None:
-    """Forget TransformerEngine's global buffers of amax histories, which are reduced at the end of each step."""
+    """Delete TransformerEngine's global amax buffers."""
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is not None:
         quantization.FP8GlobalStateManager.reset()
 
 
 def _clear_caches_of_dtensor() -> None:
-    """Forget how DTensor shards the results of operations, and their shapes.
+    """Clear the caches of sharding propagation and fake tensors.
 
-    Numbers are part of the key. torch's own Adam takes a step of another size each time: a later training, with the
-    same learning rates, would find what the first one had to work out.
+    Keys include numbers, for example the step size of torch's Adam, so a later training with the same learning rates
+    would run faster than the first one.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import debug

@@ -1,4 +1,4 @@
-"""What is trained: models by name, as flags of ``megatron.training``."""
+"""Defines the trained models, as flags of ``megatron.training``."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ MOE = (
     "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
     "--moe-token-dispatcher-type alltoall --disable-bias-linear"
 )
-# The architecture of DeepSeek-V3, of one dense layer and three with experts.
+# The architecture of DeepSeek-V3 with one dense layer and three MoE layers.
 DEEPSEEK = (
     "--multi-latent-attention --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear "
     "--untie-embeddings-and-output-weights --moe-layer-freq [0]+[1]*3 --moe-router-score-function sigmoid "
@@ -15,7 +15,7 @@ DEEPSEEK = (
     "--moe-token-dispatcher-type alltoall"
 )
 
-# TransformerEngine masks causally by itself: no mask is made.
+# TransformerEngine needs no mask tensor for causal attention.
 ON_GPUS = "--transformer-impl transformer_engine --no-create-attention-mask-in-dataloader --bf16 --vocab-size 32000"
 ON_CPU = (
     "--transformer-impl local --distributed-backend gloo --no-persist-layer-norm --no-masked-softmax-fusion "
@@ -25,7 +25,7 @@ ON_CPU = (
 
 LOG_INTERVAL = 10
 NO_FUSION = "--no-gradient-accumulation-fusion"
-# The same in all variants, but for fused gradients. Graphs need TransformerEngine's tracker of generators.
+# Common to all variants, except NO_FUSION. Graphs need TransformerEngine's RNG tracker.
 TRAINING = (
     "--micro-batch-size 1 --lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --clip-grad 1 "
     f"--eval-iters 0 --eval-interval 100000 --log-interval {LOG_INTERVAL} --te-rng-tracker "
@@ -54,11 +54,11 @@ class Configuration:
     """A model to train.
 
     Attributes:
-        name: As the user wrote it.
-        flags: All flags that do not depend on the variant.
+        name: Name on the command line.
+        flags: Flags common to all variants.
         graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
-        expert_parallel: Ranks over which experts are spread; 1 for a dense model.
-        has_dynamic_shapes: Whether the host must know shapes within a step, so that no graph can hold all of it.
+        expert_parallel: Expert-parallel size; 1 for a dense model.
+        has_dynamic_shapes: Whether the host needs shapes during a step, which rules out a full-iteration graph.
     """
 
     name: str
@@ -81,13 +81,13 @@ CPU_MODELS = {
     "C": f"{_sizes(2, 64, 4, 32)} {MOE} {_experts(64)}",
     "D": f"{_sizes(4, 64, 4, 32)} {_deepseek(8, 4, 32, 32)} --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
 }
-# Of models with experts, what graphs hold.
+# Values of --cuda-graph-modules for MoE models.
 MODULES = {
     "C": ("attn", "moe_router", "moe_preprocess"),
     "D": ("attn", "mlp", "moe_router", "moe_preprocess"),
 }
-MICRO_BATCHES = {"D": 2}  # of a rank in a step, where there are several
-# Of the models for GPUs.
+MICRO_BATCHES = {"D": 2}  # per rank and step, if more than 1
+# Descriptions of GPU_MODELS.
 DESCRIPTIONS = {
     "A": "16 layers, hidden 2048, sequence 2048",
     "B": "8 layers, hidden 1024, sequence 512",
@@ -97,22 +97,24 @@ DESCRIPTIONS = {
 
 
 def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on_cpu: bool) -> Configuration:
-    """Return the configuration that ``text`` names: ``A`` to ``D``, or one with flags, as ``A:--num-layers 32``.
+    """Return a configuration by name, for example ``A`` or ``A:--num-layers 32``.
 
     Args:
-        text: What the user wrote.
-        ranks: How many processes train.
-        steps: Steps of the learning rate's schedule.
-        expert_parallel: Expert parallel ranks of a model with experts, at most ``ranks``.
-        on_cpu: Whether to take the small models.
+        text: Name, and flags after a colon.
+        ranks: Number of ranks.
+        steps: Length of the learning rate schedule.
+        expert_parallel: Expert-parallel size of MoE models, capped at ``ranks``.
+        on_cpu: Whether to return the small models.
 
     Raises:
-        ValueError: there is no such configuration.
+        ValueError: The name is unknown.
     """
     name, _, more = text.partition(":")
     models = CPU_MODELS if on_cpu else GPU_MODELS
     if name not in models:
-        raise ValueError(f"--configurations: there is no {name!r}; choose among {', '.join(models)}, or append flags")
+        raise ValueError(
+            f"--configurations: unknown name {name!r}: choose from {', '.join(models)}, and append flags after a colon"
+        )
     experts = name in MODULES
     parallel = min(expert_parallel, ranks) if experts else 1
     parts = [models[name], DENSE, ON_CPU if on_cpu else ON_GPUS, TRAINING]

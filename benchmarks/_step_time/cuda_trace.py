@@ -1,4 +1,4 @@
-"""Figures from a trace of ``torch.profiler``: CUDA API calls, what the GPU did, and how long the host waited."""
+"""Computes CUDA API calls, GPU time and host waits from a trace of ``torch.profiler``."""
 
 import gzip
 import json
@@ -11,13 +11,13 @@ from typing import Any
 
 API = {"cuda_runtime", "cuda_driver"}
 GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
-# The host waits for the GPU in these, and in a copy that takes this long: copies to memory that is not pinned wait.
+# The host waits in these, and in long copies, which involve memory that is not pinned.
 WAITING = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cuCtxSynchronize"}
 COPY = "cudaMemcpyAsync"
 WAITING_COPY_MICROSECONDS = 200.0
-VERSION = r"_v\d+$"  # at the end of an API function's name
+VERSION = r"_v\d+$"  # suffix of API functions
 COLLECTIVE = r"ncclDevKernel_(AllGather|ReduceScatter|AllReduce|SendRecv)"
-# What a kernel does, by the first that is found in its name.
+# Kinds of kernels; the first match in a name wins.
 KINDS = {
     "collectives": r"nccl",
     "matrix products": r"gemm|nvjet|cutlass|cublas|splitk",
@@ -26,7 +26,7 @@ KINDS = {
     "fills": r"memset|fill",
     "other": r"",
 }
-# What the table shows, each with the API functions that count for it.
+# Columns of the table, and patterns of their API functions.
 CALLS = {
     "launches": r"cu(da)?LaunchKernel(Ex|ExC|Cooperative)?",
     "graph_launches": r"cu(da)?GraphLaunch",
@@ -42,7 +42,7 @@ Interval = tuple[float, float]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events with a duration of a Chrome trace, which may be compressed (``.gz``)."""
+    """Return the events with a duration from a Chrome trace, compressed if its name ends in ``.gz``."""
     content = path.read_bytes()
     events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
@@ -52,17 +52,17 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
     """Return the figures of one step.
 
     Args:
-        events: What happened in ``steps`` steps: Chrome trace events, ``ts`` and ``dur`` in microseconds.
-        steps: How many.
-        wall_ms: How long they took, in milliseconds.
+        events: Chrome trace events of ``steps`` steps, with ``ts`` and ``dur`` in microseconds.
+        steps: Number of steps.
+        wall_ms: Total time in milliseconds.
 
     Returns:
-        ``profiled_ms`` of a step; ``host_ms``, those in which the host did not wait for the GPU, and ``waiting_ms``;
-        ``gpu_busy_ms``, of which ``compute_ms`` are with and ``nccl_alone_ms`` without work other than NCCL's kernels;
-        ``idle_ms``, the rest of the step; ``kinds``, by the names of ``KINDS``: the milliseconds of their kernels added
-        up, those that run side by side too; ``calls``, by the names of ``CALLS``; ``api_calls``, by the name of the
-        function; ``collectives``, NCCL's kernels by name: ``calls``, and ``median_us``, of which those that wait for
-        another rank are part; ``kernels``, copies and fills included, by name: ``calls`` and ``us``.
+        ``profiled_ms``: time of a step. ``host_ms``, ``waiting_ms``: time in which the host works, and waits.
+        ``gpu_busy_ms``, ``idle_ms``: time with and without GPU work. ``compute_ms``, ``nccl_alone_ms``: busy time with
+        and without work other than NCCL kernels. ``kinds``: summed kernel time by ``KINDS``, in milliseconds.
+        ``calls``: API calls by ``CALLS``. ``api_calls``: API calls by function. ``collectives``: ``calls`` and
+        ``median_us`` of NCCL kernels, including waits for other ranks. ``kernels``: ``calls`` and ``us`` by name,
+        including copies and fills.
     """
     api: Counter[str] = Counter()
     waiting_calls: list[Interval] = []
@@ -108,7 +108,7 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
 
 
 def _by_kind(kernels: Mapping[str, Iterable[float]], steps: int) -> dict[str, float]:
-    """Return the milliseconds of each kind in a step, given the microseconds of each kernel's calls by its name."""
+    """Return the milliseconds per step of each kind, given the durations of calls by kernel, in microseconds."""
     sums = dict.fromkeys(KINDS, 0.0)
     for name, durations in kernels.items():
         kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
@@ -117,13 +117,13 @@ def _by_kind(kernels: Mapping[str, Iterable[float]], steps: int) -> dict[str, fl
 
 
 def waits(event: Mapping[str, Any]) -> bool:
-    """Whether the host waits for the GPU in this API call of a trace."""
+    """Whether the host waits for the GPU in this API call."""
     name = re.sub(VERSION, "", event["name"])
     return name in WAITING or (name == COPY and event["dur"] >= WAITING_COPY_MICROSECONDS)
 
 
 def covered(intervals: Iterable[Interval]) -> float:
-    """How much time at least one of ``intervals`` covers."""
+    """Return the total length of the union of ``intervals``."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted(intervals):
         total += max(0.0, stop - max(start, end))

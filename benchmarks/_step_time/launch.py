@@ -1,4 +1,4 @@
-"""Starts the ranks of a plan and follows them; the others run even if one fails or stands still."""
+"""Launches the ranks of a plan, and continues with the next runs if one fails or hangs."""
 
 import json
 import os
@@ -28,16 +28,16 @@ def run_plan(
     show: Callable[[Run, Result], None],
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Train ``runs`` in processes of their own, all that start with the same variables in one launch unless one fails.
+    """Train ``runs`` in new processes. Runs with equal process environments share a launch until one fails.
 
     Args:
-        runs: What to train.
-        ranks: Processes.
-        on_cpu: Whether on the CPU backend.
-        logs: An existing folder for logs and traces.
-        stall_seconds: How long a run may take before it counts as hung.
-        show: Called with each run that has ended and its result, which has 'error' if it failed.
-        environment: Variables that all processes are started with; those that libraries read once take effect too.
+        runs: Runs to train.
+        ranks: Number of processes.
+        on_cpu: Whether to use the CPU backend.
+        logs: Existing folder for logs and traces.
+        stall_seconds: Time limit of a run.
+        show: Called with each finished run and its result, which has 'error' if the run failed.
+        environment: Further environment variables of all processes.
     """
     variables = _environment(on_cpu) | dict(environment or {})
     left = list(runs)
@@ -69,7 +69,7 @@ def _launch(
     show: Callable[[Run, Result], None],
     environment: dict[str, str],
 ) -> list[Run]:
-    """Train ``runs`` in one launch; return those that are left after a failed one."""
+    """Train ``runs`` in one launch, and return the runs left after a failure."""
     plan, results = log.with_suffix(".plan.json"), log.with_suffix(".results.jsonl")
     plan.write_text(json.dumps([asdict(run) for run in runs]))
     results.write_text("")
@@ -92,10 +92,10 @@ def _launch(
                 seen = len(events)
                 stalled = time.monotonic() - news > stall_seconds
                 if over or stalled or len(ended) == len(runs):
-                    break  # processes that have trained often can hang when they take down NCCL
+                    break  # processes can hang when they shut down NCCL
                 time.sleep(0.2)
         finally:
-            process.terminate()  # no-op after the end; torchrun passes it on to its workers
+            process.terminate()  # torchrun forwards it to its workers
             process.wait()
     left = [run for run in runs if run.number not in ended]
     if not left:
@@ -103,9 +103,9 @@ def _launch(
     failed = current
     if current.number not in ended or stalled or not _reported(events):
         failed = left[0]
-        reason = f"no news for {stall_seconds:.0f} s" if stalled else f"exit code {process.returncode}"
+        reason = f"no progress for {stall_seconds:.0f} s" if stalled else f"exit code {process.returncode}"
         show(failed, {"error": f"{reason}\n{_end_of(log)}"})
-    # What failed once is not profiled either.
+    # Do not profile a failed variant.
     return [run for run in left if (run.configuration, run.variant) != (failed.configuration, failed.variant)]
 
 
@@ -114,7 +114,7 @@ def _reported(events: list[Result]) -> bool:
 
 
 def _end_of(log: Path) -> str:
-    """What the ranks wrote last, without what torchrun adds."""
+    """Return the last output of the ranks, without torchrun's."""
     lines = log.read_text(errors="replace").splitlines()
     ends = (number for number, line in enumerate(lines) if "torch/distributed/elastic" in line)
     lines = lines[: next(ends, None)]
@@ -122,9 +122,9 @@ def _end_of(log: Path) -> str:
 
 
 def _environment(on_cpu: bool) -> dict[str, str]:
-    # cuDNN's attention backward may otherwise differ from run to run, and two eager runs with it.
+    # Makes cuDNN's attention backward deterministic.
     environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "OMP_NUM_THREADS": "1", **os.environ}
-    # With one hardware queue FSDP's collectives would wait for the layers' kernels.
+    # One hardware queue would serialize FSDP's collectives and the kernels of layers.
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     environment.pop("STEP_METRICS_PATH", None)
     if on_cpu:

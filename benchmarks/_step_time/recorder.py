@@ -1,4 +1,4 @@
-"""What a training's steps computed and how long they took, recorded where ``megatron.training`` logs a step."""
+"""Records losses, gradient norms and times of steps when ``megatron.training`` logs them."""
 
 import functools
 import gc
@@ -15,12 +15,10 @@ from megatron.training import training
 
 
 class Recorder:
-    """Records each step of a training.
-
-    A step's loss is copied on the GPU and read at the end, so that recording never makes the host wait.
+    """Records each step of a training without synchronizing: copies losses on the GPU, and reads them at the end.
 
     Args:
-        after_step: Called with the number of the step, from 1, when its loss and time are recorded.
+        after_step: Called with the number of each recorded step, from 1.
     """
 
     def __init__(self, after_step: Callable[[int], None] = lambda step: None):
@@ -32,39 +30,39 @@ class Recorder:
         self._after_step = after_step
 
     def record(self, step: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> None:
-        """Record one step; ``losses`` has 'lm loss', a float tensor of one element."""
+        """Record a step; ``losses`` has 'lm loss', a float tensor of one element."""
         if not self.times:
             self._first = step
         self.times.append(time.perf_counter())
-        # A graph's next replay overwrites what it returned.
+        # The next replay overwrites the outputs of a graph.
         self._losses.append(losses["lm loss"].detach().clone() if losses else None)
         self._norms.append(grad_norm.detach().clone() if isinstance(grad_norm, torch.Tensor) else grad_norm)
         self._after_step(step)
 
     def record_evaluation(self, losses: dict[str, torch.Tensor]) -> None:
-        """Record the losses of an evaluation; the host waits for them."""
+        """Record the loss of an evaluation. Synchronizes."""
         self._evaluations.append(_hex(losses.get("lm loss")))
 
     def evaluations(self) -> list[str | None]:
-        """The loss of each evaluation, exact (``float.hex``); None where this rank has none."""
+        """Return the exact loss of each evaluation (``float.hex``); None if this rank has none."""
         return self._evaluations
 
     def numbers(self) -> list[list[str | None]]:
-        """Loss and gradient norm of each step, exact (``float.hex``)."""
+        """Return the exact loss and gradient norm of each step (``float.hex``)."""
         return [[_hex(loss), _hex(norm)] for loss, norm in zip(self._losses, self._norms, strict=True)]
 
     def milliseconds(self, first: int, last: int, *, every: int = 1) -> dict[str, float]:
-        """Median, mean, least and largest milliseconds of the steps from ``first`` to ``last``.
+        """Return median, mean, minimum and maximum milliseconds of the steps from ``first`` to ``last``.
 
-        Steps are numbered from 1. The first step that was recorded, after a checkpoint a later one, has no time.
+        Steps are numbered from 1. The first recorded step has no time.
 
         Args:
-            first, last: The steps.
-            every: The log's interval. Only in steps that print does the host wait for the device: a time is the mean
-                over the steps from one line of the log to the next.
+            first, last: Range of steps.
+            every: Interval of the log. Only steps that log synchronize, so a time is the mean over the steps between
+                two lines.
 
         Raises:
-            ValueError: fewer than two lines are printed there.
+            ValueError: There are fewer than two lines in the range.
         """
         lines = [step for step in range(max(first - 1, self._first), last + 1) if step % every == 0]
         if len(lines) < 2:
@@ -80,10 +78,10 @@ def _hex(value: float | torch.Tensor | None) -> str | None:
 
 
 class TrainingLog:
-    """Stands in front of ``megatron.training``'s ``training_log`` and ``evaluate`` for the life of the process.
+    """Wraps ``training_log`` and ``evaluate`` of ``megatron.training`` for the rest of the process.
 
     Attributes:
-        recorder: Who is told of each step and evaluation; None for nobody.
+        recorder: Records each step and evaluation, unless None.
     """
 
     def __init__(self) -> None:
@@ -102,7 +100,7 @@ class TrainingLog:
         @functools.wraps(evaluation)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             result = evaluation(*args, **kwargs)
-            if self.recorder is not None and result[0] is not None:  # None if time was up
+            if self.recorder is not None and result[0] is not None:  # None after a timeout
                 self.recorder.record_evaluation(result[0])
             return result
 
@@ -110,10 +108,10 @@ class TrainingLog:
 
 
 class CaptureClock:
-    """Seconds spent capturing: in ``TECudaGraphHelper.create_cudagraphs``, and in ``torch.cuda.graph`` outside it.
+    """Measures the time of captures by ``TECudaGraphHelper.create_cudagraphs`` and ``torch.cuda.graph``.
 
     Attributes:
-        seconds: The seconds so far.
+        seconds: Total time in seconds.
     """
 
     def __init__(self) -> None:
@@ -122,7 +120,7 @@ class CaptureClock:
         self._start = 0.0
 
     def install(self) -> None:
-        """Measure from now on, for the life of the process."""
+        """Start measuring, for the rest of the process."""
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
         helper_class: Any = TECudaGraphHelper
@@ -166,6 +164,6 @@ class CaptureClock:
 
 
 def count_graphs() -> int:
-    """How many CUDA graphs there are in this process, without those that only wait for the garbage collector."""
+    """Return the number of CUDA graphs in this process after garbage collection."""
     gc.collect()
     return sum(issubclass(type(found), torch.cuda.CUDAGraph) for found in gc.get_objects())

@@ -1,4 +1,4 @@
-"""Compares the results of a configuration's variants and prints them."""
+"""Compares the variants of a configuration, and formats the results."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ FULL_ITERATION, EAGER, ALONE = "full_iteration", "eager", "compute_alone"
 
 
 def equal_steps(numbers: Sequence[Any], reference: Sequence[Any]) -> int:
-    """How many steps from the first on have the same loss and gradient norm, bit for bit."""
+    """Return the number of steps before the first with another loss or gradient norm."""
     same = 0
     for mine, theirs in zip(numbers, reference, strict=False):
         if mine != theirs:
@@ -21,20 +21,19 @@ def equal_steps(numbers: Sequence[Any], reference: Sequence[Any]) -> int:
 
 
 def rows(variants: Sequence[Variant], timed: Mapping[str, Result], profiled: Mapping[str, Result]) -> list[dict]:
-    """Return what is reported of each variant of a configuration, in their order.
+    """Return a row for each variant of a configuration.
 
     Args:
-        variants: The variants.
-        timed: Results of timed runs by the variant's name; of one that failed only 'error'.
-        profiled: Results of profiled runs.
+        variants: Variants in output order.
+        timed: Results of timed runs by variant; a failed run has only 'error'.
+        profiled: Results of profiled runs by variant.
 
     Returns:
-        The measured values with these: ``reference``, the variant that it must equal, and ``equal_steps`` of
-        ``steps``; ``ratio_to_eager`` and ``ratio_to_full_iteration`` (with the optimizer's graph, to those with it);
-        ``ratio_to_compute_alone``, to the variant ``compute_alone``;
-        ``ratio_to_compute``, to the milliseconds in which eager Megatron-FSDP keeps the GPU busy with other work than
-        NCCL's kernels, which no arrangement of the same kernels on one stream can undercut; and ``repeatable``,
-        whether the profiled run computed the same as the timed one. A value that cannot be had is None or missing.
+        The measured values, with ``reference``, the variant to equal; ``equal_steps`` of ``steps``; ``ratio_to_eager``
+        and ``ratio_to_full_iteration``, to variants with the same setting of the optimizer's graph;
+        ``ratio_to_compute_alone``; ``ratio_to_compute``, to the compute time of eager Megatron-FSDP, a lower bound for
+        the same kernels on one stream; and ``repeatable``, whether the profiled run equals the timed run. Unavailable
+        values are None or missing.
     """
     compute = _compute_ms(profiled.get(EAGER, {}))
     return [_row(each, variants, timed, profiled, compute) for each in variants if each.name in timed]
@@ -81,7 +80,7 @@ def _reference(variant: Variant, timed: Mapping[str, Result]) -> str | None:
 
 
 def _without_folders(error: str) -> str:
-    """Leave the names of files: results are published, and are to say nothing of the machine."""
+    """Remove folders from paths, because results are published."""
     return re.sub(r"(?<![\w./])/(?:[\w.+@-]+/)+", "", error)
 
 
@@ -94,7 +93,7 @@ def _compute_ms(result: Result) -> float | None:
 
 
 def kinds_of_kernels(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say what the GPU did in a step of each profiled variant, and how long it was idle, in milliseconds."""
+    """Return a line with the GPU time by kind of kernel, in milliseconds, for each profiled variant."""
     return [
         f"{row['variant']}: "
         + ", ".join(f"{kind} {took:.1f}" for kind, took in row["profile"]["kinds"].items())
@@ -105,7 +104,7 @@ def kinds_of_kernels(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def failures(row: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a row: errors, and bits that differ from the reference's."""
+    """Return the errors of a row, and differences from its reference."""
     found = []
     for key in ("error", "profile_error"):
         if key in row:
@@ -117,7 +116,7 @@ def failures(row: Mapping[str, Any]) -> list[str]:
     return found
 
 
-# Of a table: the heading, and the keys under which a row has the value.
+# Headings of a table, and the keys of their values in a row.
 Columns = Sequence[tuple[str, tuple[str, ...]]]
 COLUMNS: Columns = (
     ("ms", ("ms",)),
@@ -145,7 +144,7 @@ COLUMNS: Columns = (
 
 
 def table(found: Sequence[Mapping[str, Any]], columns: Columns = COLUMNS) -> str:
-    """Return the rows as text: one line each, with the steps that equal the reference's."""
+    """Format the rows as a text table."""
     width = max([len(row["variant"]) for row in found] + [len("variant")])
     lines = ["  ".join([f"{'variant':<{width}}", *(f"{name:>9}" for name, _ in columns), "equal"])]
     for row in found:

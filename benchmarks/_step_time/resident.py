@@ -1,4 +1,4 @@
-"""Training without the collectives of Megatron-FSDP, to time what the device computes alone."""
+"""Disables the collectives of Megatron-FSDP, to time computation alone."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 class _Done:
-    """A collective that moves nothing and is over."""
+    """A finished collective."""
 
     def wait(self, *_: Any, **__: Any) -> bool:
         return True
@@ -19,11 +19,10 @@ class _Done:
 
 @contextmanager
 def without_collectives() -> Iterator[None]:
-    """Let parameters not be gathered and gradients not be reduced in the context.
+    """Disable all-gathers of parameters and reductions of gradients.
 
-    Meant for the sharding strategy ``optim``, where parameters and gradients lie whole on each rank: they are then read
-    and written as in a training with collectives. With more than one rank parameters of other ranks' shards keep their
-    first values, so that only the first step's loss is that of a training.
+    Use it with the sharding strategy ``optim``, in which each rank holds all parameters and gradients. With several
+    ranks, parameters in shards of other ranks keep their initial values, so only the first loss is correct.
     """
 
     def nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:

@@ -35,7 +35,7 @@ class StepProfile:
         self._python = cProfile.Profile()  # covers all threads since Python 3.12, including autograd's
 
     def after_step(self, step: int) -> None:
-        """Start or stop profiling after ``step``, numbered from 1."""
+        """Start or stop profiling after ``step``, counted from 1."""
         if step == BEFORE and self._on_gpu:
             self._start_trace()
         elif step == BEFORE + STEPS and self._on_gpu:

@@ -1,4 +1,4 @@
-"""How it is trained: eagerly, with graphs of layers or of the model, under Megatron-FSDP or DistributedDataParallel."""
+"""Defines the ways to train a configuration: eagerly or with graphs, under Megatron-FSDP, FSDP2 or DDP."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from .configurations import NO_FUSION, Configuration
 
-# Per-layer graphs need the two buffer flags; all variants have them, so that they differ in graphs only.
+# Graphs need the two buffer flags; eager variants have them for comparison.
 FSDP = (
     "--use-megatron-fsdp",
     "--data-parallel-sharding-strategy",
@@ -18,14 +18,14 @@ FSDP = (
     "--fsdp-db-use-persist-buf-on-alloc-fail",
 )
 DDP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-# It needs an output layer of its own: compare with configurations that have one.
+# FSDP2 needs an untied output layer: compare it with configurations that have one.
 FSDP2 = ("--use-torch-fsdp2", "--ckpt-format", "torch_dcp", "--untie-embeddings-and-output-weights")
-WARMUP_STEPS = 3  # eager steps before anything is captured
+WARMUP_STEPS = 3  # eager steps before capture
 IMPLEMENTATION = "--cuda-graph-impl"
 OPTIMIZER = ("--optimizer-cuda-graph",)
-GROUPED = "--moe-use-grouped-tensor"  # tokens per expert stay on the device
+GROUPED = "--moe-use-grouped-tensor"  # token counts stay on the GPU
 PER_LAYER = "transformer_engine"
-# A full-iteration graph demands it.
+# Required by a full-iteration graph.
 NO_CHECKS = "--no-check-for-nan-in-loss-and-grad"
 
 
@@ -34,17 +34,15 @@ class Variant:
     """One way to train a configuration.
 
     Attributes:
-        name: As the user wrote it.
+        name: Name on the command line.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the training. Of those read earlier only NCCL's take effect
-            (``Run.process_environment``).
-        references: Variants that must compute the same bits; the first that ran is compared with.
+        environment: Variables set during the training; see ``Run.process_environment`` for variables read earlier.
+        references: Variants that it must equal bit for bit; the first one that ran is compared.
         one_graph: Whether a graph holds all passes of a step.
-        communicates: Whether parameters are gathered and gradients reduced (``resident.without_collectives``).
-        checks_losses: Whether each micro-batch's loss is looked at, as by default in Megatron.
-        fuses_gradients: Whether matrix products write gradients of weights where they are reduced. The worker has the
-            tests' stand-in for Apex's extension, for which megatron-core asks, and which it does not call where
-            parameters are sharded.
+        communicates: Whether to gather parameters and reduce gradients (``resident.without_collectives``).
+        checks_losses: Whether to check each micro-batch's loss, Megatron's default.
+        fuses_gradients: Whether to fuse weight gradients. The worker provides the tests' stub of Apex's extension,
+            which megatron-core requires but does not call for sharded parameters.
     """
 
     name: str
@@ -58,18 +56,18 @@ class Variant:
 
     @property
     def groups_experts(self) -> bool:
-        """Whether experts are computed without the host."""
+        """Whether token counts stay on the GPU."""
         return GROUPED in self.flags
 
     @property
     def per_layer(self) -> bool:
-        """Whether there is a graph for each layer."""
+        """Whether graphs are captured by this project's engine."""
         return PER_LAYER in self.flags
 
     def flags_for(self, configuration: Configuration) -> list[str]:
-        """Return all flags of training ``configuration`` this way.
+        """Return all flags of a training of ``configuration``.
 
-        The variant's own are last and win. ``~--flag`` removes a flag and its values.
+        The variant's flags come last and so take precedence. ``~--flag`` removes a flag and its values.
         """
         in_parts = self.per_layer and not self.groups_experts
         checks = () if self.checks_losses else (NO_CHECKS,)
@@ -89,7 +87,7 @@ def _graphs(implementation: str) -> tuple[str, ...]:
 
 
 _FULL = (*FSDP, *_graphs("full_iteration"))
-# The optimizer's shards are those of FSDP; parameters and gradients lie whole on each rank.
+# Only the optimizer is sharded; each rank holds all parameters and gradients.
 _RESIDENT = (*_FULL, "--data-parallel-sharding-strategy", "optim")
 VARIANTS = {
     variant.name: variant
@@ -104,30 +102,28 @@ VARIANTS = {
         Variant("fsdp2_graphs", (*FSDP2, *_graphs(PER_LAYER)), references=("fsdp2",)),
     )
 }
-# What follows a variant's name and a plus: fields and flags.
+# Additions after a plus: fields and flags.
 ADDITIONS: dict[str, tuple[dict[str, bool], tuple[str, ...]]] = {
     "checks": ({"checks_losses": True}, ()),
-    "grouped": ({}, (GROUPED,)),  # experts in one call each way: their bits may be others
-    "fused": ({"fuses_gradients": True}, ()),  # the sum over micro-batches is then made by the products
-    "optimizer": ({}, OPTIMIZER),  # with another Adam, which keeps its step count on the device
+    "grouped": ({}, (GROUPED,)),  # may round differently
+    "fused": ({"fuses_gradients": True}, ()),  # matrix products accumulate over micro-batches
+    "optimizer": ({}, OPTIMIZER),  # uses a capturable Adam
 }
 ON_CPU = ("eager", "native")
 
 
 def parts(text: str) -> tuple[str, list[str], list[str]]:
-    """Return the name, the variables and the flags of a variant as the user wrote it."""
+    """Split a variant into its name, variables and flags."""
     name, _, rest = text.partition(":")
     variables, _, flags = rest.partition(":")
     return name, [each for each in variables.split(",") if each], flags.split()
 
 
 def variant(text: str) -> Variant:
-    """Return the variant that ``text`` names, with further variables and flags: ``native:NAME=VALUE,...:FLAGS``.
-
-    What it is trained with may follow its name, each behind a plus (``ADDITIONS``): ``native+fused+optimizer``.
+    """Return a variant by name, for example ``native+fused+optimizer:NAME=VALUE,...:FLAGS`` (see ``ADDITIONS``).
 
     Raises:
-        ValueError: there is no such variant or addition, or a variable has no value.
+        ValueError: The variant or an addition is unknown, or a variable has no value.
     """
     name, variables, flags = parts(text)
     pairs = [pair.split("=", 1) for pair in variables]
@@ -141,7 +137,7 @@ def variant(text: str) -> Variant:
         base = replace(base, flags=(*base.flags, *more), **fields)
     if "optimizer" in added and "eager" in references:
         references = (*references, "full_iteration")
-    unchecked = [each for each in added if each != "checks"]  # computes the same
+    unchecked = [each for each in added if each != "checks"]  # bit-identical
     names = ["+".join([reference, *these]) for these in (added, unchecked) for reference in references]
     return replace(
         base,
@@ -154,12 +150,12 @@ def variant(text: str) -> Variant:
 
 def _choice(known: Mapping[str, Any], name: str) -> Any:
     if name not in known:
-        raise ValueError(f"--variants: there is no {name!r}; choose among {', '.join(known)}")
+        raise ValueError(f"--variants: unknown name {name!r}: choose from {', '.join(known)}")
     return known[name]
 
 
 def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
-    """The variants of ``configuration`` that are run unless the user says which."""
+    """Return the default variants of ``configuration``."""
     if on_cpu:
         return list(ON_CPU)
     known = [name for name, each in VARIANTS.items() if not set(FSDP2) <= set(each.flags)]

@@ -1,10 +1,9 @@
-"""One rank of a benchmark: trains every run of a plan, one after the other, each with a fresh model and the same data.
+"""Runs one rank of a benchmark: trains every run of a plan with a fresh model and the same data.
 
     torchrun --nproc-per-node 2 benchmarks/_step_time/worker.py PLAN RESULTS LOGS
 
-PLAN is a JSON file of ``plan.Run``s. The first rank appends a JSON line to RESULTS when a run starts and when it has
-ended. The first error of a run, on any rank, is such a line too, and ends the process: a failed CUDA call may have left
-the device unusable, and other ranks may be waiting.
+PLAN is a JSON file of ``plan.Run``s. The first rank appends a JSON line to RESULTS at the start and end of each run. A
+rank with an error appends a line and exits, because the device may be unusable, and other ranks may be waiting.
 """
 
 import json
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:1] = [str(ROOT), str(ROOT / "examples")]  # in the place of this folder
+sys.path[:1] = [str(ROOT), str(ROOT / "examples")]  # replaces this folder
 sys.path.append(str(ROOT / "tests/support/stand_ins"))  # unless Apex is installed
 
 import torch  # noqa: E402
@@ -36,8 +35,8 @@ class Worker:
     """Trains runs on this rank.
 
     Args:
-        on_cpu: Whether this is the CPU backend.
-        logs: Where traces go.
+        on_cpu: Whether to use the CPU backend.
+        logs: Folder for traces.
     """
 
     def __init__(self, *, on_cpu: bool, logs: Path):
@@ -51,7 +50,7 @@ class Worker:
         self._default, self._side = torch.cuda.current_stream(), torch.cuda.Stream()
 
     def train(self, run: Run) -> dict[str, Any]:
-        """Train ``run`` and return what was measured; the process is clean after it."""
+        """Train ``run``, clean up the process, and return the measurements."""
         result: dict[str, Any] = {}
         left = self._memory()
 
@@ -73,7 +72,7 @@ class Worker:
             result["profile"] = profiled.figures
         elif examination:
             result["found"] = examination.found()
-        elif not run.profiled:  # on another rank than the one that is profiled there is nothing to say
+        elif not run.profiled:  # of profiled runs, only rank 0 reports
             every = get_args().log_interval
             result |= recorder.milliseconds(run.steps // 2 + 1, run.steps, every=every)
             result["capture_seconds"] = round(self._clock.seconds, 3)
@@ -89,7 +88,7 @@ class Worker:
     def _train(self, run: Run, recorder: Recorder) -> None:
         before = dict(os.environ)
         os.environ.update(run.environment)
-        # megatron.training does this at the first initialization of torch.distributed only.
+        # megatron.training sets the stream only when it initializes torch.distributed.
         torch.cuda.set_stream(self._side if run.side_stream else self._default)
         sys.argv = ["pretrain_gpt.py", *run.flags]
         self._log.recorder = recorder
@@ -107,7 +106,7 @@ class Worker:
             os.environ.update(before)
 
     def _memory(self) -> dict[str, int]:
-        """MiB that the allocator has reserved and allocated, now and at most, and what pools of graphs have of it."""
+        """Return reserved and allocated MiB, their maxima, and the MiB in pools of graphs."""
         torch.cuda.synchronize()
         names = ("max_memory_reserved", "memory_reserved", "max_memory_allocated", "memory_allocated")
         found = {f"{name.replace('memory_', '')}_mib": getattr(torch.cuda, name)() // 2**20 for name in names}
@@ -115,7 +114,7 @@ class Worker:
 
 
 def graph_memory() -> int:
-    """Bytes that the pools of CUDA graphs hold."""
+    """Return the bytes in pools of CUDA graphs."""
     segments = torch.cuda.memory_snapshot(include_traces=False)
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
 

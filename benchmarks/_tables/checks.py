@@ -10,11 +10,11 @@ from benchmarks._step_time.variants import parts
 from .steps import Results, Row, commit, gpus
 
 ENGINES = {"native": "ours", "transformer_engine": "TransformerEngine's"}
-MUST_DIFFER = "control=dead_"  # in the name of a case: a control of which a replay does nothing
+MUST_DIFFER = "control=dead_"  # in the name of a negative control
 
 
 def equality(results: Results) -> Iterator[Row]:
-    """Yield a row for each kind of comparison: how many cases are equal to eager training, shares of one added up."""
+    """Yield a row for each kind of comparison with the number of cases equal to eager; adds up shares."""
     yield "what", "engine", "layout", "GPUs", "equal", "others", "commit"
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for found in results.values():
@@ -52,7 +52,7 @@ def _outcome(case: Mapping[str, Any]) -> str:
 
 
 def faults(results: Results) -> Iterator[Row]:
-    """Yield a row for each case in which faults were injected."""
+    """Yield a row for each case with injected faults."""
     yield "case", "on", "passed", "commit"
     for found in results.values():
         for each in found["results"]:
@@ -84,7 +84,7 @@ def soaks(results: Results) -> Iterator[Row]:
 
 
 def repeated(results: Results) -> Iterator[Row]:
-    """Yield a row for each variant of a model that was trained several times, without flags that all have."""
+    """Yield a row for each variant of a repeated training, without common flags."""
     yield "model", "GPUs", "trained", "runs equal", "different results", "commit"
     for found in results.values():
         by_model: dict[str, list[list[str]]] = {}

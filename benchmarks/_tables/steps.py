@@ -1,4 +1,4 @@
-"""Tables of times and memory of steps, from results of ``step_time.py`` and ``scaling.py``."""
+"""Tables of times and memory, from results of ``step_time.py`` and ``scaling.py``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ FLAGS = {
 
 
 def times(results: Results) -> Iterator[Row]:
-    """Yield a row for each configuration that was trained eagerly and with graphs."""
+    """Yield a row for each configuration trained eagerly and with graphs."""
     yield (
         *("model", "GPUs, results", "eager: ms", "graphs: ms", "time / eager", "time / full iteration"),
         *("memory / eager", "steps equal to eager's", "commit"),
@@ -46,7 +46,7 @@ def times(results: Results) -> Iterator[Row]:
 
 
 def launches(results: Results) -> Iterator[Row]:
-    """Yield a row for each configuration: medians over launches, and the least and the most."""
+    """Yield a row for each configuration: medians over launches, and ranges."""
     yield (
         *("model", "GPUs", "eager: ms", "graphs: ms", "full iteration: ms", "compute alone: ms"),
         *("graphs / full iteration", "graphs / compute alone", "commit"),
@@ -67,7 +67,7 @@ def launches(results: Results) -> Iterator[Row]:
 
 
 def levers(results: Results) -> Iterator[Row]:
-    """Yield a row for each way to train a configuration with graphs, and the full iteration with the same settings."""
+    """Yield a row for each variant with graphs, and the full iteration with the same settings."""
     yield (
         *("model", "GPUs", "settings of both", "graphs: ms", "full iteration: ms", "graphs / full iteration"),
         *("steps equal to eager's", "commit"),
@@ -87,7 +87,7 @@ def levers(results: Results) -> Iterator[Row]:
 
 
 def _settings(variant: str) -> str:
-    """Say what a variant sets beside its kind."""
+    """Return the settings of a variant."""
     name, variables, flags = parts(variant)
     quoted = [f"`{word}`" for word in (*variables, *flags)]
     optimizer = ["`--optimizer-cuda-graph`"] * ("+optimizer" in name)
@@ -122,7 +122,7 @@ def recomputation(results: Results) -> Iterator[Row]:
 
 
 def growth(results: Results) -> Iterator[Row]:
-    """Yield a row for each number of layers and of micro-batches."""
+    """Yield a row for each number of layers and micro-batches."""
     yield (
         *("layers", "micro-batches", "GPUs", "eager: ms", "graphs: ms", "eager: MiB reserved", "graphs: MiB reserved"),
         *("capture: s", "steps equal to eager's", "commit"),
@@ -141,21 +141,21 @@ def growth(results: Results) -> Iterator[Row]:
 
 
 def gpus(found: Mapping[str, Any]) -> str:
-    """Return how many GPUs of which model a file is about."""
+    """Return the number and model of the GPUs of a file."""
     return str(found["hardware"]).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
 
 
 def commit(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """Return at which commit a row was measured: its own, or its file's."""
+    """Return the commit of a row, or of its file."""
     return str(row.get("commit", found["commit"]))
 
 
 def _trained(
     results: Results, *, described: bool = False, needed: Sequence[str] = ("eager", "native")
 ) -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any]]]:
-    """Yield what was trained in all ``needed`` variants: its file, what is in that, the model, and variants by name.
+    """Yield file, content, model and variants by name of each configuration with all ``needed`` variants.
 
-    Variants with further flags, which are compared with each other, come as a model of their own, by the plain names.
+    Variants with an addition in ``FLAGS`` count as another model, under their plain names.
     """
     for path, found in results.items():
         for configuration, rows in found.get("configurations", {}).items():
@@ -180,12 +180,12 @@ def _ms(row: Mapping[str, Any]) -> str:
 
 
 def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = None) -> str:
-    """Return a figure of a row, and between which it lies if there were several launches.
+    """Return a figure of a row, with its range if there were several launches.
 
     Args:
-        row: A row; empty if there is none.
-        key: Of the figure: ``ms``, or a ratio.
-        base: The row that a ratio is to.
+        row: A row, possibly empty.
+        key: ``ms``, or a ratio.
+        base: Row of the denominator of a ratio.
     """
     if "error" in (base or row):
         return "cannot be captured"

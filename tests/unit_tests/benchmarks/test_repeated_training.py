@@ -18,11 +18,11 @@ def test_first_difference_is_named():
         "runs": 3,
         "equal": 1,
         "results": 2,
-        "differences": ["exit code 1", "step 2: 1 of 4 values, such as rank 0: weight"],
+        "differences": ["exit code 1", "step 2: 1 of 4 values, for example rank 0: weight"],
     }
 
 
 def test_gradients_are_named_before_weights():
     one = [{"loss": 1, "rank 0: gradient of weight": 2, "rank 0: weight": 3}]
     other = [{"loss": 1, "rank 0: gradient of weight": 0, "rank 0: weight": 0}]
-    assert first_difference(one, other) == "step 1: 2 of 3 values, such as rank 0: gradient of weight"
+    assert first_difference(one, other) == "step 1: 2 of 3 values, for example rank 0: gradient of weight"

@@ -77,7 +77,7 @@ def test_dead_ranks_are_reported_with_the_end_of_their_log(train):
 def test_hung_run_is_ended_and_reported(train):
     (number, error), after = train("hangs", "passes", stall_seconds=3.0, profiled=False)
     assert number == 0
-    assert error.startswith("no news for 3 s")
+    assert error.startswith("no progress for 3 s")
     assert after == (1, "ended")
 
 

@@ -1,4 +1,4 @@
-"""Make the example scripts importable."""
+"""Makes the example scripts importable."""
 
 from pathlib import Path
 
@@ -9,6 +9,6 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 @pytest.fixture(autouse=True)
 def examples(monkeypatch) -> Path:
-    """Return the folder of the examples, which is on ``sys.path``."""
+    """The folder of the examples, on ``sys.path``."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return EXAMPLES

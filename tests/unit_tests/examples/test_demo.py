@@ -1,4 +1,4 @@
-"""examples/demo.py and demo_report.py: the comparison of two runs, which must fail if they differ."""
+"""examples/demo.py and demo_report.py: comparison of two runs."""
 
 import json
 import math
@@ -12,7 +12,7 @@ CAPTURED = 4  # first step with graphs
 
 
 def metrics(path, graphs: int, changed: dict[int, dict] | None = None, steps: int = STEPS):
-    """Write a run's metrics as step_metrics.py does; ``changed`` replaces keys of a step."""
+    """Write metrics as step_metrics.py does; ``changed`` overrides keys of a step."""
     lines = []
     for step in range(1, steps + 1):
         line: dict[str, float | None] = {"step": step, "loss": 5.0 / step, "grad_norm": 1.0 / step, "skipped": False}
@@ -24,7 +24,7 @@ def metrics(path, graphs: int, changed: dict[int, dict] | None = None, steps: in
 
 @pytest.fixture
 def runs(examples, tmp_path):
-    """Makes an eager run and a graphed one that differs from it in ``changed``."""
+    """Creates an eager run, and a graphed run with ``changed``."""
     from demo_report import Run
 
     def make(changed=None, graphs=8, steps=STEPS):
@@ -48,20 +48,20 @@ def test_equal_runs_pass_and_are_plotted(runs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
-def test_one_bit_in_one_step_fails(runs, tmp_path, capsys, key):
+def test_difference_of_one_bit_fails(runs, tmp_path, capsys, key):
     pytest.importorskip("matplotlib")
     value = (5.0 if key == "loss" else 1.0) / STEPS
     assert conclude(runs({STEPS: {key: math.nextafter(value, 0)}}), tmp_path) == 1
     assert f"differs in 1 steps, first in step {STEPS}" in capsys.readouterr().out
 
 
-def test_a_run_without_graphs_fails(runs, tmp_path, capsys):
+def test_run_without_graphs_fails(runs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert conclude(runs(graphs=0), tmp_path) == 1
     assert "graphed made no graphs" in capsys.readouterr().out
 
 
-def test_nan_equals_nothing(runs):
+def test_nan_fails(runs):
     from demo_report import failures
 
     eager, graphed = runs({2: {"loss": math.nan}})
@@ -69,14 +69,14 @@ def test_nan_equals_nothing(runs):
     assert failures(eager, graphed, STEPS)
 
 
-def test_an_eager_run_with_graphs_proves_nothing(runs):
+def test_eager_run_with_graphs_fails(runs):
     from demo_report import failures
 
     _, graphed = runs()
     assert failures(graphed, graphed, STEPS) == ["graphed made 8 graphs"]
 
 
-def test_a_training_that_fails_ends_the_demo_with_its_log(examples, tmp_path, monkeypatch):
+def test_failed_training_ends_the_demo_with_its_log(examples, tmp_path, monkeypatch):
     import demo
 
     program = "import sys; print('[rank0]: the reason'); print('noise'); sys.exit(3)"

@@ -1,4 +1,4 @@
-"""examples/launch_*.sh: their flags are ones that megatron.training takes, in these combinations."""
+"""examples/launch_*.sh: megatron.training accepts their combinations of flags."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from megatron.training.arguments import parse_args, validate_args
 pytestmark = pytest.mark.sampled
 
 ROOT = Path(__file__).resolve().parents[3]
-# What each script calls its modes with graphs, and what --cuda-graph-impl is then.
+# Modes with graphs of each script, and their --cuda-graph-impl.
 SCRIPTS = {
     "launch_gpt.sh": (["graphed"], "transformer_engine"),
     "launch_moe.sh": (["graphed", "whole"], "transformer_engine"),
@@ -27,7 +27,7 @@ MODES = [(script, mode) for script, (modes, _) in SCRIPTS.items() for mode in mo
 
 
 def run(script, *arguments: str, tmp_path, **environment: str) -> subprocess.CompletedProcess:
-    """Run a script with a torchrun that prints its arguments, one a line."""
+    """Run a script with a torchrun that prints one argument per line."""
     torchrun = tmp_path / "torchrun"
     torchrun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     torchrun.chmod(0o755)
@@ -38,7 +38,7 @@ def run(script, *arguments: str, tmp_path, **environment: str) -> subprocess.Com
 
 @pytest.fixture
 def launched(examples, tmp_path):
-    """Returns what a script gives to torchrun, split at the training script: launcher's arguments, script, flags."""
+    """Runs a script, and returns the arguments of torchrun and the flags of the training."""
 
     def launch(name: str, *arguments: str, **environment: str):
         given = run(examples / name, *arguments, tmp_path=tmp_path, **environment).stdout.splitlines()
@@ -50,7 +50,7 @@ def launched(examples, tmp_path):
 
 @pytest.fixture
 def validated(monkeypatch):
-    """Parses and validates flags as rank 0 of ``gpus`` would, on a host with Hopper GPUs."""
+    """Parses and validates flags like rank 0 of ``gpus`` Hopper GPUs."""
 
     def validate(flags: list[str], gpus: int):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags])
@@ -78,7 +78,7 @@ def test_megatron_accepts_the_flags(launched, validated, script, mode):
 
 
 @pytest.mark.parametrize(("script", "mode"), MODES)
-def test_the_modes_differ_in_the_graphs_alone(launched, validated, script, mode):
+def test_modes_differ_in_graphs_only(launched, validated, script, mode):
     flags = ["--moe-use-grouped-tensor"] if mode == "whole" else []
     modes = ("eager", *flags), (mode,)
     eager, graphed = (vars(validated(launched(script, *mode)[1], gpus=2)) for mode in modes)
@@ -89,7 +89,7 @@ def test_the_modes_differ_in_the_graphs_alone(launched, validated, script, mode)
 
 
 @pytest.mark.parametrize(("script", "mode"), MODES)
-def test_data_and_further_flags_are_passed_on(launched, validated, script, mode):
+def test_data_and_further_flags_are_forwarded(launched, validated, script, mode):
     flags = launched(script, mode, "--train-iters", "7", DATA="data/my set")[1]
     args = validated(flags, gpus=2)
     assert args.data_path == ["data/my set"]
@@ -98,7 +98,7 @@ def test_data_and_further_flags_are_passed_on(launched, validated, script, mode)
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_several_hosts_are_one_job(examples, launched, tmp_path, script, rank):
+def test_several_hosts_form_one_job(examples, launched, tmp_path, script, rank):
     hosts = {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "host0", "GPUS": "4"}
     launcher, flags = launched("launch_nodes.sh", script, "eager", "--seed", "7", **hosts)
     is_host = {"0": "true", "1": "false"}[rank]
@@ -110,14 +110,14 @@ def test_several_hosts_are_one_job(examples, launched, tmp_path, script, rank):
 
 
 @pytest.mark.parametrize("missing", ["NNODES", "NODE_RANK", "MASTER_ADDR"])
-def test_what_a_host_has_to_know_is_named(examples, tmp_path, missing):
+def test_missing_variable_of_a_host_is_named(examples, tmp_path, missing):
     hosts = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "host0"} | {missing: ""}
     done = run(examples / "launch_nodes.sh", "launch_gpt.sh", "eager", tmp_path=tmp_path, **hosts)
     assert done.returncode
     assert f"{missing}: set it to" in done.stderr
 
 
-def test_slurm_starts_it_on_each_host(examples, tmp_path):
+def test_slurm_starts_every_host(examples, tmp_path):
     # More names than a pipe holds: scontrol goes on writing after its first line has been read.
     for name, text in {"scontrol": "seq --format host%.0f 0 20000", "srun": 'SLURM_NODEID=1 "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")

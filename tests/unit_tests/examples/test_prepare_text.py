@@ -1,4 +1,4 @@
-"""examples/prepare_text.py: text files to an indexed dataset and back."""
+"""examples/prepare_text.py: conversion of text files to an indexed dataset."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def files(tmp_path):
 
 
 def read(prefix) -> list[list[int]]:
-    """Tokens of each document; copies, because megatron-core's arrays point into a file map that the dataset owns."""
+    """Return copies of the tokens of each document, because the dataset owns the mapped file."""
     dataset = IndexedDataset(str(prefix))
     return [dataset[i].tolist() for i in range(len(dataset))]
 
@@ -35,7 +35,7 @@ def test_documents_round_trip_byte_for_byte(prepare_text, files, tmp_path):
     assert texts == [files[0].read_bytes(), files[2].read_bytes()]
 
 
-def test_every_document_ends_with_the_tokenizers_end_of_document(prepare_text, files, tmp_path):
+def test_documents_end_with_the_tokenizers_eod(prepare_text, files, tmp_path):
     prepare_text.build(files, str(tmp_path / "set"))
     tokenizer = MegatronTokenizer.from_pretrained(
         metadata_path={"library": "null-text"}, vocab_size=prepare_text.VOCAB_SIZE
@@ -43,13 +43,13 @@ def test_every_document_ends_with_the_tokenizers_end_of_document(prepare_text, f
     assert [document[-1] for document in read(tmp_path / "set")] == [tokenizer.eod, tokenizer.eod]
 
 
-def test_the_size_limit_cuts_the_last_document(prepare_text, files, tmp_path):
+def test_size_limit_truncates_the_last_document(prepare_text, files, tmp_path):
     limit = len(files[0].read_bytes()) + 3
     assert prepare_text.build(files, str(tmp_path / "set"), max_bytes=limit) == (2, limit + 2)
     assert bytes(read(tmp_path / "set")[1][:-1]) == files[2].read_bytes()[:3]
 
 
-def test_files_without_text_are_refused_and_leave_no_index(prepare_text, files, tmp_path):
+def test_files_without_text_raise_and_leave_no_index(prepare_text, files, tmp_path):
     with pytest.raises(ValueError, match="no text"):
         prepare_text.build([files[1]], str(tmp_path / "set"))
     assert not (tmp_path / "set.idx").exists()
