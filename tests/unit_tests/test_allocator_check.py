@@ -1,4 +1,4 @@
-"""Which settings of CUDA's caching allocator are refused with CUDA graphs."""
+"""Allocator settings that are refused with CUDA graphs."""
 
 import pytest
 
@@ -16,26 +16,26 @@ def _clean(monkeypatch):
 
 @pytest.mark.parametrize("variable", VARIABLES)
 @pytest.mark.parametrize("register", [None, "1"])
-def test_expandable_segments_that_nccl_would_register_are_a_problem(monkeypatch, variable, register):
+def test_expandable_segments_need_nccl_graph_register_0(monkeypatch, variable, register):
     monkeypatch.setenv(variable, EXPANDABLE)
     if register:
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
     assert (allocator_problem() or "").startswith(f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0")
 
 
-def test_spaces_do_not_hide_them(monkeypatch):
+def test_spaces_are_ignored(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: True")
     assert allocator_problem()
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
-def test_with_nccls_registration_off_they_are_none(monkeypatch, variable):
+def test_nccl_graph_register_0_allows_them(monkeypatch, variable):
     monkeypatch.setenv(variable, EXPANDABLE)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     assert allocator_problem() is None
 
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:False", "max_split_size_mb:64"])
-def test_other_settings_are_none(monkeypatch, settings):
+def test_other_settings_are_allowed(monkeypatch, settings):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
     assert allocator_problem() is None

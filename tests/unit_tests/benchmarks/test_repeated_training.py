@@ -8,10 +8,6 @@ def run(loss="0x1p+0", weight=1):
     return {"numbers": [["0x1p+1", "0x1p+0"], [loss, "0x1p+0"]], "found": [step, step | {"rank 0: weight": weight}]}
 
 
-def test_equal_runs_have_one_result():
-    assert compared([run(), run()], run()) == {"runs": 2, "equal": 2, "results": 1, "differences": []}
-
-
 def test_first_difference_is_named():
     found = compared([run(), run(weight=3), {"error": "exit code 1"}], run())
     assert found == {

@@ -1,8 +1,6 @@
 """results_file: layout and metadata of a file of results."""
 
 import json
-import platform
-from importlib.metadata import version
 
 import pytest
 import torch
@@ -31,16 +29,6 @@ def test_each_case_is_one_line(tmp_path):
     assert lines[3:7] == [' "results": [', f"  {json.dumps(cases[0])},", f"  {json.dumps(cases[1])}", " ],"]
     assert lines[8:12] == ['  "A": [', f"   {json.dumps(cases[0])},", f"   {json.dumps(cases[1])}", "  ],"]
     assert lines[12] == '  "B": {"ms": {"x": 1}}'
-
-
-def test_versions_cover_installed_packages_only(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.results_file.PACKAGES", ("megatron-core", "no-such-package"))
-    write_results(tmp_path / "found.json", command="")
-    assert json.loads((tmp_path / "found.json").read_text())["versions"] == {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron-core": version("megatron-core"),
-    }
 
 
 def test_command_omits_output_paths():

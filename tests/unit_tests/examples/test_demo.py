@@ -69,13 +69,6 @@ def test_nan_fails(runs):
     assert failures(eager, graphed, STEPS)
 
 
-def test_eager_run_with_graphs_fails(runs):
-    from demo_report import failures
-
-    _, graphed = runs()
-    assert failures(graphed, graphed, STEPS) == ["graphed made 8 graphs"]
-
-
 def test_failed_training_ends_the_demo_with_its_log(examples, tmp_path, monkeypatch):
     import demo
 

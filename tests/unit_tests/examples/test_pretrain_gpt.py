@@ -1,4 +1,4 @@
-"""examples/pretrain_gpt.py and step_metrics.py without a training run; the integration tests train."""
+"""examples/pretrain_gpt.py and step_metrics.py, without a training run."""
 
 import inspect
 import json
@@ -42,7 +42,7 @@ def lines(metrics) -> list[dict]:
 
 
 @pytest.mark.long
-def test_the_script_does_without_the_patch(examples):
+def test_script_can_be_imported_without_the_patch(examples):
     environment = os.environ | {"MEGATRON_FSDP_CUDA_GRAPHS": "0"}
     done = subprocess.run(
         [sys.executable, "-c", "import pretrain_gpt"], cwd=examples, env=environment, capture_output=True, text=True
@@ -50,7 +50,7 @@ def test_the_script_does_without_the_patch(examples):
     assert done.returncode == 0, done.stderr
 
 
-def test_masked_tokens_count_neither_in_the_loss_nor_in_its_tokens(pretrain_gpt, monkeypatch):
+def test_loss_ignores_masked_tokens(pretrain_gpt, monkeypatch):
     monkeypatch.setattr(pretrain_gpt, "get_args", lambda: NO_CHECKS)
     mask = torch.tensor([[1.0, 0.0, 1.0]])
     loss, tokens, report = pretrain_gpt.loss_func(mask, torch.tensor([[1.0, 100.0, 2.0]], dtype=torch.bfloat16))
@@ -60,7 +60,7 @@ def test_masked_tokens_count_neither_in_the_loss_nor_in_its_tokens(pretrain_gpt,
 
 
 @pytest.mark.parametrize("name", ["micro_batch_size", "context_parallel_size"])
-def test_attention_within_documents_needs_one_row(pretrain_gpt, monkeypatch, name):
+def test_inter_document_masking_needs_one_row(pretrain_gpt, monkeypatch, name):
     sizes = dict.fromkeys(pretrain_gpt.ONE_ROW, 1) | {name: 2}
     args = SimpleNamespace(dataloader_inter_document_masking=True, **sizes)
     monkeypatch.setattr(pretrain_gpt, "parse_and_validate_args", lambda: args)
@@ -69,7 +69,7 @@ def test_attention_within_documents_needs_one_row(pretrain_gpt, monkeypatch, nam
 
 
 @pytest.mark.parametrize(("pattern", "builder"), [(None, "gpt"), ("*-*-", "hybrid")])
-def test_a_layer_pattern_chooses_the_hybrid_model(pretrain_gpt, monkeypatch, pattern, builder):
+def test_layer_pattern_selects_the_hybrid_model(pretrain_gpt, monkeypatch, pattern, builder):
     trained = []
     monkeypatch.delenv("STEP_METRICS_PATH", raising=False)
     monkeypatch.setattr(pretrain_gpt, "parse_and_validate_args", lambda: SimpleNamespace(hybrid_layer_pattern=pattern))
@@ -92,13 +92,13 @@ def test_metrics_are_exact(metrics):
     assert (first["skipped"], second["skipped"]) == (False, True)
 
 
-def test_a_stage_without_loss_and_a_step_without_norm_are_null(metrics):
+def test_missing_loss_and_norm_are_null(metrics):
     metrics.record(1, {}, None, skipped=False)
     (line,) = lines(metrics)
     assert [line[key] for key in ("loss", "loss_hex", "grad_norm", "grad_norm_hex")] == [None] * 4
 
 
-def test_training_log_is_recorded_and_still_called(metrics, monkeypatch):
+def test_training_log_is_recorded_and_called(metrics, monkeypatch):
     signature = inspect.signature(training.training_log)
     calls = []
 
