@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests.support.linked_core import ADAPTER, change, later_core, linked_core
+from tests.support.linked_core import ADAPTER, FSDP, change, later_core, linked_core
 from tools import upstream_check as cli
 
-FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py"
 LAYER = "megatron/core/transformer/module.py"
 REPLACED = "megatron/core/transformer/cuda_graphs.py"
 
