@@ -1,4 +1,4 @@
-"""TransformerEngine's Adam with cached lists is bit-identical to its own steps."""
+"""Steps of TransformerEngine's Adam with recorded lists are bit-identical to its own."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ if not GPUS:
 
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from megatron.core.optimizer.local_shards import LocalShards
+from megatron.core.optimizer.listed_step import ListedStep
 
 SHAPES = ((64, 33), (5,), (70000,), (2, 2))
 STEPS = 5
@@ -36,8 +36,7 @@ def build(mesh, dtype, **options):
     params = [torch.nn.Parameter(shard(shape)) for shape in SHAPES]
     for param in params:
         param.grad = shard(param.shape)
-        param.grad.stays = True
-    nowhere = torch.nn.Parameter(shard((2,)))  # no gradient, like a parameter without a local shard
+    nowhere = torch.nn.Parameter(shard((2,)))  # no gradient, as without a shard on this rank
     groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5, "weight_decay": 0.0}, {"params": [nowhere]}]
     return FusedAdam(groups, lr=0.1, weight_decay=0.1, **options)
 
@@ -56,20 +55,14 @@ def tensors(optimizer):
         (torch.bfloat16, {}),
     ],
 )
-def test_cached_steps_are_bit_identical(mesh, dtype, options):
+def test_listed_steps_are_bit_identical(mesh, dtype, options):
     expected, optimizer = build(mesh, dtype, **options), build(mesh, dtype, **options)
-    shards = None
+    listed = ListedStep(optimizer, "grad")
     for step in range(STEPS):
         expected.step()
-        if shards is None:
+        with listed.running():
+            assert [len(group["params"]) for group in optimizer.param_groups] == ([1, 1, 1] if step else [3, 1, 1])
             optimizer.step()
-            shards = LocalShards(optimizer)
-        else:
-            assert shards.current()
-            with shards.in_place():
-                looked_at = [len(group["params"]) for group in optimizer.param_groups]
-                optimizer.step()
-            assert looked_at == ([3, 1, 1] if step == 1 else [1, 1, 1])
         assert [group["step"] for group in optimizer.param_groups] == [step + 1] * 3
         for one, other in zip(tensors(optimizer), tensors(expected), strict=True):
             assert torch.equal(one, other)
@@ -77,7 +70,10 @@ def test_cached_steps_are_bit_identical(mesh, dtype, options):
             group["lr"] *= 0.9
 
 
-def test_states_in_low_precision_are_not_cached(mesh):
+def test_steps_with_states_in_low_precision_are_not_listed(mesh):
     optimizer = build(mesh, torch.float32, exp_avg_dtype=torch.bfloat16)
-    optimizer.step()
-    assert not LocalShards.eligible(optimizer, (FusedAdam,))
+    listed = ListedStep(optimizer, "grad")
+    for _ in range(2):
+        with listed.running():
+            assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1, 1]
+            optimizer.step()

@@ -1,11 +1,10 @@
-"""The distributed optimizer, whose step under Megatron-FSDP costs the host less."""
+"""The distributed optimizer under Megatron-FSDP: fewer host operations per step, and complete checkpoints."""
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.optimizer.empty_shards import state_of_every_parameter
 from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict
@@ -14,9 +13,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 from ..distributed.fsdp.global_names import by_global_name
 from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from . import clip_grads
-from .clip_grads import count_zeros_fp32
-from .counted_ranks import CountedRanks
-from .local_shards import KeptGradients, LocalShards, gradients_of, local_tensor, stay
+from .listed_step import LAUNCH, ListedStep
 from .repeated_work import RepeatedWork
 
 _upstream: Any = extend(__name__)
@@ -26,124 +23,119 @@ GROUPS = "param_to_group_meta"  # in checkpoints: the options of each parameter'
 
 
 class DistributedOptimizer(_upstream.DistributedOptimizer):
-    """megatron-core's ``DistributedOptimizer``, which under Megatron-FSDP steps on the local shards of parameters.
+    """megatron-core's ``DistributedOptimizer``, adapted to graphs and to empty shards under Megatron-FSDP."""
 
-    Its checkpoints hold the states of every parameter on every rank, those without an element on a rank too.
-    """
-
-    _local_shards: LocalShards | None = None
-    _kept: KeptGradients | None = None
+    _listed: ListedStep | None = None
     _clipping: RepeatedWork | None = None
-    _clips_beside: Any = None  # the graphs of the whole model that the gradients come from
+    _clips_beside: Any = None  # the graphs of the whole model that produce the gradients
 
     def get_loss_scale(self) -> torch.Tensor:
         """Return the loss scale, float32, shape (1,); see megatron-core.
 
-        Without a scaler it is 1, and its ``item`` does not wait for the device: training reads it in each step.
+        Without a scaler it is 1, and ``item``, which the training loop calls in each step, does not synchronize.
         """
         scale: torch.Tensor = super().get_loss_scale()
         if self.grad_scaler is None and "item" not in vars(scale):
             scale.__dict__["item"] = MethodType(_item_of_one, scale)
         return scale
 
-    def _gradient_name(self) -> str:
-        """The attribute that Megatron-FSDP puts a parameter's gradient in, whatever else the precision follows from."""
-        return gradient_name(self.config.use_precision_aware_optimizer)
+    def _gradients(self) -> list[Any]:
+        """Return the gradients of the parameters with a shard on this rank, as ``DTensor``."""
+        name = gradient_name(self.config.use_precision_aware_optimizer)
+        grads = (getattr(param, name, None) for param in self.get_parameters())
+        return [grad for grad in grads if grad is not None]
 
     def clip_grad_norm(self, clip_grad: float) -> Any:
-        """Return the norm of the gradients, and clip them; see megatron-core.
+        """Clip the gradients and return their norm; see megatron-core.
 
-        Beside graphs of the whole model's passes that is a graph too, as long as gradients stay where they are.
+        If graphs hold the whole model, norm and clipping run as a graph too.
         """
         clip = super().clip_grad_norm
         passes = self._whole_model_passes()
-        self._kept = kept = None if passes is None else self._kept_gradients()
-        if kept is None:
+        if passes is None:
             return clip(clip_grad)
         if self._clipping is None or passes is not self._clips_beside:
-            self._clipping = RepeatedWork("The norm of gradients and their clipping")
-            self._clips_beside = passes
-            passes.on_forget.append(self._free_clipping)
-        return self._clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
+            self._clipping, self._clips_beside = RepeatedWork("Gradient clipping"), passes
+            passes.on_forget.append(self._free_clipping)  # before the communicators of its collectives
+        key = [clip_grad, *(grad._local_tensor.data_ptr() for grad in self._gradients())]
+        return self._clipping.run(key, lambda: clip(clip_grad))
 
     def _free_clipping(self) -> None:
-        """Free the graph of the norm, before the communicators of its collectives."""
         if self._clipping is not None:
             self._clipping.reset()
         self._clipping = self._clips_beside = None
 
     def _whole_model_passes(self) -> Any:
-        """Return the graphs of the whole model's passes, if clipping can be captured beside them; None if not.
+        """Return the graphs of the whole model if clipping can be captured beside them, else None.
 
-        It cannot within a capture, where the host waits for the norm, or where one optimizer or one chunk is not all.
+        Clipping cannot be captured inside another capture, if it synchronizes, if it also sets norms of parameter
+        groups as Python values, or if the optimizer has several model chunks.
         """
         if not self.ddp_config.use_megatron_fsdp or len(self.model_chunks) != 1 or self.is_stub_optimizer:
             return None
         if clip_grads.multi_tensor_scale_tensor_impl is None or torch.cuda.is_current_stream_capturing():
             return None
-        return self.model_chunks[0].module.graphs_of_model
-
-    def _kept_gradients(self) -> KeptGradients | None:
-        """Return the gradients, if they stay from step to step and have one norm."""
-        params = self.get_parameters()
-        grads = gradients_of(params, self._gradient_name())
-        if self._kept is not None and self._kept.are(grads):
-            return self._kept
         from .optimizer import _get_param_grad_norm_group
 
-        one_norm = not any(map(_get_param_grad_norm_group, params))  # others are Python values that a replay leaves out
-        return KeptGradients(grads) if one_norm and stay(grads) else None
+        passes = self.model_chunks[0].module.graphs_of_model
+        return None if passes is None or any(map(_get_param_grad_norm_group, self.get_parameters())) else passes
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
-        """Return the gradients that the loss scale is divided out of, as local tensors; see megatron-core.
+        """Return the gradients to divide by the loss scale, as local tensors; see megatron-core.
 
-        Under Megatron-FSDP a parameter of which this rank has no shard has no gradient here.
+        Under Megatron-FSDP, parameters without a shard on this rank have no gradient.
         """
         if self.ddp_config.use_megatron_fsdp:
-            present = [grad for grad in gradients_of(self.get_parameters(), self._gradient_name()) if grad is not None]
-            return [local_tensor(grad) for grad in present]
+            return [grad._local_tensor for grad in self._gradients()]
         return super()._collect_main_grad_data_for_unscaling()
 
-    def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
-        """Return the group over which the gradients' norm is summed, and infinities are looked for; see megatron-core.
+    def get_grad_stats_parallel_group(self) -> dist.ProcessGroup:
+        """Return the group that sums the gradient norm and detects infinities; see megatron-core.
 
-        The ranks of a model must call it first at the same time.
+        megatron-core's group lacks shards if HSDP replicas shard the optimizer among them. If nothing is sharded, it
+        lacks the experts of other ranks, and replicas would clip the same weights by different norms.
         """
-        if not self.ddp_config.use_megatron_fsdp:
-            return super().get_grad_stats_parallel_group()
-        return self._ranks.group
+        if self.ddp_config.use_megatron_fsdp and (self._is_unsharded() or self._dist_index().hsdp_outer_dp_shard):
+            return dist.group.WORLD
+        return super().get_grad_stats_parallel_group()
 
-    @cached_property
-    def _ranks(self) -> CountedRanks:
-        return CountedRanks(self.model_chunks, super().get_grad_stats_parallel_group())
+    def _dist_index(self) -> Any:
+        return self.model_chunks[0].module.dist_index
+
+    def _is_unsharded(self) -> bool:
+        config = self.ddp_config
+        return bool(config.use_megatron_fsdp and config.data_parallel_sharding_strategy == "no_shard")
+
+    def _counted(self, params: list[Any]) -> list[Any]:
+        """Return the parameters whose gradients count on this rank: all, or if unsharded those of the first replica."""
+        if not self._is_unsharded():
+            return params
+        first = {expert: dist.get_rank(self._dist_index().get_dp_group(expert)) == 0 for expert in (False, True)}
+        groups = [g for chunk in self.model_chunks for g in chunk.module.param_and_grad_buffer.parameter_groups]
+        experts = {param for group in groups if group.is_expert_param for param in group.params}
+        return [param for param in params if first[param.orig_param in experts]]
 
     def _filter_grads_for_norm(self, params: list[Any], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        """Return the gradients of those of ``params`` that count on this rank; see megatron-core."""
-        if self.ddp_config.use_megatron_fsdp:
-            params = self._ranks.counted(params)
-        return super()._filter_grads_for_norm(params, *args, **kwargs)
+        """Return the gradients that count on this rank; see megatron-core."""
+        return super()._filter_grads_for_norm(self._counted(params), *args, **kwargs)
 
     def count_zeros(self) -> float:
-        """Return how many elements of the gradients are zero; see megatron-core."""
-        if not self.ddp_config.use_megatron_fsdp or not self._ranks.replicated:
+        """Return the number of gradient elements that are zero; see megatron-core."""
+        if not self._is_unsharded():
             return super().count_zeros()
-        return count_zeros_fp32(
-            self._ranks.counted(self.get_parameters()),
-            grad_stats_parallel_group=self._ranks.group,
-            use_decoupled_grad=self.config.use_precision_aware_optimizer,
-        )
+        params, decoupled = self._counted(self.get_parameters()), self.config.use_precision_aware_optimizer
+        return clip_grads.count_zeros_fp32(params, self.get_grad_stats_parallel_group(), decoupled)
 
     def offload_to_cpu(self) -> None:
         """Move the optimizer's states to the host; see megatron-core."""
-        self._local_shards = None  # it keeps states on the device
+        self._listed = None  # it holds states on the device
         super().offload_to_cpu()
 
     def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
-        """Return the states and the groups of the parameters, both by parameter name, and the loss scale.
+        """Return the states and groups of the parameters, both by parameter name, and the loss scale.
 
-        Saving and loading run collectives for each state, so every rank has to have the same ones. megatron-core leaves
-        the loss scale out, and a resumed run would begin with --initial-loss-scale again. Learning rates are numbers,
-        also where --optimizer-cuda-graph has tensors.
+        megatron-core omits states of empty shards, although saving and loading run collectives for each state, and the
+        loss scale. Learning rates are floats, also if ``--optimizer-cuda-graph`` keeps them in tensors.
         """
         saved: dict[str, Any] = super().sharded_param_state_fsdp_dtensor(is_loading)
         if not self.is_stub_optimizer:
@@ -154,11 +146,12 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the states and the loss scale of a checkpoint; see megatron-core.
+        """Load the states and the loss scale of a checkpoint; see megatron-core.
 
-        Whether steps can be captured, and learning rates are tensors for it, is this run's and not the checkpoint's.
+        Capturable steps, and learning rates in tensors for them, depend on this run and not on the checkpoint.
         """
         if self.ddp_config.use_megatron_fsdp:
+            self._listed = None  # it holds the former states
             if LOSS_SCALE in state_dict:
                 self.grad_scaler.load_state_dict(state_dict.pop(LOSS_SCALE))
             if state_dict.get(GROUPS):
@@ -166,7 +159,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         super().load_state_dict(state_dict)
 
     def _as_own(self, groups: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the options of a checkpoint's groups for an optimizer of this run's kind."""
+        """Return the options of a checkpoint's groups with this run's kind of learning rates."""
         own = self.optimizer.param_groups[0]
         is_tensor = isinstance(own["lr"], torch.Tensor)
         rates = {float(group["lr"]) for group in groups.values()}
@@ -175,9 +168,9 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return {name: group | captured | {"lr": own_rates[float(group["lr"])]} for name, group in groups.items()}
 
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Take over the model's parameters after a checkpoint without the optimizer's states; see megatron-core.
+        """Copy the model's parameters to the optimizer's after a checkpoint without states; see megatron-core.
 
-        Under Megatron-FSDP a checkpoint is read into the optimizer's parameters, and the model's are copies of these.
+        Under Megatron-FSDP, checkpoints are read into the optimizer's parameters, and the model's are copies of them.
         """
         if not self.ddp_config.use_megatron_fsdp or isinstance(self.optimizer, _upstream.HybridDeviceOptimizer):
             super()._copy_model_params_to_main_params(state_dict)
@@ -185,7 +178,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _param_name(self, param: torch.nn.Parameter) -> str:
         """Return a parameter's name in checkpoints; see megatron-core.
 
-        Under Megatron-FSDP it is the one in the whole model, also where this rank has some of its layers only.
+        Under Megatron-FSDP, layers are numbered in the whole model, not in a pipeline stage.
         """
         if self.ddp_config.use_megatron_fsdp and not hasattr(self, "param_to_name"):
             params = by_global_name(self.model_chunks, [dict(chunk.named_parameters()) for chunk in self.model_chunks])
@@ -194,27 +187,28 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return super()._param_name(param)
 
     def step_with_ready_grads(self) -> bool:
-        """Step with gradients that are ready, and start to gather parameters; see megatron-core."""
-        if not (self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp or self.optimizer.state):
-            impls = {getattr(chunk.config, "cuda_graph_impl", "none") for chunk in self.model_chunks}
-            if impls != {"none"}:  # see Megatron-FSDP's ``update_main_grads``
-                torch.cuda.empty_cache()
-        with self._on_local_shards():
+        """Run the optimizer's step and start gathering parameters; see megatron-core."""
+        if not self._lists_steps():
+            return super().step_with_ready_grads()
+        if self._listed is None:
+            name = gradient_name(getattr(self.optimizer, "use_decoupled_grad", False))
+            self._listed = ListedStep(self.optimizer, name)
+        with self._listed.running():
             return super().step_with_ready_grads()
 
-    def _on_local_shards(self) -> AbstractContextManager[None]:
-        """Return a context in which the optimizer has local shards, if that makes no difference."""
-        if self.is_stub_optimizer or not self.ddp_config.use_megatron_fsdp:
-            return nullcontext()
-        if self._local_shards is None or not self._local_shards.current():
-            kinds = (_upstream.Adam, torch.optim.Adam, torch.optim.AdamW)
-            eligible = LocalShards.eligible(self.optimizer, kinds)
-            self._local_shards = LocalShards(self.optimizer) if eligible else None
-            if self._local_shards is None or not self._local_shards.current():
-                return nullcontext()
-        return self._local_shards.in_place()
+    def _lists_steps(self) -> bool:
+        """Return whether later steps can reuse a step's lists: gradients stay, and no state is cast."""
+        return (
+            not self.is_stub_optimizer
+            and self.ddp_config.use_megatron_fsdp
+            and self.ddp_config.megatron_fsdp_cuda_graph_mode
+            and type(self.optimizer) is _upstream.Adam
+            and LAUNCH in vars(self.optimizer)
+            and not getattr(self.optimizer, "master_weights", False)
+            and not getattr(self.optimizer, "_scales", None)  # of states in low precision
+        )
 
 
 def _item_of_one(scale: torch.Tensor) -> float:
-    """The value of a tensor that was made as 1: known on the host unless it was changed."""
+    """Return the value of a tensor that was created as 1, without a synchronization if it has not changed."""
     return torch.Tensor.item(scale) if scale._version else 1.0

@@ -1,6 +1,6 @@
-"""Optimizer states of parameters that have no element on this rank.
+"""Optimizer states of empty shards.
 
-Megatron-FSDP gives such a shard no gradient, and torch's optimizers make states at a parameter's first gradient.
+Megatron-FSDP gives an empty shard no gradient, and torch's optimizers create states at a parameter's first gradient.
 """
 
 from collections.abc import Callable, Hashable
@@ -14,20 +14,18 @@ from torch.distributed.tensor import DTensor, Replicate
 def state_of_every_parameter(
     optimizer: torch.optim.Optimizer, states: dict[Any, dict[str, Any]], name_of: Callable[[torch.Tensor], Hashable]
 ) -> dict[Any, dict[str, Any]]:
-    """Return ``states`` with those of parameters whose local shard is empty.
+    """Return ``states`` and the states of parameters whose local shard is empty.
 
-    They come in the order of the optimizer's parameters, which is the same on all ranks, whichever shards are empty:
-    megatron-core runs collectives for one state after another.
+    The order is that of the optimizer's parameters, which all ranks share, because megatron-core runs collectives for
+    one state after another. Values that are not sharded, for example step counts, are copied from another parameter,
+    possibly on another rank: without a gradient they do not advance, and any rank's value may be saved.
 
-    Values that are not sharded, such as a number of steps, are those of another parameter, on this rank or on one that
-    holds other shards: an optimizer does not advance them without a gradient, and any rank's may be the one that is
-    saved.
-
-    All ranks that share the optimizer's shards must call it at the same time.
+    This is a collective of all ranks that share the optimizer's shards.
 
     Args:
         optimizer: The optimizer, with ``DTensor`` parameters.
-        states: Its states, by parameter name; not changed.
+        states: Its states by parameter name; not changed.
+        name_of: Returns a parameter's name.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     named = {name_of(param): param for param in params}
@@ -36,17 +34,17 @@ def state_of_every_parameter(
     model = _of_any_rank(model, params[0]) if params else model
     if model is None:  # no step yet
         return states
-    every = states | {name: _like(model, param, states.get(name, {})) for name, param in empty.items()}
+    every = states | {name: _like(model, param) for name, param in empty.items()}
     return {name: every[name] for name in named if name in every} | every
 
 
 def _described(state: dict[str, Any]) -> dict[str, Any]:
-    """The dtype of each value that is sharded, and each other value."""
+    """Return the dtype of each sharded value, and each other value."""
     return {name: value.dtype if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any] | None:
-    """Return ``model``, or that of a rank that holds other shards of ``param`` if this one has none."""
+    """Return ``model``, or if it is None that of a rank with other shards of ``param``."""
     for dim, placement in enumerate(param.placements):
         if not isinstance(placement, Replicate):
             group = param.device_mesh.get_group(dim)
@@ -56,11 +54,13 @@ def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any]
     return model
 
 
-def _like(model: dict[str, Any], param: torch.Tensor, own: dict[str, Any]) -> dict[str, Any]:
-    def value_of(name: str) -> Any:
-        value = model[name]
-        if not isinstance(value, torch.dtype):
-            return value.clone() if torch.is_tensor(value) else value
-        return own[name] if name in own else torch.zeros_like(param, dtype=value, requires_grad=False)
-
-    return {name: value_of(name) for name in model}
+def _like(model: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return the states that ``model`` describes, for an empty shard of ``param``."""
+    return {
+        name: torch.zeros_like(param, dtype=value, requires_grad=False)
+        if isinstance(value, torch.dtype)
+        else value.clone()
+        if torch.is_tensor(value)
+        else value
+        for name, value in model.items()
+    }

@@ -1,4 +1,4 @@
-"""The CUDA graph of the optimizer's step, under Megatron-FSDP too."""
+"""The CUDA graph of the optimizer's step, also under Megatron-FSDP."""
 
 import logging
 from typing import Any
@@ -9,48 +9,42 @@ from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
-from .local_shards import gradients_of, hooks_of, same
+from .listed_step import Inputs, changed_input, step_inputs
 
 _upstream: Any = extend(__name__)
 _logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
-    """megatron-core's wrapper, which also does what a graph of the step leaves out.
+    """megatron-core's wrapper, which also does what a graph of the step omits.
 
-    Parameters under Megatron-FSDP are not gathered within the graph (see ``MegatronFSDP.start_param_sync``) but after
-    each replay, and their gradients stay where the graph reads them, whether layers run as graphs or not. torch's
-    capturable optimizers get learning rates that are tensors: numbers would stay as at capture.
+    Under Megatron-FSDP, parameters are gathered after each replay instead of inside the graph (see
+    ``MegatronFSDP.start_param_sync``), and gradients keep their addresses, also if layers run eagerly. torch's
+    capturable optimizers get learning rates in tensors, as a graph would bake in numbers.
 
-    The step runs eagerly as long as parameters, which of them have gradients, states, hooks of the step or other
-    numbers (weight decay, say) are not those of the capture, or if the step of another optimizer was captured.
-
-    Raises:
-        ValueError: there is no eager step before the capture (``cuda_graph_warmup_steps``): the first one makes the
-            optimizer's states, which every replay would make anew.
+    The step runs eagerly while parameters, gradients, states, hooks of the step or numbers (weight decay, for example)
+    differ from those at capture, or if another optimizer's step was captured.
     """
 
     def __init__(self, optimizer_step_func: Any, *args: Any, **kwargs: Any):
         super().__init__(optimizer_step_func, *args, **kwargs)
-        if self.cuda_graph_warmup_steps < 1:
-            raise ValueError(
-                "--optimizer-cuda-graph needs --cuda-graph-warmup-steps 1 or more: the first step makes the "
-                "optimizer's states, and every replay of it would make them anew"
-            )
-        optimizer = getattr(optimizer_step_func, "__self__", None)
+        optimizer = optimizer_step_func.__self__
+        chained = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._optimizers = [each for each in chained if each.optimizer is not None]  # None without parameters
+        self._captured: tuple[Inputs, dict[Any, Any]] | None = None  # None if another step was captured
+        self._told = set[str]()
         sharded = [chunk for chunk in getattr(optimizer, "model_chunks", ()) if chunk.ddp_config.use_megatron_fsdp]
         for chunk in sharded:
             chunk.ddp_config.megatron_fsdp_cuda_graph_mode = True
             chunk.param_and_grad_buffer.keep_gradients_in_place()
-        self._optimizer, self._told = optimizer, set[str]()
-        self._captured: dict[tuple[str, int], Any] = {}  # what the captured step has read; empty if it was another one
+        self._keeps_gradients = bool(sharded)
         self._sharded = [chunk for chunk in sharded if chunk.ddp_config.fsdp_all_gather_in_start_param_sync]
-        for group in getattr(optimizer, "param_groups", ()):
+        for group in optimizer.param_groups:
             if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cuda")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, as a graph if it has been captured; see megatron-core."""
+        """Run the step, as a graph once it is captured; see megatron-core."""
         if type(self).cuda_graph is not None:
             if self._has_changed():
                 self.next_iter()
@@ -64,51 +58,40 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
                 chunk.start_param_sync()
         return result
 
-    def _read_by_step(self) -> dict[tuple[str, int], Any]:
-        """Return by name what the host reads in a step: objects in the place of tensors and states."""
-        read: dict[tuple[str, int], Any] = {}
-        for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
-            for name, value in group.items():
-                if name == "params":
-                    read[name, number] = _Same(*value)
-                else:
-                    read[name, number] = _Same(value) if isinstance(value, torch.Tensor) else value
-        optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        for number, each in enumerate(optimizers):
-            stepping, config = getattr(each, "optimizer", each), getattr(each, "config", None)
-            states = getattr(stepping, "state", {})
-            values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
-            read["the states", number] = _Same(states, *values)
-            read["clip_grad", number] = getattr(config, "clip_grad", None)
-            if isinstance(stepping, torch.optim.Optimizer):
-                read["hooks of the step", number] = _Same(*hooks_of(stepping))
-            name = gradient_name(getattr(config, "use_precision_aware_optimizer", False))
-            params = [param for group in getattr(each, "param_groups", ()) for param in group["params"]]
-            # Others than Megatron-FSDP attach gradients within the step.
-            grads = [grad for grad in gradients_of(params, name) if getattr(grad, "stays", False)]
-            read["the gradients", number] = _Same(*grads)
-        return read
+    def _read_by_step(self) -> tuple[Inputs, dict[Any, Any]]:
+        """Return the objects that the host reads in a step, and the numbers, both by name."""
+        objects: Inputs = {}
+        numbers: dict[Any, Any] = {}
+        for number, each in enumerate(self._optimizers):
+            name = gradient_name(each.config.use_precision_aware_optimizer)
+            # Without Megatron-FSDP, gradients are attached within the step.
+            params = each.get_parameters() if self._keeps_gradients else []
+            read = step_inputs(each.optimizer, [getattr(param, name, None) for param in params])
+            numbers["clip_grad", number] = each.config.clip_grad
+            for place, group in enumerate(each.param_groups):
+                for option, value in group.items():
+                    if isinstance(value, torch.Tensor):
+                        read.setdefault(option, []).append(value)
+                    elif option != "params":
+                        numbers[option, number, place] = value
+            for kind, found in read.items():
+                objects[kind] = objects.get(kind, []) + found
+        return objects, numbers
 
     def _has_changed(self) -> bool:
-        """Whether the graph would not do what the step does now; log what is the reason, once."""
-        now = self._read_by_step()
-        if now == self._captured:
-            return False
-        names = [key[0] for key in now if now[key] != self._captured.get(key)]
-        reason = f"{(names or ['a group'])[0]} changed after capture" if self._captured else "another one was captured"
+        """Return whether the graph would differ from the step, and log each reason once."""
+        reason = "another optimizer was captured"
+        if self._captured is not None:
+            objects, numbers = self._read_by_step()
+            known, known_numbers = self._captured
+            differing = [key[0] for key in numbers if numbers[key] != known_numbers.get(key)]
+            changed = changed_input(objects, known) or next(iter(differing), None)
+            if changed is None:
+                return False
+            reason = f"{changed} changed after capture"
         if reason not in self._told:
             self._told.add(reason)
             log_single_rank(
                 _logger, logging.WARNING, f"The optimizer's step runs eagerly (--optimizer-cuda-graph): {reason}"
             )
         return True
-
-
-class _Same:
-    """Is equal to what stands for the same objects, which it keeps: the graph reads them."""
-
-    def __init__(self, *values: Any):
-        self._values = list(values)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and same(other._values, self._values)

@@ -1,4 +1,4 @@
-"""A mesh of one rank, for the tensors of an optimizer."""
+"""A device mesh of one rank for an optimizer's tensors."""
 
 import pytest
 import torch.distributed as dist

@@ -1,6 +1,5 @@
-"""The gradients that a loss scale is divided out of, and those that are clipped in a graph."""
+"""The distributed optimizer under Megatron-FSDP: gradients, clipping in a graph, checkpoints."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,17 +8,20 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.optimizer import optimizer as core_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
 
 @pytest.fixture
 def optimizer():
-    """Makes an optimizer with parameters of these gradients."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    """Return a function that makes an optimizer whose parameters have these gradients."""
 
     def make(grads, name="grad", fsdp=True):
         made = DistributedOptimizer.__new__(DistributedOptimizer)
         params = [SimpleNamespace(**{name: grad}) for grad in grads]
         made.ddp_config = SimpleNamespace(use_megatron_fsdp=fsdp)
-        # Megatron-FSDP goes by the first, with FP8 recipes too for which the second is False.
+        # Megatron-FSDP reads the first; the second is False with FP8 recipes.
         made.config = SimpleNamespace(
             use_precision_aware_optimizer=name == "decoupled_grad", use_precision_aware_optimizer_no_fp8_or_ds_fp8=False
         )
@@ -35,32 +37,14 @@ def sharded(tensor):
 
 
 @pytest.mark.parametrize("name", ["grad", "decoupled_grad"])
-def test_under_megatron_fsdp_they_are_the_shards_that_this_rank_has(optimizer, name):
+def test_unscaling_divides_the_shards_of_this_rank(optimizer, name):
     shards = [torch.ones(2), torch.ones(3)]
     made = optimizer([sharded(shards[0]), None, sharded(shards[1])], name)
     assert [id(grad) for grad in made._collect_main_grad_data_for_unscaling()] == [id(shard) for shard in shards]
 
 
-@pytest.mark.parametrize("impl", ["none", "transformer_engine"])
-@pytest.mark.parametrize("states", [{}, {"param": {}}], ids=["first step", "later step"])
-@pytest.mark.parametrize("fsdp", [True, False])
-def test_states_that_a_step_makes_before_graphs_are_captured_get_memory_of_their_own(
-    optimizer, monkeypatch, impl, states, fsdp
-):
-    calls = []
-    made = optimizer([None], fsdp=fsdp)
-    made.optimizer.state, made.model_chunks = states, [SimpleNamespace(config=SimpleNamespace(cuda_graph_impl=impl))]
-    upstream = next(kind for kind in type(made).__mro__[1:] if "step_with_ready_grads" in vars(kind))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("release"))
-    monkeypatch.setattr(type(made), "_on_local_shards", lambda self: nullcontext())
-    monkeypatch.setattr(upstream, "step_with_ready_grads", lambda self: calls.append("step"))
-    made.step_with_ready_grads()
-    # Under Megatron-FSDP gradients are made in each step, and it has been done before.
-    assert calls == (["release", "step"] if impl != "none" and not states and not fsdp else ["step"])
-
-
 class Passes:
-    """Graphs of the whole model's passes; notes the keys of the work that would run beside them."""
+    """Stands in for graphs of the whole model; ``keys`` are those of the work beside them."""
 
     def __init__(self):
         self.on_forget, self.keys = [], []
@@ -68,16 +52,12 @@ class Passes:
 
 @pytest.fixture
 def clipping(optimizer, monkeypatch, mesh):
-    """Makes an optimizer with gradients that stay, beside graphs of the whole model, and returns both."""
-    from megatron.core.optimizer import clip_grads
-
+    """Return a function that makes an optimizer and graphs of the whole model beside it."""
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", len)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def make():
         grads = [DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) for _ in range(2)]
-        for grad in grads:
-            grad.stays = True
         made = optimizer([grads[0], None, grads[1]])
         upstream = next(kind for kind in type(made).__mro__[1:] if "clip_grad_norm" in vars(kind))
         monkeypatch.setattr(upstream, "clip_grad_norm", lambda self, clip_grad: ("norm", clip_grad))
@@ -94,81 +74,44 @@ def clipping(optimizer, monkeypatch, mesh):
     return make
 
 
-def test_gradients_are_clipped_in_a_graph_as_long_as_they_are_the_same(clipping):
+def test_clipping_runs_as_repeated_work(clipping):
     made, passes = clipping()
-    first, _, last = made.get_parameters()
+    first, *_ = made.get_parameters()
     assert [made.clip_grad_norm(bound) for bound in (1.0, 1.0, 2.0)] == [("norm", 1.0), ("norm", 1.0), ("norm", 2.0)]
-    first.grad._local_tensor.set_(torch.ones(3))
+    first.grad._local_tensor = torch.ones(3)
     made.clip_grad_norm(1.0)
-    last.grad._local_tensor = torch.ones(3)
-    made.clip_grad_norm(1.0)
-    same, again, other_bound, other_memory, other_tensor = passes.keys
+    same, again, other_bound, other_memory = passes.keys
     assert same == again
-    assert all(key != same for key in (other_bound, other_memory, other_tensor))
+    assert other_bound != same != other_memory
     (free,) = passes.on_forget
     free()
     made.clip_grad_norm(1.0)
-    assert len(passes.on_forget) == 2, "another graph, which is to be freed too"
+    assert len(passes.on_forget) == 2, "another graph, to be freed"
 
 
-def without_fsdp(made, passes, monkeypatch):
-    made.ddp_config.use_megatron_fsdp = False
+# Each makes clipping impossible to capture.
+CHANGES = {
+    "no FSDP": lambda made, patch: setattr(made.ddp_config, "use_megatron_fsdp", False),
+    "no graphs": lambda made, patch: setattr(made.model_chunks[0].module, "graphs_of_model", None),
+    "several chunks": lambda made, patch: made.model_chunks.extend(made.model_chunks),
+    "no parameters": lambda made, patch: setattr(made, "is_stub_optimizer", True),
+    "another capture": lambda made, patch: patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True),
+    "a norm on the host": lambda made, patch: patch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None),
+    "norms of groups": lambda made, patch: setattr(
+        made.get_parameters()[1], core_optimizer.GRAD_NORM_GROUP_ATTR, core_optimizer.MTP_GRAD_NORM_GROUP
+    ),
+}
 
 
-def without_graphs(made, passes, monkeypatch):
-    made.model_chunks[0].module.graphs_of_model = None
-
-
-def of_several_chunks(made, passes, monkeypatch):
-    made.model_chunks *= 2
-
-
-def without_parameters(made, passes, monkeypatch):
-    made.is_stub_optimizer = True
-
-
-def within_a_capture(made, passes, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-
-
-def with_a_norm_on_the_host(made, passes, monkeypatch):
-    from megatron.core.optimizer import clip_grads
-
-    monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None)
-
-
-def with_gradients_that_do_not_stay(made, passes, monkeypatch):
-    made.get_parameters()[0].grad.stays = False
-
-
-def with_norms_of_groups(made, passes, monkeypatch):
-    from megatron.core.optimizer import optimizer
-
-    setattr(made.get_parameters()[1], optimizer.GRAD_NORM_GROUP_ATTR, optimizer.MTP_GRAD_NORM_GROUP)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        without_fsdp,
-        without_graphs,
-        of_several_chunks,
-        without_parameters,
-        within_a_capture,
-        with_a_norm_on_the_host,
-        with_gradients_that_do_not_stay,
-        with_norms_of_groups,
-    ],
-)
-def test_otherwise_gradients_are_clipped_by_megatron_core(clipping, monkeypatch, change):
+@pytest.mark.parametrize("change", CHANGES)
+def test_clipping_that_cannot_be_captured_is_upstreams(clipping, monkeypatch, change):
     made, passes = clipping()
-    change(made, passes, monkeypatch)
+    CHANGES[change](made, monkeypatch)
     assert made.clip_grad_norm(1.0) == ("norm", 1.0)
     assert passes.keys == []
 
 
-def test_a_checkpoint_has_the_loss_scale(optimizer, monkeypatch):
-    from megatron.core.optimizer import distrib_optimizer
+def test_checkpoints_hold_the_loss_scale(optimizer, monkeypatch):
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *device: self)
@@ -202,9 +145,7 @@ def test_a_checkpoint_has_the_loss_scale(optimizer, monkeypatch):
 
 @pytest.mark.parametrize("saved", [False, True], ids=["saved without", "saved with"])
 @pytest.mark.parametrize("loads", [False, True], ids=["loaded without", "loaded with"])
-def test_a_checkpoint_is_for_optimizers_with_a_graph_and_without(optimizer, monkeypatch, saved, loads):
-    from megatron.core.optimizer import distrib_optimizer
-
+def test_checkpoints_do_not_depend_on_optimizer_graphs(optimizer, monkeypatch, saved, loads):
     upstream, taken = distrib_optimizer._upstream.DistributedOptimizer, []
     options = {"lr": torch.tensor(0.5) if saved else 0.5, "capturable": saved, "eps": 1e-8}
     groups = {"state": {}, "param_to_group_meta": {"a": options, "b": options}}
@@ -222,15 +163,13 @@ def test_a_checkpoint_is_for_optimizers_with_a_graph_and_without(optimizer, monk
     assert isinstance(found["a"]["lr"], torch.Tensor) is loads
 
 
-def test_the_models_parameters_are_not_taken_over_under_megatron_fsdp(optimizer):
+def test_reloading_model_parameters_is_a_no_op(optimizer):
     made = optimizer([None])
     made.param_groups = made.optimizer.param_groups
     made.reload_model_params({"model": {}})  # raises no error
 
 
-def test_the_host_takes_over_the_models_parameters_if_the_optimizer_is_there(optimizer, monkeypatch):
-    from megatron.core.optimizer import distrib_optimizer
-
+def test_an_optimizer_on_the_host_reloads_parameters(optimizer, monkeypatch):
     class OnHost:
         updates = 0
 
@@ -245,9 +184,7 @@ def test_the_host_takes_over_the_models_parameters_if_the_optimizer_is_there(opt
     assert made.optimizer.updates == 1
 
 
-def test_parameters_are_called_as_in_the_whole_model(optimizer, monkeypatch):
-    from megatron.core.optimizer import distrib_optimizer
-
+def test_parameter_names_number_layers_in_the_model(optimizer, monkeypatch):
     monkeypatch.setattr(distrib_optimizer, "handle_experts_in_state_dict", lambda params, experts: params)
 
     class Chunk(torch.nn.Module):
@@ -266,18 +203,18 @@ def test_parameters_are_called_as_in_the_whole_model(optimizer, monkeypatch):
 
 @pytest.fixture
 def scaled(optimizer):
-    """Makes an optimizer without a scaler, or with this one."""
+    """Return a function that makes an optimizer without a scaler."""
 
-    def make(scaler=None):
+    def make():
         made = optimizer([None])
-        made.grad_scaler, made._scale_one = scaler, torch.ones(1)
+        made.grad_scaler, made._scale_one = None, torch.ones(1)
         return made
 
     return make
 
 
-def test_without_a_scaler_nobody_waits_for_the_loss_scale(scaled):
+def test_the_loss_scale_of_1_is_read_without_a_sync(scaled):
     made = scaled()
-    with mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("the host waits")):
+    with mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("synchronizes")):
         assert [made.get_loss_scale().item() for _ in range(2)] == [1.0, 1.0]
     assert torch.equal(made.scale_loss(torch.tensor(3.0)), torch.tensor([3.0]))

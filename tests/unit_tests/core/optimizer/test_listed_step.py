@@ -1,18 +1,20 @@
-"""Steps with the lists of an earlier step change parameters and states as the optimizer's own do, bit for bit."""
+"""Steps with recorded tensor lists are bit-identical to the optimizer's own."""
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
+
+from megatron.core.optimizer.listed_step import ListedStep
 
 SHAPES = ((4, 3), (5,), (0, 3), (2, 2), (6,), (0,))
 GROUPS = ((0, 1, 2), (3, 4), (5,))  # the last has nothing on this rank
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Steps as TransformerEngine's does: with lists that it makes anew, some tensors to a launch.
+    """Stands in for TransformerEngine's ``FusedAdam``: builds lists in each step and launches with parts of them.
 
     Attributes:
-        looked_at: Parameters that the last step has looked at.
+        looked_at: Number of parameters that the last step inspected.
         casts: Whether it launches with copies of its states.
     """
 
@@ -52,15 +54,8 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 @pytest.fixture
-def local_shards():
-    from megatron.core.optimizer import local_shards
-
-    return local_shards.LocalShards
-
-
-@pytest.fixture
 def build(mesh):
-    """Builds an optimizer of three groups of DTensors, always with equal values; every gradient stays the same."""
+    """Return a function that builds an optimizer of three groups of DTensors with equal values."""
 
     def shard(shape, generator):
         return DTensor.from_local(torch.randn(shape, generator=generator), mesh, [Shard(0)])
@@ -71,7 +66,6 @@ def build(mesh):
         for param in params:
             if param.to_local().numel():
                 param.grad = shard(param.shape, generator)
-                param.grad.stays = True
         return FusedAdam([{"params": [params[number] for number in group]} for group in GROUPS], **options)
 
     return build
@@ -82,104 +76,106 @@ def parameters(optimizer):
 
 
 def values(optimizer):
-    """All that a step changes."""
+    """Return everything that a step changes."""
     tensors = [*parameters(optimizer), *(state["momentum"] for state in optimizer.state.values())]
     return [tensor.to_local().tolist() for tensor in tensors], [group["step"] for group in optimizer.param_groups]
 
 
 @torch.no_grad()
 def prepare(optimizer, number):
-    """Other gradients in the same memory, and another learning rate."""
+    """Write other gradients to the same memory, and set another learning rate."""
     for param in filter(lambda param: param.grad is not None, parameters(optimizer)):
         param.grad._local_tensor.fill_(number).add_(param.to_local())
     optimizer.param_groups[number % 2]["lr"] = 1 / number
 
 
-def compared(build, local_shards, steps=5, change=lambda optimizer, number: None, **options):
-    """Train both ways; return how many parameters the steps on local shards have looked at."""
+def inspected(build, steps=5, change=lambda optimizer, number: None, **options):
+    """Train with and without lists; return how many parameters each step with lists inspected."""
     expected, optimizer = build(**options), build(**options)
-    looked_at, shards = [], None
+    looked_at, listed = [], ListedStep(optimizer, "grad")
     for number in range(1, steps + 1):
         for each in (expected, optimizer):
             prepare(each, number)
             change(each, number)
         expected.step()
-        if shards is None or not shards.current():
+        with listed.running():
             optimizer.step()
-            shards = local_shards(optimizer)
-        else:
-            with shards.in_place():
-                optimizer.step()
         looked_at.append(optimizer.looked_at)
         assert values(optimizer) == values(expected)
     return looked_at
 
 
 @pytest.mark.parametrize("per_launch", [1024, 1])
-def test_later_steps_look_at_one_parameter_of_each_group(build, local_shards, per_launch):
-    assert compared(build, local_shards, per_launch=per_launch) == [6, 6, 3, 3, 3]
+def test_later_steps_inspect_one_parameter_per_group(build, per_launch):
+    assert inspected(build, per_launch=per_launch) == [6, 3, 3, 3, 3]
 
 
-def test_the_optimizer_gets_its_own_back(build, local_shards):
+def test_an_exception_restores_parameters_and_launch(build):
     optimizer = build()
-    optimizer.step()
-    params, state, launch = parameters(optimizer), optimizer.state, optimizer.multi_tensor_adam
-    shards = local_shards(optimizer)
-    for _ in range(2):
-        with shards.in_place():
+    listed = ListedStep(optimizer, "grad")
+    before = parameters(optimizer), optimizer.multi_tensor_adam
+    for _ in range(2):  # records, then replays
+        with pytest.raises(ZeroDivisionError), listed.running():
+            raise ZeroDivisionError
+        params, launch = parameters(optimizer), optimizer.multi_tensor_adam
+        assert [id(param) for param in params] == [id(param) for param in before[0]] and launch is before[1]
+        with listed.running():
             optimizer.step()
-        assert all(this is that for this, that in zip(parameters(optimizer), params, strict=True))
-        assert optimizer.state is state and optimizer.multi_tensor_adam is launch
-    with pytest.raises(ZeroDivisionError), shards.in_place():
-        raise ZeroDivisionError
-    assert all(this is that for this, that in zip(parameters(optimizer), params, strict=True))
-    assert optimizer.state is state and optimizer.multi_tensor_adam is launch
 
 
-def test_steps_that_use_other_tensors_are_left_alone(build, local_shards):
-    assert compared(build, local_shards, casts=True) == [6] * 5
+def test_steps_that_cast_states_are_not_replayed(build):
+    assert inspected(build, casts=True) == [6] * 5
 
 
-def test_gradients_that_do_not_stay_are_not_kept(build, local_shards):
-    def change(optimizer, number):
-        for param in filter(lambda param: param.grad is not None, parameters(optimizer)):
-            param.grad = DTensor.from_local(param.grad.to_local().clone(), param.device_mesh, param.placements)
+def test_step_hooks_see_all_parameters(build):
+    def hook(optimizer, number):
+        if number == 3:
+            optimizer.register_step_post_hook(lambda *unused: None)
 
-    assert compared(build, local_shards, change=change) == [6] * 5
+    assert inspected(build, steps=4, change=hook) == [6, 3, 6, 6]
 
 
-def other_gradient(param):
+def other_gradient(param, optimizer):
     param.grad = DTensor.from_local(torch.ones(param.shape), param.device_mesh, param.placements)
-    param.grad.stays = True
 
 
-def other_memory(param):
+def other_memory(param, optimizer):
     param.grad._local_tensor = torch.full(param.shape, 2.0)
 
 
-@torch.no_grad()
-def other_storage(param):
-    param.grad._local_tensor.set_(torch.full(param.shape, 2.0))
-
-
-def no_gradient(param):
+def no_gradient(param, optimizer):
     param.grad = None
 
 
-@pytest.mark.parametrize("change", [other_gradient, other_memory, other_storage, no_gradient])
-def test_other_gradients_are_listed_anew(build, local_shards, change):
+def other_state(param, optimizer):
+    optimizer.state[param]["momentum"] = optimizer.state[param]["momentum"].clone()
+
+
+def other_parameter(param, optimizer):
+    new = torch.nn.Parameter(param.detach().clone())
+    new.grad = param.grad
+    optimizer.param_groups[0]["params"][1] = new
+
+
+def other_local_tensor(param, optimizer):
+    param._local_tensor = param._local_tensor.clone()
+
+
+@pytest.mark.parametrize(
+    "change", [other_gradient, other_memory, no_gradient, other_state, other_parameter, other_local_tensor]
+)
+def test_a_changed_input_is_recorded_again(build, change):
     def change_one(optimizer, number):
         if number == 4:
-            change(optimizer.param_groups[0]["params"][1])
+            change(optimizer.param_groups[0]["params"][1], optimizer)
 
-    assert compared(build, local_shards, steps=6, change=change_one) == [6, 6, 3, 6, 3, 3]
+    assert inspected(build, steps=6, change=change_one) == [6, 3, 3, 6, 3, 3]
 
 
-def test_a_step_that_does_not_launch_is_an_error(build, local_shards):
+def test_a_replayed_step_without_launches_is_an_error(build):
     optimizer = build()
-    optimizer.step()
-    shards = local_shards(optimizer)
-    with shards.in_place():
+    listed = ListedStep(optimizer, "grad")
+    with listed.running():
         optimizer.step()
-    with pytest.raises(RuntimeError, match="did not call multi_tensor_adam"), shards.in_place():
+    with pytest.raises(RuntimeError, match="did not call multi_tensor_adam"), listed.running():
         pass

@@ -1,4 +1,4 @@
-"""What a graph of the optimizer's step leaves out is done after each of its replays."""
+"""A graph of the optimizer's step: gathers after replays, and eager steps after changes."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -19,19 +19,21 @@ def _cpu_backend():
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A weight that its step increases by the learning rate, and two model chunks."""
+    """Stands in for a ``DistributedOptimizer``, whose step adds the learning rate to a weight."""
 
     def __init__(self, capturable=True, **config):
         defaults = {"use_megatron_fsdp": True, "fsdp_all_gather_in_start_param_sync": True}
         self.model_chunks = [mock.Mock(ddp_config=SimpleNamespace(**defaults | config)) for _ in range(2)]
         self.weight = torch.zeros(1, device="cuda")
         self.weight.grad = torch.zeros(1, device="cuda")
-        self.weight.grad.stays = True  # as Megatron-FSDP says
         first = {"params": [self.weight], "lr": 0.5, "capturable": capturable, "weight_decay": 0.0}
         super().__init__([first, {"params": [torch.zeros(1, device="cuda")], "lr": 0.25}], {})
         self.state[self.weight] = {"momentum": torch.zeros(1, device="cuda")}
-        self.config = SimpleNamespace(clip_grad=1.0)
-        self.eager_steps = 0
+        self.config = SimpleNamespace(clip_grad=1.0, use_precision_aware_optimizer=False)
+        self.optimizer, self.eager_steps = self, 0
+
+    def get_parameters(self):
+        return [param for group in self.param_groups for param in group["params"]]
 
     def step(self):
         self.eager_steps += not torch.cuda.is_current_stream_capturing()
@@ -39,13 +41,13 @@ class Optimizer(torch.optim.Optimizer):
         return True, self.weight, None
 
     def gathers(self):
-        """How often each chunk was told to gather parameters."""
+        """Return how often each chunk gathered parameters."""
         return [chunk.start_param_sync.call_count for chunk in self.model_chunks]
 
 
 @pytest.fixture
 def wrap():
-    """Wraps the step of an optimizer; there is no graph before and after, which would belong to the class."""
+    """Return a function that wraps an optimizer's step; the class holds no graph before and after."""
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
     def delete():
@@ -56,7 +58,7 @@ def wrap():
     delete()
 
 
-def test_parameters_are_gathered_after_each_replay_and_by_the_step_itself_before(wrap):
+def test_parameters_are_gathered_after_each_replay(wrap):
     optimizer = Optimizer()
     step = wrap(optimizer)
     seen = []
@@ -67,12 +69,12 @@ def test_parameters_are_gathered_after_each_replay_and_by_the_step_itself_before
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_gradients_stay_where_the_graph_reads_them_also_where_layers_run_eagerly(wrap, sharded):
+def test_gradients_keep_their_addresses_under_megatron_fsdp(wrap, sharded):
     optimizer = Optimizer(use_megatron_fsdp=sharded, megatron_fsdp_cuda_graph_mode=False)
     wrap(optimizer)
     assert [chunk.ddp_config.megatron_fsdp_cuda_graph_mode for chunk in optimizer.model_chunks] == [sharded] * 2
-    told = [chunk.param_and_grad_buffer.keep_gradients_in_place.called for chunk in optimizer.model_chunks]
-    assert told == [sharded] * 2
+    kept = [chunk.param_and_grad_buffer.keep_gradients_in_place.called for chunk in optimizer.model_chunks]
+    assert kept == [sharded] * 2
 
 
 def test_a_graph_reads_the_learning_rate_of_each_step(wrap):
@@ -86,22 +88,19 @@ def test_a_graph_reads_the_learning_rate_of_each_step(wrap):
     assert optimizer.weight.item() == expected
 
 
-# By what the log says changed, up to the comma if there is one.
 CHANGES = {
     "weight_decay": lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
     "clip_grad": lambda optimizer: setattr(optimizer.config, "clip_grad", 0.5),
-    "the states": lambda optimizer: setattr(optimizer, "state", {}),  # as load_state_dict does
-    "the states, of a parameter": lambda optimizer: optimizer.state[optimizer.weight].update(momentum=torch.zeros(1)),
-    "the states, cleared": lambda optimizer: optimizer.state.clear(),
-    "params": lambda optimizer: optimizer.param_groups[1]["params"].clear(),
-    "the gradients": lambda optimizer: setattr(optimizer.weight, "grad", None),
-    "hooks of the step": lambda optimizer: optimizer.register_step_post_hook(mock.Mock(return_value=None)),
+    "states": lambda optimizer: setattr(optimizer, "state", {}),  # as load_state_dict does
+    "parameters": lambda optimizer: optimizer.param_groups[1]["params"].clear(),
+    "gradients": lambda optimizer: setattr(optimizer.weight, "grad", None),
+    "step hooks": lambda optimizer: optimizer.register_step_post_hook(mock.Mock(return_value=None)),
     "lr": lambda optimizer: optimizer.param_groups[0].update(lr=torch.full((), 0.25, device="cuda")),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_after_a_change_that_a_graph_would_not_notice_steps_run_eagerly(wrap, caplog, name):
+def test_steps_run_eagerly_after_a_change(wrap, caplog, name):
     optimizer, twin = Optimizer(), Optimizer()
     step = wrap(optimizer)
     for number in range(WARMUP + 5):
@@ -114,10 +113,10 @@ def test_after_a_change_that_a_graph_would_not_notice_steps_run_eagerly(wrap, ca
     assert optimizer.eager_steps == WARMUP + 3
     assert optimizer.gathers() == [2, 2]  # a step that runs eagerly gathers by itself
     (message,) = caplog.messages
-    assert message.endswith(f"(--optimizer-cuda-graph): {name.partition(',')[0]} changed after capture")
+    assert message.endswith(f"(--optimizer-cuda-graph): {name} changed after capture")
 
 
-def test_the_step_of_a_second_optimizer_is_not_taken_for_that_of_the_first(wrap):
+def test_a_second_optimizer_does_not_replay_the_first(wrap):
     first, second = Optimizer(), Optimizer()
     steps = wrap(first), wrap(second)
     for _ in range(2 * WARMUP + 2):
@@ -125,10 +124,3 @@ def test_the_step_of_a_second_optimizer_is_not_taken_for_that_of_the_first(wrap)
             step()
     assert torch.equal(first.weight, second.weight)
     assert first.eager_steps < second.eager_steps == 2 * WARMUP + 2
-
-
-def test_the_first_step_must_run_eagerly():
-    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
-
-    with pytest.raises(ValueError, match="--cuda-graph-warmup-steps 1 or more"):
-        OptimizerCudaGraphWrapper(lambda: 3, cuda_graph_warmup_steps=0)
