@@ -1,21 +1,17 @@
-"""Checkpoints that runs with and without graphs load alike, with layers by their numbers in the whole model."""
+"""Megatron-FSDP checkpoints that do not depend on graphs, and number layers in the whole model."""
 
 import argparse
 import logging
-import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.global_names import (
     by_global_name,
     global_name,
     inner_name,
-    layers_of,
     unused_output_weights,
 )
 from megatron.core.optimizer.distrib_optimizer import GROUPS, LOSS_SCALE
@@ -26,19 +22,13 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 _upstream: Any = extend(__name__)
 logger = logging.getLogger(__name__)
 
-_CHUNKS = "_chunks"  # in a state dict: the chunks of a pipeline stage
-_BY_NAME = ("state", GROUPS)  # in a state dict of the optimizer: what parameters' names are keys of
-_VOCABULARY_SIZE = re.compile(
-    r"Size mismatch between saved torch\.Size\(\[(\d+).*"
-    r" current: torch\.Size\(\[(\d+).* for \S+\.(?:word_embeddings|output_layer)\."
-)
-_MISSING_STATE = re.compile(r"Missing key in checkpoint state_dict: (optimizer\.state\.\S+)\.\s")
+_CHUNKS = "_chunks"  # the key of a pipeline stage's chunks in a state dict
 
 
 def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any) -> Any:
     """Return the states of this rank's random number generators, by tensor and pipeline rank; see megatron-core.
 
-    Loading a model of Megatron-FSDP, megatron-core gives no groups, and would ask for those of the first ranks.
+    megatron-core passes no groups when it loads a model of Megatron-FSDP, and would read the first ranks' states.
     """
     tp_group = tp_group or parallel_state.get_tensor_model_parallel_group()
     pp_group = pp_group or parallel_state.get_pipeline_model_parallel_group()
@@ -46,7 +36,7 @@ def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any)
 
 
 class _Stage:
-    """The chunks of a pipeline stage as one model, whose layers have the numbers of the whole model."""
+    """The chunks of a pipeline stage as one model, with layers numbered in the whole model."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self.config = chunks[0].config
@@ -64,7 +54,7 @@ class _Stage:
 
 
 def generate_state_dict(args: Any, model: list[Any], *more: Any, **others: Any) -> dict[str, Any]:
-    """Return what a checkpoint holds; see megatron-core."""
+    """Return the contents of a checkpoint; see megatron-core."""
     state_dict: dict[str, Any] = _upstream.generate_state_dict(args, model, *more, **others)
     if args.ckpt_format == "fsdp_dtensor" and args.pipeline_model_parallel_size > 1:
         state_dict[_CHUNKS] = model
@@ -74,7 +64,7 @@ def generate_state_dict(args: Any, model: list[Any], *more: Any, **others: Any) 
 def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     """Return ``raw_state_dict`` as it is saved and loaded; see megatron-core.
 
-    Of a pipeline stage it has the parameters of all chunks that passes read, by their names in the whole model.
+    For a pipeline stage, it holds the parameters that passes of its chunks read, by their names in the whole model.
     """
     chunks = raw_state_dict.get(_CHUNKS)
     if chunks is not None:
@@ -89,15 +79,15 @@ def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any]
         if "optimizer" in raw_state_dict:
             optimizer = raw_state_dict["optimizer"]
             raw_state_dict["optimizer"] = optimizer | {
-                key: used(optimizer[key]) for key in _BY_NAME if key in optimizer
+                key: used(optimizer[key]) for key in ("state", GROUPS) if key in optimizer
             }
-    if chunks is not None or not (args.bf16 or args.fp16):  # without a wrapper for precision megatron-core finds none
+    if chunks is not None or not (args.bf16 or args.fp16):  # megatron-core expects a precision wrapper
         model = _Stage(chunks or [model])
     return _upstream.preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model)
 
 
 def _model_keys(chunks: list[Any]) -> list[str]:
-    """The keys of the chunks' parameters in megatron-core's state dict."""
+    """Return the keys of the chunks' parameters in megatron-core's state dict."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
@@ -107,102 +97,57 @@ def _load_base_checkpoint(
     """Load a checkpoint into ``sharded_state_dict``; see megatron-core.
 
     Raises:
-        ValueError: the checkpoint lacks layers of the model or the optimizer's states, its vocabulary is padded to
-            another size, or its random number generators are of another device.
+        ValueError: the checkpoint lacks a tensor, or one differs in size.
     """
-    asked = sharded_state_dict or {}
-    _expect_tensors(asked)
-    chunks = asked.get(_CHUNKS) or asked.get("_model")
-    if chunks and asked.get("optimizer") and load_dir is not None:
+    requested = sharded_state_dict or {}
+    _expect_tensors(requested)
+    chunks = requested.get(_CHUNKS) or requested.get("_model")
+    if chunks and requested.get("optimizer") and load_dir is not None:
         at = argparse.Namespace(load=load_dir, ckpt_step=getattr(args, "ckpt_step", None))
-        asked["optimizer"] = _as_saved(asked["optimizer"], _upstream.get_load_checkpoint_path_by_args(at))
+        requested["optimizer"] = _as_saved(requested["optimizer"], _upstream.get_load_checkpoint_path_by_args(at))
     try:
-        loaded, name, *rest = _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
+        loaded, *rest = _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
     except CheckpointException as error:
-        if "rng_state" in str(error):
-            raise ValueError(
-                f"--load {load_dir}: the states of its random number generators do not fit those of this run, as "
-                "between a GPU and the CPU backend, or where it was saved with fewer tensor or pipeline ranks. Add "
-                "--no-load-rng; dropout then differs from the run that saved them."
-            ) from error
-        if missing := _MISSING_STATE.search(f"{error} "):
-            raise ValueError(
-                f"--load {load_dir}: it lacks {missing[1]}. If it is of another model, set the flags that saved it. "
-                "If --no-save-optim saved it, add --no-load-optim, or --finetune to count iterations from 0 too."
-            ) from error
-        sizes = _VOCABULARY_SIZE.search(str(error))
-        if sizes and sizes[1] != sizes[2]:
-            raise ValueError(
-                f"--load {load_dir}: its vocabulary is padded to {sizes[1]} tokens, and this run's to {sizes[2]}, a "
-                "multiple of --make-vocab-size-divisible-by times --tensor-model-parallel-size. If the tokenizer is "
-                f"the same, add --padded-vocab-size {sizes[1]}."
-            ) from error
-        raise
-    if loaded is not None and chunks:
-        given = {key: asked[key] for key in _model_keys(chunks)}
-        if not args.finetune and others.get("gpt_compat_layer_maps") is None:
-            _refuse_missing_layers(name, by_global_name(chunks, given.values()))
-        if len(chunks) > 1:  # megatron-core returns the parameters of one; what was read is in the tensors
-            loaded |= given
-    return loaded, name, *rest
+        raise ValueError(
+            f"--load {load_dir} does not fit this run: {error}\nUse the flags of the run that saved it. Add "
+            "--no-load-rng for random number generators of other devices or ranks, --no-load-optim for an optimizer "
+            "that was not saved, and --padded-vocab-size for a vocabulary padded to another size."
+        ) from error
+    if loaded is not None and chunks and len(chunks) > 1:  # megatron-core returns the parameters of one
+        loaded |= {key: requested[key] for key in _model_keys(chunks)}
+    return loaded, *rest
 
 
 def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
-    """Return ``optimizer``, a state dict to load into, with the keys and types that ``checkpoint`` has.
+    """Return ``optimizer``, a state dict to load into, without the states or the loss scale that ``checkpoint`` lacks.
 
-    A checkpoint saved before the first step has no states. megatron-core saves no loss scale, and the learning rates of
-    a captured optimizer as tensors.
+    A checkpoint saved before the first step has no states, and megatron-core saves no loss scale.
     """
     try:
-        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        keys = [*FileSystemReader(checkpoint).read_metadata().state_dict_metadata]
     except FileNotFoundError:  # training starts without a checkpoint
         return optimizer
-    return _part_as_saved(optimizer, saved, "optimizer.", checkpoint)
-
-
-def _part_as_saved(optimizer: dict[str, Any], saved: dict[str, Any], prefix: str, checkpoint: str) -> dict[str, Any]:
-    saved = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
-    if not saved:  # --no-save-optim
+    if not any(key.startswith("optimizer.") for key in keys):  # --no-save-optim
         return optimizer
-    if GROUPS not in optimizer:  # of a ChainedOptimizer of several, by number
-        return {
-            name: _part_as_saved(part, saved, f"{name}.", checkpoint) if isinstance(part, dict) else part
-            for name, part in optimizer.items()
-        }
-    groups = optimizer[GROUPS]
-    if not any(key.startswith("state.") for key in saved):
-        message = f"--load: {checkpoint} has no optimizer states, which start empty"
-        log_single_rank(logger, logging.WARNING, message)
-        optimizer = optimizer | {"state": {}}
+    if not any(key.startswith("optimizer.state.") for key in keys):
+        _warn(f"--load: {checkpoint} has no optimizer states, which start empty")
         # TransformerEngine's Adam counts its steps in the groups.
-        groups = {name: {key: group[key] for key in group if key != "step"} for name, group in groups.items()}
-    if LOSS_SCALE in optimizer and not any(key.startswith(f"{LOSS_SCALE}.") for key in saved):
-        message = f"--load: {checkpoint} has no loss scale, which starts at --initial-loss-scale"
-        log_single_rank(logger, logging.WARNING, message)
+        groups = {name: {k: v for k, v in group.items() if k != "step"} for name, group in optimizer[GROUPS].items()}
+        optimizer = optimizer | {"state": {}, GROUPS: groups}
+    if LOSS_SCALE in optimizer and not any(key.startswith(f"optimizer.{LOSS_SCALE}.") for key in keys):
+        _warn(f"--load: {checkpoint} has no loss scale, which starts at --initial-loss-scale")
         optimizer = {key: value for key, value in optimizer.items() if key != LOSS_SCALE}
-    if any(key.endswith(".lr") and isinstance(value, TensorStorageMetadata) for key, value in saved.items()):
-        groups = {name: group | {"lr": torch.tensor(group["lr"])} for name, group in groups.items()}
-    return optimizer | {GROUPS: groups}
+    return optimizer
 
 
-def _refuse_missing_layers(checkpoint: str, model: dict[str, Any]) -> None:
-    """Compare the layers of ``model``'s names with those of a checkpoint, as megatron-core lets some be missing."""
-    known = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    saved = layers_of(key.removeprefix("model.") for key in known if key.startswith("model."))
-    for place, numbers in layers_of(model).items():
-        missing = sorted(numbers - saved.get(place, numbers))
-        if missing:
-            raise ValueError(
-                f"--load: {checkpoint} lacks layers {missing} of {place}, counted from 0. It is of a model with fewer, "
-                "or of pipeline stages that were saved by an earlier version of this patch, each over the other: load "
-                "another one, or add --finetune to train these layers from the start"
-            )
+def _warn(message: str) -> None:
+    log_single_rank(logger, logging.WARNING, message)
 
 
 def _expect_tensors(state_dict: dict[str, Any]) -> None:
-    """Put tensors in the place of generators, whose states a tracker for graphs has and saves.
+    """Replace the generators of an RNG tracker for graphs by their states.
 
-    What is read into a tensor may be either in a checkpoint; the tracker gets its own kind afterwards.
+    A checkpoint may hold either, and is read into tensors; the tracker converts them to its own kind.
     """
     saved = state_dict.get("rng_state")
     by_rank = saved.values() if isinstance(saved, dict) else [saved]  # fsdp_dtensor, torch_dcp

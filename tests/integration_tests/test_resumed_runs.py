@@ -181,19 +181,6 @@ def test_experts_resume_on_other_numbers_of_ranks(saved, tmp_path, layout, ranks
     assert graphed == eager
 
 
-def test_other_vocabulary_padding_is_refused(tmp_path):
-    flags, place = f"{COMMON} --make-vocab-size-divisible-by 96", tmp_path / "saved"
-    run(tmp_path / "first", f"{flags} --save {place} --save-interval {SAVED}", EAGER)
-    flags += f" --tensor-model-parallel-size 2 --no-load-rng --load {place} --ckpt-step {SAVED}"
-    with pytest.raises(AssertionError, match=r"padded to 288 tokens.* add --padded-vocab-size 288\."):
-        run(tmp_path / "other", flags, EAGER)
-    (_, *eager), (_, *graphed) = (
-        run(tmp_path / kind, f"{flags} --padded-vocab-size 288", kind) for kind in (EAGER, "model")
-    )
-    assert graphed == eager
-    assert len(eager[0]) == STEPS - SAVED
-
-
 @pytest.mark.parametrize(
     "stages", ["stages", "tied_stages", "predicting_stages", "predicting_tied_stages", "virtual_stages"]
 )

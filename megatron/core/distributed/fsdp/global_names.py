@@ -81,11 +81,3 @@ def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, 
                     "only: leave out --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
                 )
     return merged
-
-
-def layers_of(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the numbers of the layers that ``names`` are of, by the name of the list that they are in."""
-    numbers: dict[str, set[int]] = {}
-    for parts in filter(None, map(_PARTS.match, names)):
-        numbers.setdefault(parts[2], set()).add(int(parts[3]))
-    return numbers

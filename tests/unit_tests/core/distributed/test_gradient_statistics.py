@@ -25,7 +25,7 @@ def test_replicas_that_shard_gradients_count_together(four_ranks, outer, ranks):
 @pytest.mark.parametrize(("rank", "expert_groups"), [(0, 1), (1, 1), (1, 2), (2, 2)])
 def test_the_first_replica_counts_an_unsharded_gradient(four_ranks, rank, expert_groups):
     four_ranks(1, rank=rank, expert_model_parallel_size=expert_groups)
-    optimizer = built(Variant(small(strategy="no_shard", experts=4)))
+    optimizer = built(Variant(small(data_parallel_sharding_strategy="no_shard", experts=4)))
     (chunk,) = optimizer.model_chunks
     chunk.zero_grad_buffer()
     chunk.finish_grad_sync()
