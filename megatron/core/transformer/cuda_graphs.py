@@ -137,8 +137,7 @@ class TECudaGraphHelper:
               ``eager`` to warn and train without graphs.
             - ``cuda_graph_max_captures``: The number of captures, recaptures included.
             - ``cuda_graph_report``: The folder for reports of captures.
-            - ``cuda_graph_step_log``: Factory for a callback ``(helper, deleting)``, called before each step and before
-              graphs are deleted.
+            - ``cuda_graph_step_log``: Factory for a callback ``(helper)``, called before each step.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         optimizers: Optimizers whose gradients are zeroed after capture.
@@ -339,9 +338,9 @@ class TECudaGraphHelper:
         if gathering and self.graphs_created():
             self.cuda_graph_set_manual_hooks()
 
-    def _log_step(self, deleting: bool = False) -> None:
+    def _log_step(self) -> None:
         if self._step_log is not None:
-            self._step_log(self, deleting)
+            self._step_log(self)
 
     # -------------------------------------------------------------------------------------------- capture
 
@@ -520,7 +519,6 @@ class TECudaGraphHelper:
         """
         if not self.graphs_created():
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
-        self._log_step(deleting=True)
         self._replays_before = self.graph_use().replays
         self._drop_graphs()
         self.stage.log(logging.INFO, "deleted all CUDA graphs")

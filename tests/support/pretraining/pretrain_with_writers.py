@@ -11,7 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from unittest import mock
 
-from megatron.training import cuda_graph_scalars
 from tests.support.pretraining.pretrain import SCRIPT
 
 
@@ -47,7 +46,6 @@ def install():
 
 def main():
     install()
-    cuda_graph_scalars.PAUSE = 0  # steps are short here
     sys.path.insert(0, str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

@@ -1,19 +1,19 @@
-"""Scalars on CUDA graphs go to the writers of Megatron's training, at the iterations at which it writes its own."""
+"""Scalars on CUDA graphs are written to Megatron's writers at its intervals."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.core.transformer._cuda_graphs.te.capture_state import GraphUse
-from megatron.training import cuda_graph_scalars, global_vars
-from megatron.training.cuda_graph_scalars import PAUSE, CudaGraphScalars
+from megatron.training import global_vars
+from megatron.training.cuda_graph_scalars import CudaGraphScalars
 
 CAPTURED_AFTER, REPLAYS = 3, 4  # steps, replays in a step
 MIB = 2**20
 
 
 class Helper:
-    """A helper that captures after three steps."""
+    """Stands in for a helper that captures after three steps."""
 
     def __init__(self):
         self.steps = 0
@@ -27,7 +27,7 @@ class Helper:
 
 
 class TensorBoard:
-    """Notes scalars as ``SummaryWriter`` takes them."""
+    """Stands in for ``SummaryWriter``; records scalars."""
 
     def __init__(self):
         self.values = {}
@@ -37,7 +37,7 @@ class TensorBoard:
 
 
 class WandB(TensorBoard):
-    """Notes scalars as ``wandb`` takes them."""
+    """Stands in for ``wandb``; records scalars."""
 
     def log(self, scalars, step):
         for name, value in scalars.items():
@@ -45,46 +45,26 @@ class WandB(TensorBoard):
 
 
 class Loop:
-    """Megatron's training loop, as far as ``CudaGraphScalars`` sees it.
+    """Stands in for Megatron's training loop."""
 
-    Attributes:
-        args: The arguments.
-        helper: The helper.
-        now: Seconds.
-    """
-
-    def __init__(self, monkeypatch, first=0, interval=1, tensorboard=None, wandb=None):
-        self.args = SimpleNamespace(iteration=first, curr_iteration=0, tensorboard_log_interval=interval)
-        self.helper, self.now = Helper(), 100.0
-        self._scalars = CudaGraphScalars()
+    def __init__(self, monkeypatch, interval=1, tensorboard=None, wandb=None):
+        self.args = SimpleNamespace(iteration=0, curr_iteration=0, tensorboard_log_interval=interval)
+        self.helper, self.scalars = Helper(), CudaGraphScalars()
         monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", self.args)
         monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", tensorboard)
         monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", wandb)
-        monkeypatch.setattr("time.monotonic", lambda: self.now)
 
-    def ask(self):
-        """Do what ``before_step`` does."""
-        self._scalars(self.helper)
-
-    def end(self):
-        """Do what ``delete_cuda_graphs`` does."""
-        self._scalars(self.helper, deleting=True)
-
-    def train(self, steps, skipped=()):
-        """Train so many steps, but for the iterations that are skipped."""
-        first = self.args.iteration
-        for iteration in range(first, first + steps):
-            self.ask()
-            if iteration not in skipped:
-                self.args.curr_iteration = iteration
-                self.helper.steps += 1
-                self.now += PAUSE
-        self.ask()
+    def train(self, steps):
+        for iteration in range(steps):
+            self.scalars(self.helper)
+            self.args.curr_iteration = iteration
+            self.helper.steps += 1
+        self.scalars(self.helper)
 
 
 @pytest.fixture(params=[TensorBoard, WandB])
 def loop(request, monkeypatch):
-    """A function that makes a loop with one writer, which is returned beside it."""
+    """Return a function that makes a loop with one writer, and returns both."""
 
     def make(**options):
         writer = request.param()
@@ -111,34 +91,14 @@ def test_values_of_an_interval_add_up(loop):
     assert writer.values["eager-steps/before-capture"] == [(2, 2), (4, 1), (6, 0)]
 
 
-def test_an_iteration_counts_once_however_often_it_is_asked_for(loop):
+def test_an_iteration_counts_once(loop):
     training, writer = loop()
     training.train(1)
-    training.ask()
+    training.scalars(training.helper)
     assert writer.values["eager-steps/before-capture"] == [(1, 1)]
 
 
-def test_values_are_apart_in_time_and_none_is_lost(loop, monkeypatch):
-    training, writer = loop()
-    monkeypatch.setattr(cuda_graph_scalars, "PAUSE", 2 * PAUSE)
-    training.train(6)
-    assert writer.values["replays"] == [(1, 0), (3, 0), (5, 8)]
-    assert writer.values["eager-steps/before-capture"] == [(1, 1), (3, 2), (5, 0)]
-
-
-@pytest.mark.parametrize("interval", [1, 4])
-def test_the_end_writes_what_is_left_wherever_it_is(loop, monkeypatch, interval):
-    training, writer = loop(interval=interval)
-    monkeypatch.setattr(cuda_graph_scalars, "PAUSE", 10 * PAUSE)
-    training.train(6)
-    training.end()
-    training.end()
-    first = 1 if interval == 1 else 4
-    assert writer.values["replays"] == [(first, 4 * (first > 3)), (6, 12 - 4 * (first > 3))]
-    assert writer.values["captures"][-1] == (6, 1)
-
-
-def test_both_writers_get_the_same(monkeypatch):
+def test_both_writers_get_the_same_values(monkeypatch):
     tensorboard, wandb = TensorBoard(), WandB()
     Loop(monkeypatch, tensorboard=tensorboard, wandb=wandb).train(4)
     assert tensorboard.values == wandb.values
