@@ -1,17 +1,18 @@
+"""Casts of FP8 shards skip transposes."""
+
 import sys
 import types
 from typing import Any
 
 import pytest
 
-from megatron.core import fp8_shards, fp8_utils
 from megatron.core.distributed.fsdp.src.megatron_fsdp import mixed_precision
 
 MODULE = "transformer_engine.pytorch.tensor.float8_tensor"
 
 
 class Float8Quantizer:
-    """Like TransformerEngine's: notes what it is asked to write."""
+    """Stands in for TransformerEngine's quantizer; records the requested usages."""
 
     def __init__(self, *, rowwise=True, columnwise=True, fails=False):
         self.rowwise_usage, self.columnwise_usage, self.fails = rowwise, columnwise, fails
@@ -50,20 +51,20 @@ def transformer_engine(monkeypatch):
         ({"columnwise": False}, None, (True, False)),
     ],
 )
-def test_only_rows_are_written_to_what_holds_no_transpose(usage, transpose, written):
+def test_tensors_without_a_transpose_get_rows_only(usage, transpose, written):
     quantizer = Float8Quantizer(**usage)
     to = shard(transpose)
-    with fp8_shards.without_transposes():
+    with mixed_precision.without_transposes():
         assert quantizer.update_quantized("weights", to, noop_flag="flag") is to
     assert quantizer.written == [(*written, "flag")]
     quantizer.update_quantized("weights", to)
     before = (usage.get("rowwise", True), usage.get("columnwise", True))
-    assert quantizer.written[1] == (*before, None), "afterwards all is as it was"
+    assert quantizer.written[1] == (*before, None)
 
 
-def test_a_failed_cast_leaves_the_quantizer_as_it_was():
+def test_a_failed_cast_restores_the_quantizer():
     quantizer = Float8Quantizer(fails=True)
-    with pytest.raises(RuntimeError, match="out of memory"), fp8_shards.without_transposes():
+    with pytest.raises(RuntimeError, match="out of memory"), mixed_precision.without_transposes():
         quantizer.update_quantized("weights", shard())
     assert quantizer.columnwise_usage
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -71,24 +72,19 @@ def test_a_failed_cast_leaves_the_quantizer_as_it_was():
     assert [columnwise for _, columnwise, _ in quantizer.written] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("module", "function"), [(mixed_precision, "fp8_quantize"), (fp8_utils, "quantize_param_shard")]
-)
-def test_casts_after_the_optimizers_step(monkeypatch, module, function):
+def test_optimizer_casts_skip_transposes(monkeypatch):
     quantizer = Float8Quantizer()
 
     def cast(params, main, *others):
         assert others == ([0], "group", ["shard"])
         quantizer.update_quantized(main[0], shard())
 
-    monkeypatch.setattr(module._upstream, function, cast)
-    getattr(module, function)(["weights"], ["main weights"], [0], "group", ["shard"])
+    monkeypatch.setattr(mixed_precision._upstream, "fp8_quantize", cast)
+    mixed_precision.fp8_quantize(["weights"], ["main weights"], [0], "group", ["shard"])
     assert quantizer.written == [(True, False, None)]
-    getattr(module, function)([], [], [], "group", [])
-    assert len(quantizer.written) == 1
 
 
-def test_without_transformer_engine(monkeypatch):
+def test_transformer_engine_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, MODULE, None)
-    with fp8_shards.without_transposes():
+    with mixed_precision.without_transposes():
         pass
