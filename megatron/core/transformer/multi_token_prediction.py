@@ -1,4 +1,4 @@
-"""Multi-token prediction that graphs of the whole model can hold: what they read and add to stays where it is."""
+"""Multi-token prediction in graphs of the whole model: static scales and metrics, and packed sequences by offsets."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,11 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class MTPLossAutoScaler(_upstream.MTPLossAutoScaler):
-    """megatron-core's ``MTPLossAutoScaler``; its scale is one tensor, as of ``MoEAuxLossAutoScaler``."""
+    """megatron-core's ``MTPLossAutoScaler`` with a static scale, which replays read."""
 
     @staticmethod
     def set_loss_scale(scale: torch.Tensor) -> None:
-        """Set the scale of the losses' gradients, in place if it is on the GPU; ``scale`` has one element.
-
-        Replays read it where it was at capture.
-        """
+        """Set the scale of the losses' gradients, in place on the GPU; ``scale`` has one element."""
         own = MTPLossAutoScaler.main_loss_backward_scale
         if own.is_cuda:
             own.copy_(scale.view(own.shape))
@@ -30,67 +27,62 @@ class MTPLossAutoScaler(_upstream.MTPLossAutoScaler):
 
 
 class MTPLossLoggingHelper(_upstream.MTPLossLoggingHelper):
-    """megatron-core's ``MTPLossLoggingHelper``; it keeps the groups that replays do not set again."""
+    """megatron-core's ``MTPLossLoggingHelper``, which keeps the groups, as replays do not set them again."""
 
     @staticmethod
     def clean_metrics_in_tracker() -> None:
         """Zero the metrics in place; replays add to them."""
-        tracker = MTPLossLoggingHelper.tracker
         for name in ("loss_values", "correct_values", "total_values"):
-            if name in tracker:
-                tracker[name].zero_()
+            if name in MTPLossLoggingHelper.tracker:
+                MTPLossLoggingHelper.tracker[name].zero_()
 
 
 def _roll_tensor_packed_seq(
     tensor: torch.Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move the tokens of each packed sequence to the left by one, by offsets that stay on the device.
+    """Shift the tokens of each packed sequence left by one, without reading the offsets on the host.
 
     Args:
         tensor: ``[..., tokens]``.
         shifts: -1.
         dims: The last dimension.
-        packed_seq_params: Has the offsets ``cu_seqlens_q``, int32 ``[sequences + 1]``, on the device of ``tensor``.
-        cp_group: The context-parallel ranks, each of which has two pieces of each sequence.
+        packed_seq_params: Holds the offsets ``cu_seqlens_q``, int32 ``[sequences + 1]``, on the device of ``tensor``.
+        cp_group: The context-parallel ranks, which hold two pieces of each sequence.
 
     Returns:
-        The moved tokens, with 0 at the end of each sequence, and the sum of those of this rank.
+        The shifted tokens, with 0 at the end of each sequence, and the sum of this rank's.
     """
-    if (shifts, dims) != (-1, -1):
-        return _upstream._roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)
-    offsets, tokens = packed_seq_params.cu_seqlens_q.long(), tensor.shape[-1]
     if cp_group is not None and cp_group.size() > 1:
-        moved = _roll_over_ranks(tensor, offsets, cp_group)
-        return moved, moved.sum()
+        places = _places_of_ranks(packed_seq_params.cu_seqlens_q.long(), tensor.shape[-1], cp_group.size())
+        parts = [torch.empty_like(tensor) for _ in places]
+        torch.distributed.all_gather(parts, tensor.contiguous(), group=cp_group)
+        gathered = torch.cat(parts, -1)
+        whole = torch.empty_like(gathered).index_copy_(-1, places.flatten(), gathered)
+        whole, _ = _roll_tensor_packed_seq(whole, shifts, dims, packed_seq_params)
+        rolled = whole.index_select(-1, places[cp_group.rank()])
+        return rolled, rolled.sum()
+    offsets, tokens = packed_seq_params.cu_seqlens_q.long(), tensor.shape[-1]
     begins = torch.zeros(tokens + 1, dtype=torch.bool, device=tensor.device).scatter_(0, offsets, True)
-    moved = tensor.roll(-1, -1).masked_fill(begins[1:], 0)
+    rolled = tensor.roll(-1, -1).masked_fill(begins[1:], 0)
     in_sequence = torch.arange(tokens, device=tensor.device) < offsets[-1]
-    moved = torch.where(in_sequence, moved, tensor)
-    return moved, moved.sum()
+    rolled = torch.where(in_sequence, rolled, tensor)
+    return rolled, rolled.sum()
 
 
-def _roll_over_ranks(tensor: torch.Tensor, offsets: torch.Tensor, group: Any) -> torch.Tensor:
-    """Move packed tokens, of which each rank of ``group`` has a piece from the front and one from the back.
+def _places_of_ranks(offsets: torch.Tensor, tokens: int, ranks: int) -> torch.Tensor:
+    """Return the index in the whole sequences of each token of each rank, int64 ``[ranks, tokens]``.
 
     Args:
-        tensor: ``[..., tokens of this rank]``.
-        offsets: int64 ``[sequences + 1]``, of whole sequences.
-        group: The ranks.
+        offsets: The offsets of whole sequences, int64 ``[sequences + 1]``.
+        tokens: Tokens of a rank.
+        ranks: Context-parallel ranks; each holds a piece from the front of a sequence and its mirror from the back.
     """
-    ranks, rank, tokens = group.size(), group.rank(), tensor.shape[-1]
-    parts = [torch.empty_like(tensor) for _ in range(ranks)]
-    torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
-    begins = offsets // ranks
-    token = torch.arange(tokens, device=tensor.device)
-    sequence = (torch.searchsorted(begins, token, right=True) - 1).clamp(max=len(begins) - 2)
-    begin = begins[sequence]
-    length = ((begins[sequence + 1] - begin) // 2).clamp(min=1)  # of a piece
-    in_back = token - begin >= length
-    piece = torch.where(in_back, 2 * ranks - 1 - rank, rank)
-    following = piece * length + (token - begin) % length + 1  # within the sequence
-    piece = following // length
-    owner = torch.where(piece < ranks, piece, 2 * ranks - 1 - piece).clamp(min=0)
-    place = owner * tokens + begin + (piece >= ranks) * length + following % length
-    moved = torch.cat(parts, -1).index_select(-1, place.clamp(max=ranks * tokens - 1))
-    moved = moved.masked_fill(piece == 2 * ranks, 0)
-    return torch.where(token < begins[-1], moved, tensor)
+    offsets = torch.nn.functional.pad(offsets, (0, 1), value=ranks * tokens)  # one more sequence of unused tokens
+    token = torch.arange(tokens, device=offsets.device)
+    sequence = torch.searchsorted(offsets // ranks, token, right=True) - 1
+    begin = offsets[sequence]
+    length = (offsets[sequence + 1] - begin) // (2 * ranks)  # of a piece
+    within = token - begin // ranks
+    rank = torch.arange(ranks, device=offsets.device).unsqueeze(1)
+    piece = torch.where(within < length, rank, 2 * ranks - 1 - rank)
+    return begin + piece * length + within % length
