@@ -1,4 +1,4 @@
-"""All experts of an MoE layer at once, with the number of tokens of each on the device (--moe-use-grouped-tensor)."""
+"""All experts of an MoE layer at once, with token counts on the GPU (--moe-use-grouped-tensor)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
@@ -11,12 +11,12 @@ from megatron.core.transformer.mlp import MLP
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """A linear layer for each group of rows, all in one call. See ``grouped_linear``."""
+    """Apply one linear layer to each group of rows; see ``grouped_linear``."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool, *weights: torch.Tensor):
         ctx.unused_rows = unused_rows
-        # Parameters are saved as such: sharded ones may be elsewhere, gathered again, in the backward pass.
+        # Save the parameters themselves: sharded ones are gathered again for the backward pass.
         ctx.save_for_backward(rows, offsets, *weights)
         return _zero_unused(grouped_mm(rows, as_one(weights).transpose(1, 2), offs=offsets), offsets, unused_rows)
 
@@ -38,30 +38,30 @@ def grouped_linear(
     """Multiply the rows of each expert by its weight.
 
     Args:
-        rows: ``[rows, input]``, expert after expert; on a GPU bfloat16.
-        weights: ``[output, input]`` of each expert, of that dtype. Where they are at equal distances in one storage, as
-            in a bucket of Megatron-FSDP, they are read there, otherwise from a copy.
-        offsets: int32 ``[experts]``, on the device of ``rows``: where the rows of each expert end.
-        unused_rows: Whether there may be rows behind the last offset. They are zero in the result and in gradients.
+        rows: ``[rows, input]``, by expert; bfloat16 on a GPU.
+        weights: ``[output, input]`` for each expert, of the same dtype. They are copied unless they are at equal
+            distances in one storage, as in a bucket of Megatron-FSDP.
+        offsets: Ends of the experts' rows, int32 ``[experts]``, on the device of ``rows``.
+        unused_rows: Whether there may be rows after the last offset; they become zero in the result and in gradients.
 
     Returns:
         ``[rows, output]``, of the same dtype.
 
     Raises:
-        ValueError: a GPU has no kernel for it that leaves the host out.
+        ValueError: the GPU has no kernel that reads the offsets on the device.
     """
     if rows.device.type == "cuda" and (
         rows.dtype is not torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (9, 0)
     ):
         raise ValueError(
-            f"--moe-use-grouped-tensor needs --bf16 and a GPU of compute capability 9.0 or newer, got {rows.dtype} on "
+            f"--moe-use-grouped-tensor requires --bf16 and compute capability 9.0 or newer, got {rows.dtype} on "
             f"{torch.cuda.get_device_name(rows.device)}: leave it out"
         )
     return _GroupedLinear.apply(rows.contiguous(), offsets, unused_rows, *weights)
 
 
 def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``weights``, all of one shape, as one tensor with a leading dimension: a view if possible, else a copy."""
+    """Stack ``weights``, all of one shape: return a view if possible, else a copy."""
     first = weights[0].detach()
     storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
     distance = weights[1].storage_offset() - start if len(weights) > 1 else first.numel()
@@ -73,19 +73,19 @@ def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _behind(offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return which rows no expert has, bool ``[rows]``."""
+    """Return a mask of the unused rows, bool ``[rows]``."""
     return torch.arange(rows, device=offsets.device) >= offsets[-1]
 
 
 def _zero_unused(rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool) -> torch.Tensor:
-    """Zero the rows that no expert has, in place; their gradients are zero too, whatever comes back."""
+    """Zero the unused rows in place, and their gradients."""
     return rows.masked_fill_(_behind(offsets, len(rows)).unsqueeze(1), 0) if unused_rows else rows
 
 
 def _of_each_row(biases: Sequence[torch.Tensor], offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the bias ``[output]`` of each row's expert, ``[rows, output]``, zero behind the last offset.
+    """Return the bias of each row's expert, ``[rows, output]``, and zero after the last offset.
 
-    A product with one-hot rows, whose gradient is a sum in a fixed order, as that of an index is not on every device.
+    This is a product with one-hot rows, because its gradient is summed in a fixed order, unlike an index's on a GPU.
     """
     before = torch.arange(rows, device=offsets.device).unsqueeze(1) < offsets
     own = before ^ torch.nn.functional.pad(before[:, :-1], (1, 0))
@@ -93,7 +93,7 @@ def _of_each_row(biases: Sequence[torch.Tensor], offsets: torch.Tensor, rows: in
 
 
 class Linears(NamedTuple):
-    """A linear layer of each expert: its parameters, biases if there are any."""
+    """The weights and biases of one linear layer of each expert; biases may be empty."""
 
     weights: list[torch.Tensor]
     biases: list[torch.Tensor]
@@ -103,7 +103,8 @@ def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = 
     """Return the parameters ``weight`` and ``bias`` of ``modules``.
 
     Args:
-        numbers: What comes after these names where a module has the parameters of several experts.
+        modules: The linear layers.
+        numbers: Suffixes of these names if a module holds the parameters of several experts.
     """
     suffixes = [""] if numbers is None else [*map(str, numbers)]
     weights, biases = (
@@ -114,7 +115,7 @@ def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = 
 
 
 def run_pre_hooks(experts: torch.nn.Module) -> None:
-    """Run the forward pre-hooks inside ``experts``, whose modules are not called: some gather their parameters."""
+    """Run the forward pre-hooks of modules in ``experts``, which are not called; some hooks gather parameters."""
     for module in experts.modules():
         for hook in [] if module is experts else [*module._forward_pre_hooks.values()]:
             hook(module, ())
@@ -129,25 +130,27 @@ def compute_experts(
     tokens_per_expert: torch.Tensor,
     probs: torch.Tensor,
 ) -> tuple[torch.Tensor, None]:
-    """Run all experts of a layer; the host waits for nothing.
+    """Run all experts of a layer without a synchronization.
 
     Args:
-        config: Their ``TransformerConfig``.
-        activation_func: Theirs, as of ``MLP``.
-        rows: The tokens ``[rows, hidden]``, expert after expert.
-        tokens_per_expert: Integers ``[experts]``, on the device.
-        probs: By what the router scales each row, ``[rows]``.
+        config: The ``TransformerConfig`` of the experts.
+        activation_func: The activation function, as in ``MLP``.
+        fc1: The first linear layers.
+        fc2: The second linear layers.
+        rows: The tokens ``[rows, hidden]``, by expert.
+        tokens_per_expert: Integers ``[experts]``, on the GPU.
+        probs: The router's factor for each row, ``[rows]``.
 
     Returns:
         The output ``[rows, hidden]``, biases included, and None.
     """
     offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
     unused_rows = config.expert_model_parallel_size > 1
-    if unused_rows:  # nobody has written those of unused rows, nor their gradients: they may be NaN
+    if unused_rows:  # unused rows and their gradients are uninitialized: they may be NaN
         probs = probs.masked_fill(_behind(offsets, len(probs)), 0)
     if config.moe_apply_probs_on_input:
         rows, probs = (probs.unsqueeze(1) * rows).to(rows.dtype), torch.ones_like(probs)
-    experts = SimpleNamespace(  # what MLP.forward reads of an MLP
+    experts = SimpleNamespace(  # the attributes that MLP.forward reads
         config=config,
         activation_func=activation_func,
         linear_fc1=_OfAllExperts(fc1, offsets, unused_rows),
@@ -158,7 +161,7 @@ def compute_experts(
 
 
 class _OfAllExperts(torch.nn.Module):
-    """A linear layer of all experts, in one call; ``bias_scale`` multiplies the bias of each row."""
+    """One linear layer of all experts; ``bias_scale`` multiplies the bias of each row."""
 
     def __init__(
         self, layers: Linears, offsets: torch.Tensor, unused_rows: bool, bias_scale: torch.Tensor | None = None

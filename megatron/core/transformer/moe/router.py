@@ -1,4 +1,4 @@
-"""Routers whose tokens may be bounded on their way to experts."""
+"""Routers that check flags of grouped experts and register for token bounds."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _upstream: Any = extend(__name__)
 
 
 class TopKRouter(_upstream.TopKRouter):
-    """megatron-core's ``TopKRouter``; tokens are bounded in trainings whose steps can run again."""
+    """megatron-core's ``TopKRouter``; tokens are bounded in trainings that can repeat steps."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

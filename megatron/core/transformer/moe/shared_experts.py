@@ -1,4 +1,4 @@
-"""Shared experts that overlap the dispatch of tokens, also if a CUDA graph holds the layer up to the dispatch."""
+"""Shared experts that overlap the token dispatch, also if a CUDA graph ends before the dispatch."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class SharedExpertMLP(_upstream.SharedExpertMLP):
-    """megatron-core's ``SharedExpertMLP``, whose steps may begin with the input that a replay returns.
+    """megatron-core's ``SharedExpertMLP``, which can continue after the first step was replayed.
 
-    With ``--moe-shared-expert-overlap`` the forward pass is a series of steps around the dispatcher's collectives, each
-    of which megatron-core allows only after the one before it. The first one, ``pre_forward_comm``, is in the graph of
-    ``moe_preprocess``: at capture no other follows it, and a replay sets its result instead of calling it.
+    With ``--moe-shared-expert-overlap``, the forward pass consists of steps around the dispatcher's collectives, and
+    megatron-core enforces their order. The first one, ``pre_forward_comm``, is in the graph of ``moe_preprocess``: no
+    step follows it at capture, and a replay sets its result instead of calling it.
     """
 
     @property
     def cached_fc1_input(self) -> torch.Tensor | None:
-        """The result of ``pre_forward_comm`` ``[sequence, micro-batch, hidden]``, until the next step takes it."""
+        """The result of ``pre_forward_comm``, ``[sequence, micro-batch, hidden]``, until the next step."""
         return self.__dict__.get("_cached_fc1_input")
 
     @cached_fc1_input.setter
@@ -38,7 +38,7 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
         """Gather the input ``[sequence, micro-batch, hidden]`` on the stream of the shared experts.
 
         Args:
-            input: The layer's hidden states after the norm, any float dtype.
+            input: The normalized hidden states of the layer, any float dtype.
             wait_current_stream: Whether that stream waits for the current one first.
         """
         super().pre_forward_comm(input, wait_current_stream)
@@ -53,4 +53,4 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
 
 
 class FusedSharedExpertMLP(SharedExpertMLP, _upstream.FusedSharedExpertMLP):
-    """megatron-core's ``FusedSharedExpertMLP``, likewise."""
+    """megatron-core's ``FusedSharedExpertMLP``, which can continue after the first step was replayed."""

@@ -1,4 +1,4 @@
-"""Dispatchers that leave the number of tokens of each expert on the device, with ``--moe-use-grouped-tensor``."""
+"""Dispatchers that keep token counts on the GPU with ``--moe-use-grouped-tensor``."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ _upstream: Any = extend(__name__)
 
 
 class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
-    """megatron-core's, whose experts get as many rows as they may get at most."""
+    """megatron-core's all-gather dispatcher, with as many rows as the experts can get at most."""
 
     routing_map: Any
 
     def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor):
-        """Permute the tokens ``[tokens, hidden]`` of all expert parallel ranks to the experts of this one.
+        """Permute the tokens ``[tokens, hidden]`` of all expert-parallel ranks to this rank's experts.
 
         Returns:
-            Rows ``[tokens * min(top-k, experts of this rank), hidden]``, expert after expert, those that no expert
-            gets last; the number of rows of each expert, int64 on the device; and a probability for each row.
+            Rows ``[tokens * min(top-k, experts of this rank), hidden]`` by expert, unused rows last; the number of rows
+            of each expert, int64 on the GPU; and a probability for each row.
         """
         if not grouped_tensor(self.config):
             return super().dispatch_postprocess(hidden_states, probs)
@@ -42,10 +42,10 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 
 
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
-    """megatron-core's, which sends each peer a fixed number of rows: as many as its experts may get at most.
+    """megatron-core's all-to-all dispatcher, with a fixed number of rows for each peer.
 
-    In steps that can run again it is what ``capacity_of_peer`` says. If there are more rows for a peer, results mean
-    nothing, and ``token_bounds`` is told.
+    These are as many as its experts can get at most, or ``capacity_of_peer`` in steps that can be repeated. If a peer
+    gets more, results are undefined, and ``token_bounds`` sets its flag.
     """
 
     input_splits: Any
@@ -55,11 +55,11 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     _received: Places | None = None
 
     def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor):
-        """Send the rows ``[tokens * top-k, hidden]`` and probabilities, by expert, to the ranks of these.
+        """Send the rows ``[tokens * top-k, hidden]`` and probabilities, by expert, to the experts' ranks.
 
         Returns:
-            Rows and probabilities of this rank's experts, ``[ranks * capacity_of_peer, ...]``: of each rank by expert,
-            unused rows last.
+            Rows and probabilities for this rank's experts, ``[ranks * capacity_of_peer, ...]``: by rank, then expert,
+            unused rows of each rank last.
         """
         rows, probs = permutated_local_input_tokens, permuted_probs
         if grouped_tensor(self.config) and self.ep_size > 1:
@@ -79,7 +79,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         return super().token_dispatch(rows, probs)
 
     def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor):
-        """Return rows by expert, then rank, the number of each expert, int64 on the device, and probabilities."""
+        """Return rows by expert, then rank; their number for each expert, int64 on the GPU; and probabilities."""
         if not grouped_tensor(self.config):
             return super().dispatch_postprocess(global_input_tokens, global_probs)
         tokens_per_expert, self.tokens_per_expert = self.tokens_per_expert, None

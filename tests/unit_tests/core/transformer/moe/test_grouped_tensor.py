@@ -1,4 +1,4 @@
-"""All experts at once: against one matrix product each, in which memory, and what of unused rows."""
+"""Grouped experts against one matrix product per expert: bits, memory and unused rows."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def _fused_activations_are_not_compiled():
 
 
 EXPERTS, HIDDEN, FFN = 4, 16, 24
-COUNTS = [[10, 10, 10, 10], [0, 25, 0, 15], [40, 0, 0, 0], [0, 0, 0, 40]]
+COUNTS = [[10, 10, 10, 10], [0, 25, 0, 15], [40, 0, 0, 0]]
 
 
 def offsets_of(counts):
@@ -44,7 +44,7 @@ def one_by_one(rows, weights, counts):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_grouped_product_has_the_bits_of_one_product_for_each_expert(counts, dtype):
+def test_a_grouped_product_is_bit_identical_to_single_ones(counts, dtype):
     rows, *weights = leaves((40, HIDDEN), *[(FFN, HIDDEN)] * EXPERTS, dtype=dtype)
     grouped = grouped_linear(rows, weights, offsets_of(counts))
     single = one_by_one(rows, weights, counts)
@@ -53,7 +53,7 @@ def test_a_grouped_product_has_the_bits_of_one_product_for_each_expert(counts, d
         assert torch.equal(mine, theirs)
 
 
-def test_rows_behind_the_last_offset_are_zero_and_change_nothing():
+def test_unused_rows_are_zero_and_change_nothing():
     rows, *weights = leaves((40, HIDDEN), *[(FFN, HIDDEN)] * EXPERTS)
     used = rows.detach()[:30].clone().requires_grad_()
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_rows_behind_the_last_offset_are_zero_and_change_nothing():
 
 
 @pytest.mark.parametrize("between", [0, 8])
-def test_weights_at_equal_distances_are_read_where_they_are(between):
+def test_weights_at_equal_distances_are_not_copied(between):
     size = FFN * HIDDEN
     bucket = torch.randn(7 + EXPERTS * (size + between))
     weights = [bucket[7 + i * (size + between) :][:size].view(FFN, HIDDEN) for i in range(EXPERTS)]
@@ -80,7 +80,7 @@ def test_weights_at_equal_distances_are_read_where_they_are(between):
     assert all(map(torch.equal, together, weights))
 
 
-def test_a_frozen_weight_gets_no_gradient_and_changes_no_other():
+def test_a_frozen_weight_changes_no_other_gradient():
     rows, *weights = leaves((40, HIDDEN), *[(FFN, HIDDEN)] * EXPERTS)
     expected = gradients(grouped_linear(rows, weights, offsets_of(COUNTS[1])), *weights)
     weights[1].requires_grad_(False)
@@ -91,7 +91,7 @@ def test_a_frozen_weight_gets_no_gradient_and_changes_no_other():
 
 
 def config(**changes):
-    """What experts read of a ``TransformerConfig``."""
+    """Return the attributes of a ``TransformerConfig`` that experts read."""
     found = {
         "activation_func": silu,
         "gated_linear_unit": False,
@@ -139,7 +139,7 @@ def as_double(layers):
 
 
 def expert_by_expert(options, fc1, fc2, rows, counts, probs):
-    """What megatron-core's ``SequentialMLP`` computes: an MLP for the tokens of each expert."""
+    """Run one MLP per expert, as megatron-core's ``SequentialMLP`` does."""
 
     class Linear(torch.nn.Module):
         def __init__(self, layers, index):
@@ -164,7 +164,7 @@ CASES = [(name, False) for name in ACTIVATIONS] + [("gelu", True), ("swiglu", Tr
 
 @pytest.mark.parametrize(("activation", "bias"), CASES, ids=lambda value: str(value))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_differ_from_fp64_by_no_more_than_one_after_the_other(activation, bias, dtype):
+def test_experts_are_as_accurate_as_single_mlps(activation, bias, dtype):
     options, counts = config(**ACTIVATIONS[activation]), COUNTS[1]
     fc1, fc2 = parameters(options.gated_linear_unit, bias, dtype)
     rows, probs = leaves((40, HIDDEN), (40,), dtype=dtype, seed=7)
@@ -172,7 +172,7 @@ def test_experts_differ_from_fp64_by_no_more_than_one_after_the_other(activation
 
     exact = [each.detach().double().requires_grad_() for each in (rows, probs)]
     exact_fc1, exact_fc2 = as_double(fc1), as_double(fc2)
-    # A fused activation has no fp64.
+    # Fused activations do not support fp64.
     plain = config(**ACTIVATIONS[activation] | {"bias_activation_fusion": False})
     true = expert_by_expert(plain, exact_fc1, exact_fc2, exact[0], counts, exact[1])
     grad = torch.randn(true.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -191,21 +191,20 @@ def test_experts_differ_from_fp64_by_no_more_than_one_after_the_other(activation
         assert mine <= 1.5 * theirs + torch.finfo(dtype).eps
 
 
-def test_parameters_are_found_by_the_names_of_either_kind_of_experts():
+def test_parameters_of_both_kinds_of_experts_are_found():
     many = torch.nn.ModuleList(torch.nn.Linear(2, 3) for _ in range(2))
     assert [id(each) for each in linears(many).weights] == [id(each.weight) for each in many]
     assert [id(each) for each in linears(many).biases] == [id(each.bias) for each in many]
     grouped = torch.nn.Module()
     for index in range(2):
         grouped.register_parameter(f"weight{index}", torch.nn.Parameter(torch.ones(3, 2)))
-        grouped.register_parameter(f"bias{index}", torch.nn.Parameter(torch.ones(0)))  # TransformerEngine's for none
+        grouped.register_parameter(f"bias{index}", torch.nn.Parameter(torch.ones(0)))  # TransformerEngine has no biases
     assert [id(each) for each in linears([grouped], range(2)).weights] == [id(grouped.weight0), id(grouped.weight1)]
     assert linears([grouped], range(2)).biases == []
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "fused swiglu"])
-def test_what_unused_rows_hold_reaches_no_parameter(activation):
-    """With expert parallelism there is room for more rows, scales and gradients, and nobody writes it."""
+def test_unused_rows_reach_no_parameter(activation):
     counts = torch.tensor([10, 0, 15, 5])
     fc1, fc2 = parameters("swiglu" in activation, bias=activation != "fused swiglu", dtype=torch.float32)
     leaves_of = [*fc1.weights, *fc1.biases, *fc2.weights, *fc2.biases]

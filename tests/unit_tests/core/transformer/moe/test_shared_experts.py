@@ -1,4 +1,4 @@
-"""The steps of overlapped shared experts where a graph ends after the first of them."""
+"""Overlapped shared experts if a graph ends after their first step."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def _cpu_backend():
 
 @pytest.fixture(params=[SharedExpertMLP, FusedSharedExpertMLP], ids=lambda kind: kind.__name__)
 def experts(request, monkeypatch):
-    """Shared experts as megatron-core makes them, without layers."""
+    """Return shared experts without layers."""
     monkeypatch.setattr(shared_experts, "copy_to_tensor_model_parallel_region", lambda input, group: input * 1)
     made = request.param.__new__(request.param)
     torch.nn.Module.__init__(made)
@@ -50,14 +50,14 @@ def begin(experts):
     experts.pre_forward_comm(torch.ones(2, requires_grad=True))
 
 
-def test_eagerly_the_next_step_is_awaited(experts):
+def test_eager_steps_enforce_their_order(experts):
     begin(experts)
     assert experts._overlap_state is SharedExpertState.PRE_FORWARD_COMM_DONE
     with pytest.raises(AssertionError, match="must be called from IDLE"):
         begin(experts)
 
 
-def test_a_capture_that_ends_here_can_be_followed_by_another(experts, capturing):
+def test_a_capture_can_follow_another(experts, capturing):
     for _ in range(2):
         begin(experts)
         assert experts._overlap_state is SharedExpertState.IDLE
@@ -69,13 +69,13 @@ def test_a_capture_that_ends_here_can_be_followed_by_another(experts, capturing)
     [{"cuda_graph_modules": [CudaGraphModule.moe]}, {"cuda_graph_modules": []}, {"cuda_graph_impl": "local"}],
     ids=["moe", "whole layer", "local"],
 )
-def test_a_capture_that_goes_on_awaits_the_next_step(experts, capturing, config):
+def test_a_longer_capture_enforces_the_order(experts, capturing, config):
     vars(experts.config).update(config)
     begin(experts)
     assert experts._overlap_state is SharedExpertState.PRE_FORWARD_COMM_DONE
 
 
-def test_the_stream_of_the_experts_is_joined_before_the_capture_ends(experts, capturing, monkeypatch):
+def test_the_experts_stream_is_joined_at_capture(experts, capturing, monkeypatch):
     joined = []
     current = torch.cuda.current_stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
@@ -84,7 +84,7 @@ def test_the_stream_of_the_experts_is_joined_before_the_capture_ends(experts, ca
     assert joined[-1] == (current, experts.stream)
 
 
-def test_the_fused_experts_compute_as_megatron_cores_do():
+def test_fused_experts_inherit_megatron_cores_steps():
     theirs = upstream(shared_experts.__name__).FusedSharedExpertMLP
     for step in ("forward", "linear_fc1_forward_and_act", "linear_fc2_forward", "backward_dw"):
         assert getattr(FusedSharedExpertMLP, step) is getattr(theirs, step)
