@@ -1,4 +1,4 @@
-"""Lengths of packed sequences in fixed shapes, as CUDA graphs need them."""
+"""Packed sequence lengths in fixed shapes, which CUDA graphs require."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,29 +15,29 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def pad_packed_seq_params(params: Any, sequences: int, seq_length: int) -> Any:
-    """Return ``params`` as they are for ``sequences`` sequences, those that are missing of no tokens.
+    """Pad ``params`` with empty sequences to ``sequences`` sequences.
 
-    Attention computes the same of them. Rotary embeddings must be fused: megatron-core's others read
-    ``max_seqlen_q == seq_length`` as positions that go on from one sequence to the next.
+    Attention computes the same result. Rotary embeddings must be fused: megatron-core's unfused ones interpret
+    ``max_seqlen_q == seq_length`` as positions that continue across sequences.
 
     Args:
         params: The ``PackedSeqParams`` (``thd``) of one micro-batch, with ``cu_seqlens_q`` and ``cu_seqlens_kv``, int32
-            ``[sequences of the micro-batch + 1]``, that end with ``seq_length``, also where context-parallel ranks have
-            parts of each sequence.
-        sequences: The greatest number of sequences in a micro-batch, as in ``--cuda-graph-packed-sequences``.
-        seq_length: Tokens in a micro-batch, and the longest sequence that there may be.
+            ``[sequences of the micro-batch + 1]``, that end with ``seq_length``, also if context-parallel ranks share
+            each sequence.
+        sequences: The largest number of sequences in a micro-batch, as in ``--cuda-graph-packed-sequences``.
+        seq_length: The number of tokens in a micro-batch, and so of the longest possible sequence.
 
     Returns:
         New parameters; ``cu_seqlens_q`` and ``cu_seqlens_kv`` are ``[sequences + 1]``, and ``max_seqlen_q`` and
         ``max_seqlen_kv`` are ``seq_length``.
 
     Raises:
-        ValueError: there are more sequences, or ``params`` leave room between sequences (``cu_seqlens_q_padded``).
+        ValueError: there are more sequences, or sequences are padded (``cu_seqlens_q_padded``).
     """
     if params.cu_seqlens_q_padded is not None or params.cu_seqlens_kv_padded is not None:
         raise ValueError(
-            "packed sequences with room between them (cu_seqlens_q_padded, cu_seqlens_kv_padded) cannot be padded for "
-            "CUDA graphs: count the room to the sequences, and leave these out"
+            "CUDA graphs do not support packed sequences with padding between them (cu_seqlens_q_padded, "
+            "cu_seqlens_kv_padded): include the padding in the sequences, and set these to None"
         )
     padded = {
         "cu_seqlens_q": _padded(params.cu_seqlens_q, sequences),
@@ -51,6 +51,6 @@ def _padded(offsets: torch.Tensor, sequences: int) -> torch.Tensor:
     if missing < 0:
         raise ValueError(
             f"a micro-batch has {len(offsets) - 1} packed sequences, more than --cuda-graph-packed-sequences "
-            f"{sequences}: set as many as there may be"
+            f"{sequences}: raise it"
         )
     return torch.cat((offsets, offsets[-1:].expand(missing)))

@@ -1,4 +1,4 @@
-"""Reruns of steps, which draw the same random numbers, agreed on by ranks without waiting for their devices."""
+"""Reruns of steps that draw the same random numbers, and that ranks agree on without a synchronization."""
 
 import logging
 from collections import abc
@@ -24,15 +24,13 @@ if TYPE_CHECKING:  # megatron-core's names
 class RerunStateMachine(_upstream.RerunStateMachine):
     """megatron-core's ``RerunStateMachine`` with four differences.
 
-    - Losses that are NaN, infinite or unexpectedly large are looked for when the passes of the step have been launched.
-      megatron-core lets the host wait for each forward pass before it launches the backward pass.
-    - What ranks agree on is known to their hosts, so these agree without the device, where they can
-      (``agreement_of_all_ranks``). On the device it would be reduced after most work of the step, and the optimizer's
-      be given to one that has run idle by then.
-    - A rerun starts from the same states of the generators that CUDA graphs draw from. megatron-core keeps the
-      generators, which go on, and not their states.
-    - A step in which a rank had no room for all tokens (``token_bounds``) runs again with room for all, as if it had
-      not run before.
+    - Losses are checked for NaN, infinity and unexpectedly large values after the passes of the step are launched.
+      megatron-core synchronizes before each backward pass.
+    - Hosts agree without the GPU if they can (``agreement_of_all_ranks``). A collective would run after most work of
+      the step, and the GPU would be idle before the optimizer's.
+    - A rerun restores the states of the generators that CUDA graphs draw from. megatron-core keeps the generators
+      themselves, which advance.
+    - A step in which a rank had no room for all tokens (``token_bounds``) is repeated with room for all.
     """
 
     _generator_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
@@ -41,17 +39,17 @@ class RerunStateMachine(_upstream.RerunStateMachine):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._postponed: list[tuple[torch.cuda.Event, abc.Callable[[], None]]] = []
-        token_bounds.clear()  # those of a training before: on some ranks its model may be there still
+        token_bounds.clear()  # an earlier training's model may still exist on some ranks
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
-        """Return whether to run the step, or to run it again, which all ranks agree on; see megatron-core."""
+        """Return whether to run the step, the same on all ranks; see megatron-core."""
         self._validate_postponed()
         starts = self.state == _upstream.RerunState.NOT_RUNNING_YET
         bounded = bool(token_bounds) and self.mode == _upstream.RerunMode.VALIDATE_RESULTS
         runs = False
         if bounded and self.state == _upstream.RerunState.INITIAL_RUN:
-            asked = [token_bounds.overflowed(), self.rerun_requested]
-            runs, self._agreed = cast(tuple[bool, ...], self._reduce_any(asked))
+            flags = [token_bounds.overflowed(), self.rerun_requested]
+            runs, self._agreed = cast(tuple[bool, ...], self._reduce_any(flags))
         if runs:
             self._start_again(data_iterator)
         else:
@@ -66,42 +64,26 @@ class RerunStateMachine(_upstream.RerunStateMachine):
                 agreement.expect()
         return runs
 
-    def validate_result(
-        self,
-        result: Any,
-        rejection_func: abc.Callable[[Any], Any],
-        message: str,
-        comparison_func: abc.Callable[[Any, Any], float] | None = None,
-        tolerance: float = 0.0,
-        fatal: bool = True,
-    ) -> None:
-        """Validate a result of the step; see megatron-core. If possible that is done later, of a copy on the host."""
-        validate = partial(
-            super().validate_result,
-            rejection_func=rejection_func,
-            message=message,
-            comparison_func=comparison_func,
-            tolerance=tolerance,
-            fatal=fatal,
-        )
-        if comparison_func is not None or not self._can_wait(result, rejection_func):
+    def validate_result(self, result: Any, rejection_func: abc.Callable[[Any], Any], *args: Any, **kwargs: Any) -> None:
+        """Validate a result of the step; see megatron-core. If possible, a copy on the host is validated later."""
+        validate = super().validate_result
+        if args[1:] or kwargs.get("comparison_func") is not None or not self._can_postpone(result, rejection_func):
             self._validate_postponed()
-            validate(result)
+            validate(result, rejection_func, *args, **kwargs)
             return
         copy, copied = result.detach().to("cpu", non_blocking=True), torch.cuda.Event()
         copied.record()
-        self._postponed.append((copied, partial(validate, copy)))
+        self._postponed.append((copied, partial(validate, copy, rejection_func, *args, **kwargs)))
 
-    def _can_wait(self, result: Any, rejection_func: abc.Callable[[Any], Any]) -> bool:
-        """Return whether ``rejection_func`` says the same of a copy of ``result``, when the passes have been launched.
+    def _can_postpone(self, result: Any, rejection_func: abc.Callable[[Any], Any]) -> bool:
+        """Return whether ``rejection_func`` gives the same answer for a copy of ``result`` after the passes.
 
-        That is known of megatron-core's and torch's functions. In a second run, or without reruns, an error is raised
-        where the result is.
+        Only functions of megatron-core and torch are known to. Reruns, and runs without reruns, raise errors at once.
         """
         if self.mode != _upstream.RerunMode.VALIDATE_RESULTS or self.state != _upstream.RerunState.INITIAL_RUN:
             return False
-        asked = rejection_func.func if isinstance(rejection_func, partial) else rejection_func
-        if asked not in (torch.isnan, torch.isinf, self.is_unexpectedly_large):
+        function = rejection_func.func if isinstance(rejection_func, partial) else rejection_func
+        if function not in (torch.isnan, torch.isinf, self.is_unexpectedly_large):
             return False
         return isinstance(result, torch.Tensor) and result.is_cuda and not torch.cuda.is_current_stream_capturing()
 
@@ -112,18 +94,18 @@ class RerunStateMachine(_upstream.RerunStateMachine):
             validate()
 
     def _start_again(self, data_iterator: Any) -> None:
-        """Let the first run of the step not have been, and the next one have room for all tokens."""
+        """Undo the first run of the step, and prepare the next one with room for all tokens."""
         self._restore_state()
         for each in self._sanitize_data_iterators(data_iterator):
             each.rewind()
         self.validation_counts.clear()
         self.rerun_requested, self._agreed = False, None
         self.failed_validation_call = self.initial_result = None
-        if said := token_bounds.lift():
-            log_single_rank(logger, logging.WARNING, said)
+        if message := token_bounds.lift():
+            log_single_rank(logger, logging.WARNING, message)
 
     def _reduce_any(self, value: bool | list[bool]) -> bool | tuple[bool, ...]:
-        if self._agreed is not None:  # before, with another question
+        if self._agreed is not None:  # together with the bounds
             known, self._agreed = self._agreed, None
             return known
         agreement = agreement_of_all_ranks()
@@ -145,7 +127,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
 
 
 def _generators() -> list[torch.Generator]:
-    """The generators of Megatron's RNG tracker; without those that CUDA graphs can use it has tensors."""
+    """Return the generators of Megatron's RNG tracker; one without CUDA graphs holds tensors."""
     from megatron.core.tensor_parallel import random
 
     states = random.get_all_rng_states() if random._CUDA_RNG_STATE_TRACKER_INITIALIZED else None

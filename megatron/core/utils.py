@@ -1,7 +1,5 @@
-"""A batch that no rank but one needs is not broadcast."""
+"""Batches of a tensor-parallel group of one rank, which needs no broadcasts."""
 
-import functools
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +13,16 @@ if TYPE_CHECKING:  # megatron-core's names
     def __getattr__(name: str) -> Any: ...
 
 
-def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor | None]:
-    """Return the batch of a micro-batch, broadcast from the first tensor-parallel rank; see megatron-core.
+def get_batch_on_this_tp_rank(
+    batch: dict[str, torch.Tensor], *args: Any, **kwargs: Any
+) -> dict[str, torch.Tensor | None]:
+    """Return the batch, broadcast from the first tensor-parallel rank; see megatron-core.
 
-    A rank that is alone in ``broadcast_group`` and reads all of ``batch`` gets it back: each broadcast costs the host
-    as much as a collective between ranks does, right before the forward pass.
+    Skip the broadcasts if ``broadcast_group`` has one rank and this rank reads all of ``batch``: each costs the host as
+    much as a collective between ranks, right before the forward pass.
     """
-    given = dict(zip(_parameters(), args, strict=False)) | kwargs
-    group = given.get("broadcast_group")
-    reads_all = given.get("pipeline_model_parallel_size", 1) == 1 or given.get("mtp_on_this_rank")
+    group = kwargs.get("broadcast_group")
+    reads_all = kwargs.get("pipeline_model_parallel_size", 1) == 1 or kwargs.get("mtp_on_this_rank")
     if reads_all and group is not None and group.size() == 1:
-        return given["batch"]
-    return _upstream.get_batch_on_this_tp_rank(*args, **kwargs)
-
-
-@functools.cache
-def _parameters() -> tuple[str, ...]:
-    return tuple(inspect.signature(_upstream.get_batch_on_this_tp_rank).parameters)
+        return batch
+    return _upstream.get_batch_on_this_tp_rank(batch, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The configuration of a model from Megatron's arguments, with this project's own options of CUDA graphs."""
+"""The model configuration from Megatron's arguments, with this project's options of CUDA graphs."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def core_transformer_config_from_args(args: argparse.Namespace, config_class: type | None = None) -> Any:
-    """Return megatron-core's configuration of a model, with what ``TECudaGraphHelper`` takes beside it."""
+    """Return megatron-core's model configuration with the options of ``TECudaGraphHelper``."""
     config = _upstream.core_transformer_config_from_args(args, config_class)
     give_to_config(args, config)
     config.cuda_graph_step_log = CudaGraphScalars

@@ -1,4 +1,4 @@
-"""Training whose host does not wait for the device in steps that print nothing."""
+"""Training steps that do not synchronize unless they log."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,24 +26,21 @@ def training_log(
     *others: Any,
     **named: Any,
 ) -> Any:
-    """Add the losses of a step to those since the last line of the log, and print the line; see megatron-core.
+    """Accumulate the losses of a step and log them if it is time; see megatron-core.
 
-    megatron-core makes a tensor on the device of a number in each step, for which the host waits. Here losses are added
-    up before, unless the step was skipped or this rank writes them to TensorBoard.
+    megatron-core creates a tensor on the GPU from a Python number for each loss, which synchronizes. Losses are
+    accumulated here instead, unless the step was skipped or this rank writes them to TensorBoard.
 
     Args:
-        loss_dict: The losses of the step, float32, of no dimension or one element.
-        total_loss_dict: Their sums, shape (1,), which are changed in place, and numbers of steps.
+        loss_dict: The losses of the step, float32, with one element.
+        total_loss_dict: Their sums, shape (1,), and numbers of steps; changed in place.
     """
-    if not skipped_iter and not _writes_losses(iteration):
+    writes_losses = get_tensorboard_writer() is not None and iteration % get_args().tensorboard_log_interval == 0
+    if not skipped_iter and not writes_losses:
         for name, loss in loss_dict.items():
             if name not in total_loss_dict:
                 total_loss_dict[name] = torch.zeros(1, dtype=torch.float32, device="cuda")
             total_loss_dict[name] = total_loss_dict[name] + loss
         loss_dict = {}
-    between = learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm
-    return _upstream.training_log(loss_dict, total_loss_dict, *between, *others, **named)
-
-
-def _writes_losses(iteration: int) -> bool:
-    return get_tensorboard_writer() is not None and iteration % get_args().tensorboard_log_interval == 0
+    first = learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm
+    return _upstream.training_log(loss_dict, total_loss_dict, *first, *others, **named)

@@ -1,4 +1,4 @@
-"""Dataset helpers: megatron-core's own, except that a helper which is already compiled is not compiled again."""
+"""Dataset helpers that are not compiled again if they can be imported."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -7,16 +7,15 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream = extend(__name__)
 
-if TYPE_CHECKING:  # names that are megatron-core's own
+if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
 
 
 def compile_helpers() -> None:
-    """Make the C++ dataset helper importable; invoke it on a single process.
+    """Compile the C++ dataset helper if it cannot be imported; call this in one process.
 
-    Wheels of megatron-core carry the compiled helper but not the Makefile that builds it, so megatron-core's own
-    function, which always runs ``make``, would end the process although there is nothing to build.
+    megatron-core always runs ``make`` and exits if that fails, but its wheels hold the compiled helper and no Makefile.
 
     Raises:
         SystemExit: the helper is missing and megatron-core could not compile it.

@@ -1,13 +1,13 @@
-"""Launch megatron-core's fused rotary kernels of multi-latent attention with block sizes that timing cannot change.
+"""Fused rotary kernels of multi-latent attention with fixed block sizes.
 
-megatron-core times several numbers of heads per program (``BLOCK_H``) and keeps the fastest. That choice differs from
-run to run, and results depend on it in three ways:
+megatron-core times several numbers of heads per program (``BLOCK_H``) and keeps the fastest. The choice varies between
+runs, and results depend on it in three ways:
 
 - The kernels for queries rotate in place. A program of several warps can overwrite an element before another warp has
   read it.
 - Masks count heads from the start of a block. If blocks do not divide the heads, the last block also rotates heads of
   the next token.
-- The gradient of the shared key position is summed over heads in an order that ``BLOCK_H`` decides.
+- ``BLOCK_H`` determines the order in which gradients of the shared key position are summed over heads.
 """
 
 from typing import Any
@@ -29,8 +29,8 @@ def with_fixed_blocks(autotuned: Any, **launch_options: int) -> Any:
     """Return the Triton kernel behind an autotuner, launched with ``heads_per_program`` heads per program.
 
     Args:
-        autotuned: What ``triton.autotune`` has returned.
-        launch_options: Constant options of a launch, such as ``num_warps``.
+        autotuned: The result of ``triton.autotune``.
+        launch_options: Constant launch options, for example ``num_warps``.
     """
     if not _upstream.HAVE_TRITON:
         return autotuned

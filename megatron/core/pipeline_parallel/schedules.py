@@ -1,4 +1,4 @@
-"""Schedules in which the host learns of bounds on tokens that were too small while the backward pass runs."""
+"""Schedules that copy the overflow flag of token bounds to the host before each backward pass."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,6 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def backward_step(*args: Any, **kwargs: Any) -> Any:
-    """Run the backward pass of a micro-batch; see megatron-core. What its forward pass noted is copied first."""
+    """Copy the overflow flag, then run the backward pass of a micro-batch; see megatron-core."""
     token_bounds.copy_to_host()
     return _upstream.backward_step(*args, **kwargs)

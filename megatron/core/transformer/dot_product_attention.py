@@ -1,4 +1,4 @@
-"""Attention without TransformerEngine, also of keys and values of other sizes, which multi-latent attention has."""
+"""Attention without TransformerEngine whose keys and values may differ in size, as in multi-latent attention."""
 
 from typing import Any
 
@@ -8,37 +8,16 @@ _upstream: Any = extend(__name__)
 
 
 class DotProductAttention(_upstream.DotProductAttention):
-    """megatron-core's ``DotProductAttention``, with two arguments more that ``MultiLatentAttention`` gives.
+    """megatron-core's ``DotProductAttention`` with two more arguments, which ``MultiLatentAttention`` passes.
 
     Args:
-        k_channels: Size of a head's queries and keys; ``config.kv_channels`` if None.
-        v_channels: Size of a head's values; the same.
+        k_channels: The size of a head's queries and keys; ``config.kv_channels`` if None.
+        v_channels: The size of a head's values; ``config.kv_channels`` if None.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        k_channels: int | None = None,
-        v_channels: int | None = None,
-    ) -> None:
-        if softmax_scale is None and k_channels is not None:
-            softmax_scale = k_channels**-0.5
-        super().__init__(
-            config,
-            layer_number,
-            attn_mask_type,
-            attention_type,
-            attention_dropout,
-            softmax_scale,
-            cp_comm_type,
-            pg_collection,
-        )
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        if k_channels is not None and kwargs.get("softmax_scale") is None:
+            kwargs["softmax_scale"] = k_channels**-0.5
+        super().__init__(*args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition

@@ -1,4 +1,4 @@
-"""Statistics of a step, taken without the host waiting for the device where nothing is to be reduced."""
+"""Statistics of a step, without a synchronization if the model-parallel group has one rank."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 def logical_and_across_model_parallel_group(input: bool, group: torch.distributed.ProcessGroup | None = None) -> bool:
     """Return whether ``input`` is True on all ranks of ``group``; see megatron-core."""
-    if not _has_other_ranks(group):
-        return input is True
-    return _upstream.logical_and_across_model_parallel_group(input, group)
+    return input is True if _is_alone(group) else _upstream.logical_and_across_model_parallel_group(input, group)
 
 
 def reduce_max_stat_across_model_parallel_group(
@@ -27,21 +25,19 @@ def reduce_max_stat_across_model_parallel_group(
     """Return the largest ``stat`` of the ranks of ``group``; see megatron-core.
 
     Args:
-        stat: A number, a tensor of one element, or None if this rank has none.
+        stat: A number, a tensor with one element, or None if this rank has none.
         group: The ranks; None for the model-parallel ones.
 
     Returns:
-        A float, rounded to float32; None if no rank has one. If ``group`` is this rank alone and ``stat`` a tensor, a
-        float32 tensor of no dimension: the host waits for it only once its value is asked for.
+        A float, rounded to float32, or None if no rank has one. If ``group`` has one rank and ``stat`` is a tensor, a
+        float32 tensor of shape (), so that only reading its value synchronizes.
     """
-    if not _has_other_ranks(group):
-        if isinstance(stat, torch.Tensor):
-            return stat.detach().to(torch.float32, copy=True).view(())  # a graph may write to the original again
-        value = -1.0 if stat is None else torch.tensor(float(stat), dtype=torch.float32, device="cpu").item()
-        return None if value == -1.0 else value
-    return _upstream.reduce_max_stat_across_model_parallel_group(stat, group)
+    if not _is_alone(group):
+        return _upstream.reduce_max_stat_across_model_parallel_group(stat, group)
+    if isinstance(stat, torch.Tensor):
+        return stat.detach().to(torch.float32, copy=True).view(())  # a graph may write to the original again
+    return None if stat is None else torch.tensor(float(stat), dtype=torch.float32, device="cpu").item()
 
 
-def _has_other_ranks(group: torch.distributed.ProcessGroup | None) -> bool:
-    group = parallel_state.get_model_parallel_group() if group is None else group
-    return group.size() > 1
+def _is_alone(group: torch.distributed.ProcessGroup | None) -> bool:
+    return (parallel_state.get_model_parallel_group() if group is None else group).size() == 1

@@ -1,4 +1,4 @@
-"""Ranks agree on whether a step runs again, and do not wait for the work of the step meanwhile."""
+"""Reruns: agreement without the GPU, random numbers, and results validated after the passes."""
 
 import math
 from functools import partial
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 def machine():
     from megatron.core import rerun_state_machine
 
-    rerun_state_machine.destroy_rerun_state_machine()  # whoever asks for it makes one, in other tests too
+    rerun_state_machine.destroy_rerun_state_machine()  # other tests may have created one
     rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS)
     yield rerun_state_machine.get_rerun_state_machine()
     rerun_state_machine.destroy_rerun_state_machine()
@@ -34,18 +34,7 @@ def test_hosts_agree_without_the_device(machine, value):
         parallel_state.destroy_model_parallel()
 
 
-def test_a_step_runs_once(machine):
-    assert machine.should_run_forward_backward(None)
-    assert not machine.should_run_forward_backward(None)
-
-
-def test_a_step_that_is_to_run_again_runs_again(machine):
-    assert machine.should_run_forward_backward(None)
-    machine.rerun_requested = True
-    assert machine.should_run_forward_backward(None)
-
-
-def test_a_step_that_runs_again_draws_the_same_numbers_from_the_tracker(machine):
+def test_a_rerun_draws_the_same_random_numbers(machine):
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     def draw():
@@ -64,7 +53,7 @@ def test_a_step_that_runs_again_draws_the_same_numbers_from_the_tracker(machine)
 
 
 @pytest.mark.parametrize(("mode", "expects"), [("VALIDATE_RESULTS", [True, False]), ("DISABLED", [False, False])])
-def test_a_rank_expects_the_others_while_its_step_runs(machine, mode, expects):
+def test_agreement_is_prepared_while_the_step_runs(machine, mode, expects):
     from megatron.core import host_agreement, parallel_state, rerun_state_machine
 
     machine.mode = rerun_state_machine.RerunMode[mode]
@@ -84,7 +73,7 @@ LARGE = "unexpectedly large"
 
 @pytest.fixture
 def validate(machine):
-    """A function that validates losses on the device as pretrain_gpt.py does; the first step of the machine is over."""
+    """Return a function that validates losses on the GPU as pretrain_gpt.py does, after the first step."""
 
     def validate(*values, of=machine):
         for value in values:
@@ -99,7 +88,7 @@ def validate(machine):
     return validate
 
 
-def test_the_host_does_not_wait_for_a_result_before_the_passes_are_launched(machine, validate):
+def test_validation_does_not_synchronize_before_the_passes(machine, validate):
     assert machine.should_run_forward_backward(None)
     with (
         mock.patch.object(torch.cuda.Event, "synchronize") as wait,
@@ -124,7 +113,7 @@ def test_the_host_does_not_wait_for_a_result_before_the_passes_are_launched(mach
         ([1, 2, 19], None, None),
     ],
 )
-def test_results_are_found_wrong_as_by_megatron_core(machine, validate, values, message, sequence):
+def test_wrong_results_are_found_as_in_megatron_core(machine, validate, values, message, sequence):
     from megatron.core import rerun_state_machine
 
     cores = rerun_state_machine._upstream.RerunStateMachine(mode=machine.mode)
@@ -144,7 +133,7 @@ def test_results_are_found_wrong_as_by_megatron_core(machine, validate, values, 
     assert (machine.max_values, machine.large_value_counts) == (cores.max_values, cores.large_value_counts)
 
 
-def test_what_asks_of_a_result_otherwise_is_called_at_once(machine, validate):
+def test_other_rejection_functions_run_at_once(machine, validate):
     assert machine.should_run_forward_backward(None)
     asks = mock.Mock(return_value=True)
     machine.validate_result(torch.tensor(1.0, device="cuda"), asks, "another")
@@ -152,7 +141,7 @@ def test_what_asks_of_a_result_otherwise_is_called_at_once(machine, validate):
     assert machine.failed_validation_call.caller.message == "another"
 
 
-def test_without_reruns_a_wrong_result_is_an_error_at_once(machine, validate):
+def test_a_wrong_result_without_reruns_is_an_error(machine, validate):
     from megatron.core import rerun_state_machine
 
     machine.set_mode(rerun_state_machine.RerunMode.DISABLED)

@@ -1,4 +1,4 @@
-"""Bounds on tokens: what the host learns of them, what is kept of statistics, and steps that run again."""
+"""Token bounds: the overflow flag, saved statistics, and repeated steps."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -48,14 +48,14 @@ def machine(bounds):
 
 
 def run(bounds, *microbatches):
-    """Run the passes of a step whose micro-batches note these."""
+    """Run the passes of a step whose micro-batches set the flag to these values."""
     for too_many in microbatches:
         bounds.note(torch.tensor([False, too_many]))
         bounds.copy_to_host()
 
 
 @pytest.mark.parametrize("microbatches", [[True], [False, True], [True, False]], ids=str)
-def test_a_micro_batch_that_overflows_is_known_at_the_end_of_the_step(bounds, microbatches):
+def test_overflow_of_a_microbatch_is_read_after_the_step(bounds, microbatches):
     bounds.begin()
     run(bounds, *microbatches)
     assert bounds.overflowed()
@@ -65,7 +65,7 @@ def test_a_micro_batch_that_overflows_is_known_at_the_end_of_the_step(bounds, mi
     assert not bounds.overflowed()
 
 
-def test_a_step_that_an_exception_has_ended_leaves_the_next_one_its_bounds(bounds, router):
+def test_an_exception_does_not_suspend_the_next_step(bounds, router):
     bounds.begin()
     bounds.lift()
     bounds.begin()
@@ -73,7 +73,7 @@ def test_a_step_that_an_exception_has_ended_leaves_the_next_one_its_bounds(bound
     assert bounds.in_force
 
 
-def test_a_machine_of_another_training_forgets_the_bounds_of_the_one_before(bounds, router):
+def test_another_training_clears_the_bounds(bounds, router):
     from megatron.core import rerun_state_machine
 
     bounds.begin()
@@ -84,18 +84,18 @@ def test_a_machine_of_another_training_forgets_the_bounds_of_the_one_before(boun
     assert not replays.suspended_by
 
 
-def test_captures_are_bounded_outside_of_steps(bounds):
+def test_captures_are_bounded(bounds):
     with bounds.of_captures():
         assert bounds.in_force
     assert not bounds.in_force
 
 
-def test_a_loop_that_would_run_no_step_again_is_refused(bounds):
-    with pytest.raises(RuntimeError, match=r"--moe-alltoall-capacity-factor needs .* should_run_forward_backward"):
+def test_a_loop_that_repeats_no_steps_is_refused(bounds):
+    with pytest.raises(RuntimeError, match=r"--moe-alltoall-capacity-factor requires .* should_run_forward_backward"):
         bounds.copy_to_host()
 
 
-def test_statistics_are_in_place_what_they_were_and_new_ones_zero(bounds, router):
+def test_statistics_are_restored_in_place(bounds, router):
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -120,7 +120,7 @@ def test_statistics_are_in_place_what_they_were_and_new_ones_zero(bounds, router
     assert router.tokens.data_ptr() == place
 
 
-def test_a_step_that_overflows_runs_again_once_with_room_for_all(machine, bounds, router, caplog):
+def test_an_overflowing_step_repeats_with_room_for_all(machine, bounds, router, caplog):
     for _ in range(2):
         assert machine.should_run_forward_backward(None)
         assert bounds.in_force
@@ -136,7 +136,7 @@ def test_a_step_that_overflows_runs_again_once_with_room_for_all(machine, bounds
     assert len([text for text in caplog.messages if "--moe-alltoall-capacity-factor 1.25" in text]) == 1
 
 
-def test_a_wrong_result_of_a_step_that_overflows_is_forgotten_and_of_the_next_run_is_not(machine, bounds, router):
+def test_a_wrong_result_counts_in_the_repeated_step_only(machine, bounds, router):
     def validate(value):
         machine.validate_result(torch.tensor(value), torch.isnan, "found NaN", fatal=True)
 
@@ -153,7 +153,7 @@ def test_a_wrong_result_of_a_step_that_overflows_is_forgotten_and_of_the_next_ru
     assert machine.state == type(machine.state).RERUNNING_IN_PLACE
 
 
-def test_the_data_of_the_first_run_is_given_again(machine, bounds):
+def test_a_repeated_step_reads_the_same_data(machine, bounds):
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     data = RerunDataIterator(iter(range(10)))

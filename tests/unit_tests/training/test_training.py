@@ -1,4 +1,4 @@
-"""Losses are added up from step to step without waiting for the device, to what megatron-core's log adds them up to."""
+"""Losses accumulate over steps without synchronizing, to the sums of megatron-core's log."""
 
 import inspect
 from unittest import mock
@@ -16,11 +16,11 @@ UPSTREAM = upstream("megatron.training.training")
 
 
 class AddedUp(Exception):
-    """megatron-core's log has added up the losses of a step."""
+    """Raised when megatron-core's log has accumulated the losses of a step."""
 
 
 class Args:
-    """Arguments of a training; the first that megatron-core asks for after it has added up ends the call."""
+    """Arguments of a training; the first one read after the losses are accumulated ends the call."""
 
     tensorboard_log_interval = 2
 
@@ -39,7 +39,7 @@ def _megatron(monkeypatch):
 
 
 def totals(log, steps):
-    """The sums after each of ``steps``, and how often a tensor on the device was made of a number."""
+    """Return the sums after each of ``steps``, and how many tensors were created from numbers."""
     sums: dict[str, torch.Tensor] = {}
     after, made = [], 0
     for number, (losses, skipped) in enumerate(steps, 1):
@@ -58,7 +58,7 @@ def steps(*losses, skipped=()):
 
 
 @pytest.mark.parametrize("skipped", [(), (0,), (1, 2)], ids=str)
-def test_the_sums_are_those_of_megatron_core_bit_for_bit(skipped):
+def test_sums_are_bit_identical_to_megatron_core(skipped):
     trained = steps(0.1, 2.7, 1e-8, [3.3], -0.0, skipped=skipped)
     ours, made = totals(training.training_log, trained)
     theirs, made_there = totals(UPSTREAM.training_log, trained)
@@ -66,7 +66,7 @@ def test_the_sums_are_those_of_megatron_core_bit_for_bit(skipped):
     assert (made, made_there) == (0, 2 * (len(trained) - len(skipped)))
 
 
-def test_megatron_core_is_given_the_losses_that_it_writes_to_tensorboard(monkeypatch):
+def test_losses_for_tensorboard_are_left_to_megatron_core(monkeypatch):
     monkeypatch.setattr(training, "get_tensorboard_writer", object)
     trained = steps(0.1, 2.7, 1e-8, 3.3)
     ours, made = totals(training.training_log, trained)

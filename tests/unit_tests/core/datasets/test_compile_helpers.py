@@ -1,4 +1,4 @@
-"""megatron/core/datasets/utils.py: compile_helpers, and megatron-core's other names."""
+"""compile_helpers runs make only if the helper is missing."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ HELPER = "megatron.core.datasets.helpers_cpp"
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """The programs that are run, which would be make."""
+    """Return the list of programs that were run."""
     calls = []
 
     def run(command):
@@ -25,20 +25,20 @@ def compilations(monkeypatch):
     return calls
 
 
-def test_a_helper_that_imports_is_not_compiled(compilations, monkeypatch):
+def test_an_importable_helper_is_not_compiled(compilations, monkeypatch):
     monkeypatch.setitem(sys.modules, HELPER, object())
     utils.compile_helpers()
     assert compilations == []
 
 
-def test_a_missing_helper_is_compiled_by_megatron_core(compilations, monkeypatch):
+def test_a_missing_helper_is_compiled(compilations, monkeypatch):
     monkeypatch.setitem(sys.modules, HELPER, None)  # makes the import fail
     utils.compile_helpers()
     assert compilations == ["make"]
 
 
 def test_the_wheel_needs_no_makefile():
-    utils.compile_helpers()  # megatron-core's own ends the process here
+    utils.compile_helpers()  # megatron-core's own would exit here
 
 
 def test_other_names_are_megatron_cores():

@@ -1,4 +1,4 @@
-"""Attention of megatron-core's own whose keys and values have other sizes than the configuration's."""
+"""megatron-core's own attention with sizes of keys and values other than the configuration's."""
 
 from contextlib import nullcontext
 
@@ -14,7 +14,7 @@ HEADS, SEQUENCE, ROWS = 4, 6, 2
 
 
 class OneRank:
-    """A group of one rank, in the place of all groups."""
+    """Stands in for all process groups: one rank."""
 
     def size(self) -> int:
         return 1
@@ -28,14 +28,14 @@ class OneRank:
 
 
 class Tracker:
-    """Has one random number generator, torch's own."""
+    """Stands in for the RNG tracker: torch's own generator."""
 
     def fork(self):
         return nullcontext()
 
 
 class Memory:
-    """Gives a tensor without content."""
+    """Stands in for the global memory buffer: uninitialized tensors."""
 
     def get_tensor(self, shape, dtype, name):
         return torch.empty(shape, dtype=dtype)
@@ -53,8 +53,8 @@ def attention(**sizes):
     return DotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=OneRank(), **sizes)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"k_channels": 12, "v_channels": 20}, {"k_channels": 12}, {"v_channels": 20}])
-def test_heads_have_the_sizes_that_are_asked_for(monkeypatch, sizes):
+@pytest.mark.parametrize("sizes", [{}, {"k_channels": 12, "v_channels": 20}])
+def test_heads_have_the_requested_sizes(monkeypatch, sizes):
     monkeypatch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", Tracker)
     monkeypatch.setattr("megatron.core.parallel_state.get_global_memory_buffer", Memory)
     keys, values = sizes.get("k_channels", 8), sizes.get("v_channels", 8)

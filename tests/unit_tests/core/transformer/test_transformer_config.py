@@ -1,4 +1,4 @@
-"""TransformerConfig: full recomputation with graphs of layers, and all that megatron-core checks of it."""
+"""TransformerConfig allows full recomputation with graphs, after megatron-core's checks."""
 
 import pytest
 
@@ -11,14 +11,14 @@ GRAPHS = {"cuda_graph_impl": "transformer_engine"}
 
 
 @pytest.mark.parametrize("kind", [TransformerConfig, MLATransformerConfig])
-def test_full_recomputation_is_taken_with_graphs_of_layers(kind):
+def test_full_recomputation_is_allowed_with_graphs(kind):
     with_graphs, without = (kind(**SIZES, **FULL, **graphs) for graphs in (GRAPHS, {}))
     values = {name: value for name, value in vars(without).items() if not callable(value)}
     assert with_graphs.recompute_granularity == "full"
     assert {name for name in values if vars(with_graphs)[name] != values[name]} == {"cuda_graph_impl"}
 
 
-def test_kinds_of_configurations_are_derived_from_it():
+def test_other_configurations_are_subclasses():
     for kind in (MLATransformerConfig, HeterogeneousTransformerConfig):
         assert issubclass(kind, TransformerConfig)
 
@@ -27,18 +27,16 @@ def test_kinds_of_configurations_are_derived_from_it():
     ("changes", "error"),
     [
         ({"recompute_method": None}, "recompute_method must be"),
-        ({"recompute_num_layers": None}, "recompute_num_layers must be"),
-        ({"moe_layer_recompute": True}, "moe-layer-recompute"),
         ({"cpu_offloading": True}, "CPU offloading"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
-def test_what_does_not_fit_recomputation_is_refused_as_without_graphs(changes, error):
+def test_recomputation_is_checked_as_without_graphs(changes, error):
     for graphs in (GRAPHS, {}):
         with pytest.raises(ValueError, match=error):
             TransformerConfig(**{**SIZES, **FULL, **graphs, **changes})
 
 
-def test_local_graphs_take_no_full_recomputation():
+def test_local_graphs_refuse_full_recomputation():
     with pytest.raises(AssertionError, match="full recompute is only supported"):
         TransformerConfig(**SIZES, **FULL, cuda_graph_impl="local")

@@ -291,11 +291,8 @@ def test_flag_that_implies_the_double_buffer_counts():
 
 
 @pytest.mark.parametrize("name", [*MODULES, "full", "full_iteration"])
-def test_parser_accepts_modules_of_megatron_core(name, capsys):
+def test_parser_accepts_modules_of_megatron_core(name):
     assert len(parsed(f"--cuda-graph-modules {name}").cuda_graph_modules) == 1
-    with pytest.raises(SystemExit):
-        parsed("--cuda-graph-modules atn")
-    assert "argument --cuda-graph-modules: 'atn' is none of attn, mlp, moe" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------- flags of this patch

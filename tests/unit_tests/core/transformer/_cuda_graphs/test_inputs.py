@@ -31,13 +31,13 @@ def test_maximum_number_of_sequences_is_unchanged():
 
 
 def test_too_many_sequences_are_refused():
-    with pytest.raises(ValueError, match="has 3 packed sequences, more than --cuda-graph-packed-sequences 2: set as"):
+    with pytest.raises(ValueError, match="has 3 packed sequences, more than --cuda-graph-packed-sequences 2: raise"):
         pad_packed_seq_params(packed(0, 3, 5, 8), 2, 8)
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens_q_padded", "cu_seqlens_kv_padded"])
 def test_padding_between_sequences_is_refused(name):
-    with pytest.raises(ValueError, match=r"room between them .* leave these out"):
+    with pytest.raises(ValueError, match="padding between them"):
         pad_packed_seq_params(packed(0, 3, 8, **{name: torch.tensor([0, 4, 8])}), 4, 8)
 
 
