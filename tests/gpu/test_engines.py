@@ -210,7 +210,7 @@ def reserved() -> int:
 
 
 def large_layers() -> tuple[tuple[torch.nn.Module, ...], tuple[tuple[torch.Tensor], ...]]:
-    """Eight layers with 32 MiB of weights each, and their inputs of 16 MiB.
+    """Return eight layers with 32 MiB of weights each, and their inputs of 16 MiB.
 
     The allocator takes what is smaller in pieces of 20 MiB, for each stream.
     """

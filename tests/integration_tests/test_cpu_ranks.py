@@ -10,7 +10,7 @@ from .ranks_collectives import CASES
 
 @pytest.fixture(scope="module")
 def output():
-    """Output of all cases; the first failure ends the run."""
+    """Return the output of all cases; the first failure ends the run."""
     return on_two_ranks(ranks_collectives.__file__).stdout
 
 

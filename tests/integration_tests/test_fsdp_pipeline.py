@@ -193,7 +193,7 @@ STAGES = """
 
 @pytest.fixture(scope="module")
 def sharded_stages(tmp_path_factory):
-    """Steps of two stages that reduce gradients over two ranks in every backward pass."""
+    """Return the steps of two stages that reduce gradients over two ranks in every backward pass."""
     return pretrain(tmp_path_factory.mktemp("stages") / "run", STAGES, graphs=False, ranks=4)
 
 

@@ -37,7 +37,7 @@ def write(file: Path, case: Case, found: Found) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return what ``write`` wrote.
+    """Read the values of ``write``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -47,7 +47,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def measured_elsewhere(golden: dict[str, Any], case: Case) -> list[str]:
-    """Return in what the machine of ``golden`` differs from this one, so that other bits are no error."""
+    """Return the differences of hardware and versions between ``golden`` and this machine."""
     there, here = golden["versions"], versions()
     pairs = [(name, there.get(name), here.get(name)) for name in DECISIVE]
     if case.on_cpu:  # a build for another version of CUDA, or for none, has the same operators for processors
@@ -58,7 +58,7 @@ def measured_elsewhere(golden: dict[str, Any], case: Case) -> list[str]:
 
 
 def differences(found: Found, golden: dict[str, Any], case: Case) -> list[str]:
-    """Return what of ``found`` is not as in ``golden``: losses, norms, graphs, measurements over their bounds.
+    """Return the differences of ``found`` from ``golden`` in losses, norms, graphs and bounded measurements.
 
     Losses and norms of GPUs must be the golden ones bit for bit. Processors add in different orders, and so do
     different numbers of threads: theirs must be near, each step by ``ROUNDING``. In the 8 steps of the committed cases,

@@ -89,7 +89,7 @@ def compare_with_golden(verdict: Verdict, file: Path) -> None:
 
 
 def record(verdict: Verdict, file: Path) -> None:
-    """Write the golden values of a case that is an eager one, or equal to its eager one."""
+    """Write the golden values of an eager case, or of one equal to its eager case."""
     if verdict.differences:
         verdict.notes.append("no golden values recorded, as it differs")
         return

@@ -199,7 +199,7 @@ class Attempts:
         return names[0]
 
     def fail(self, kind: str, at: int, on: list[int]) -> None:
-        """Fail a capture at one place on the ranks ``on`` and record the remains."""
+        """Fail a capture at one place on the ranks ``on`` and record leftover state."""
         before = training_state(self.training)
         mine = dist.get_rank() in on
         faults = Faults(at if mine else None, KINDS[kind], captured_only=kind == "host sync")
