@@ -17,7 +17,7 @@ from tests.support.trainings.training import train
 
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3, "microbatches": 2}
 CASES = {
-    "double buffer": Case(**SMALL, config=(("fsdp_double_buffer", True),)),
+    "double buffer": Case(**SMALL),
     "dropout": Case(**SMALL, dropout=0.1),
     "gradients sharded": Case.of(
         SMALL | {"data_parallel_sharding_strategy": "optim_grads", "fsdp_double_buffer": False}
