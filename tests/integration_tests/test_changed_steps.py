@@ -133,7 +133,8 @@ def test_steps_replay_with_and_without_an_attention_mask(train, case):
     assert_all_steps_replay(train(case))
 
 
-@pytest.mark.parametrize("case", mostly_long(WAITING, WAITING[0]))
+@pytest.mark.long
+@pytest.mark.parametrize("case", WAITING)
 def test_ranks_that_wait_for_an_eager_one_log_why(train, case):
     result = train(case)
     assert_as_eager(result)
@@ -155,7 +156,8 @@ def test_graphs_are_recaptured_for_each_number_of_micro_batches(pipeline, case):
     assert result["step_replays"] == [0] * CAPTURED_AFTER + [passes * case["microbatches"], *after]
 
 
-@pytest.mark.parametrize("case", mostly_long(NO_CAPTURE_LEFT, NO_CAPTURE_LEFT[0]))
+@pytest.mark.long
+@pytest.mark.parametrize("case", NO_CAPTURE_LEFT)
 def test_other_numbers_of_micro_batches_are_eager_at_the_limit(pipeline, case):
     result = pipeline(case)
     assert_as_eager(result)

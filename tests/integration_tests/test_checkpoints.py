@@ -73,19 +73,18 @@ def test_resumed_run_equals_an_uninterrupted_one(folder, eager, saved, graphs, r
 OVERFLOWS = "--train-iters 6 --fp16 --initial-loss-scale 1048576 --hysteresis 1"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "ends"),
-    mostly_long(
-        [
-            (OVERFLOWS, "--exit-interval 2"),
-            ("--train-iters 6 --iterations-to-skip 1 2", "--train-iters 2"),
-            ("--train-iters 6", "--exit-interval 1"),
-            ("--train-iters 6", "--exit-duration-in-mins -1"),  # after the first step
-            ("--train-iters 6 --iterations-to-skip 2 4", "--exit-interval 3"),
-            # From step 5 on a step has two micro-batches.
-            (f"--train-samples 32 --lr-decay-samples 32 {SCHEDULE} 0:4,512:8", "--exit-interval 3"),
-        ],
-    ),
+    [
+        (OVERFLOWS, "--exit-interval 2"),
+        ("--train-iters 6 --iterations-to-skip 1 2", "--train-iters 2"),
+        ("--train-iters 6", "--exit-interval 1"),
+        ("--train-iters 6", "--exit-duration-in-mins -1"),  # after the first step
+        ("--train-iters 6 --iterations-to-skip 2 4", "--exit-interval 3"),
+        # From step 5 on a step has two micro-batches.
+        (f"--train-samples 32 --lr-decay-samples 32 {SCHEDULE} 0:4,512:8", "--exit-interval 3"),
+    ],
 )
 def test_run_that_ends_in_its_first_steps_is_resumed(tmp_path, flags, ends):
     flags = f"{flags} --cuda-graph-warmup-steps 1 --override-opt-param-scheduler"

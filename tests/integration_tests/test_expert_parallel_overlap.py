@@ -68,7 +68,8 @@ def test_graphs_are_bit_identical_to_eager(train, case):
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0)
 
 
-@pytest.mark.parametrize("case", mostly_long(IN_TURN, IN_TURN[-1]))
+@pytest.mark.long
+@pytest.mark.parametrize("case", IN_TURN)
 def test_overlap_changes_no_gradient(trained, train, case):
     """Embedding, output layer and multi-token prediction share parameters in separate autograd passes."""
     result, overlapped = trained(SIZES | case, "--ep", "2"), train(case)

@@ -138,7 +138,8 @@ def test_chunk_graphs_are_bit_identical_to_eager(train, layout, case):
     assert result["evaluation_replays"] == [chunks * count for count in replays_of_evaluations(case, 1)]
 
 
-@pytest.mark.parametrize(("layout", "case"), mostly_long(REFUSED, REFUSED[0]))
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "case"), REFUSED)
 def test_stage_that_refuses_whole_chunks_captures_layers_on_all(train, layout, case):
     assert_layers_replayed(case, train(layout, case))
 
@@ -148,7 +149,8 @@ def test_failure_on_one_rank_makes_all_stages_eager(train, layout, case):
     assert_went_on_eagerly(train(layout, case))
 
 
-@pytest.mark.parametrize("case", mostly_long(FAILED_EVALUATION, FAILED_EVALUATION[1]))
+@pytest.mark.long
+@pytest.mark.parametrize("case", FAILED_EVALUATION)
 def test_stage_that_fails_to_capture_evaluation_is_eager_alone(train, case):
     result = train("PP2", case)
     assert_as_eager(result)
@@ -198,16 +200,14 @@ def sharded_stages(tmp_path_factory):
 
 
 # These reduce all or some gradients in the last micro-batch only.
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
-    mostly_long(
-        [
-            "--num-distributed-optimizer-instances 2",
-            "--data-parallel-sharding-strategy optim --no-gradient-reduce-div-fusion",
-            "--data-parallel-sharding-strategy no_shard",
-        ],
+    [
         "--num-distributed-optimizer-instances 2",
-    ),
+        "--data-parallel-sharding-strategy optim --no-gradient-reduce-div-fusion",
+        "--data-parallel-sharding-strategy no_shard",
+    ],
 )
 def test_every_stage_reduces_gradients_over_all_ranks(sharded_stages, tmp_path, flags):
     steps = pretrain(tmp_path / "run", f"{STAGES} {flags}", graphs=False, ranks=4)

@@ -85,7 +85,8 @@ def test_expert_parallel_graphs_are_bit_identical_to_eager(train, case):
     assert result["replays"] == replays_of_a_step(case)
 
 
-@pytest.mark.parametrize("case", mostly_long(FAILED, FAILED[0]))
+@pytest.mark.long
+@pytest.mark.parametrize("case", FAILED)
 def test_training_continues_eagerly_after_a_failed_capture(train, case):
     assert_went_on_eagerly(train(case))
 

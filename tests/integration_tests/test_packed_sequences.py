@@ -69,7 +69,8 @@ def test_one_capture_serves_all_lengths_with_context_parallelism(trained, case, 
     assert_replayed(trained(SIZES | case, "--cp", "2"), case, pieces)
 
 
-@pytest.mark.parametrize("case", mostly_long(OTHER_SHAPES, OTHER_SHAPES[-1]))
+@pytest.mark.long
+@pytest.mark.parametrize("case", OTHER_SHAPES)
 def test_batches_of_another_length_run_eagerly(trained, case):
     result = trained(SIZES | case)
     assert_as_eager(result)

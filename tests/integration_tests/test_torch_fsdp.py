@@ -48,6 +48,7 @@ def test_training_continues_eagerly_after_a_failed_capture(trained, case):
     assert_went_on_eagerly(trained(FSDP2 | case))
 
 
+@pytest.mark.long
 def test_dead_replay_changes_the_loss(trained):
     assert_differs_from(trained(FSDP2 | {"control": "dead_replay"}), 3)
 
