@@ -73,7 +73,7 @@ DECODER: list[dict[str, Any]] = [
     PADDED | {"dropout": 0.1, "microbatches": 2},
     PADDED | SHARED | {"moe_shared_expert_overlap": True, "microbatches": 2},
     FUSED | {"warmup": 0, "experts": 4, "moe_use_grouped_tensor": True, "evaluates": True},
-    FUSED | FP16 | {"recompute_modules": ["mlp"]},
+    FUSED | FP16 | {"dropout": 0.0, "recompute_modules": ["mlp"]},
     {"model": "vision", "microbatches": 3, "dtype": "bf16", "dropout": 0.1},
     {"control": "captured_by_two_helpers", "dropout": 0.1, "evaluates": True},
     {"control": "beside_a_larger_model"},
