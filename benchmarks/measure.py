@@ -5,8 +5,8 @@
     python benchmarks/measure.py --list                # parts, and the commit of their results
 
 A part is one command of less than ten minutes. It writes one file, for example ``NAME_1gpu.json`` for one GPU, and its
-output goes to ``logs`` beside it, which is not committed. Without a git repository, pass ``--commit``. The exit code is
-1 if a part fails; the others still run.
+output goes to ``logs`` in the same folder, which is not committed. Without a git repository, pass ``--commit``. The
+exit code is 1 if a part fails; the others still run.
 """
 
 import argparse
@@ -82,7 +82,7 @@ _SHARDED = (*_DENSE.split(), f"native:{_BY_COPY_ENGINES}", f"full_iteration:{_BY
 _FUSED = "eager+fused native+fused full_iteration+fused"
 # The collective divides gradients by the number of ranks, not a kernel before it.
 _AVERAGED = "--ddp-average-in-collective"
-# Settings that shorten dense steps on several GPUs, alone and together, for full iterations too.
+# Settings that shorten dense steps on several GPUs, alone and together; full iterations accept them.
 _LEVERS = (
     *("native", f"native:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone", "compute_alone+fused"),
     *(*_FUSED.split(), f"native+fused::{_AVERAGED}", f"native+fused:{_BY_COPY_ENGINES}"),

@@ -2,7 +2,7 @@
 
     python benchmarks/repeated_training.py --configurations D --variants eager+grouped native+grouped
 
-Configurations and variants are those of ``step_time.py``. ``--launches`` groups of processes train every variant
+See ``step_time.py`` for configurations and variants. ``--launches`` groups of processes train every variant
 ``--runs`` times each, concurrently on the same GPUs so that timing varies. Compares the loss and gradient norm of each
 step, and a checksum of every gradient and weight of each rank. Variants that must be bit-identical
 (``Variant.references``) are also compared with each other. The exit code is 1 if two runs differ or one fails. Without

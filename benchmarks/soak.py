@@ -9,7 +9,7 @@ and gradient norm of every step. The JSON has their hash, the differing steps, a
 or ran eagerly, if memory grew, or if a training failed.
 
 Independent trainings run concurrently if there are enough GPUs, or with ``--at-once``. Results are written after each
-configuration; logs and metrics are in a folder beside the JSON.
+configuration; logs and metrics are in a folder next to the JSON.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def parse() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=CONFIGURATIONS)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results; logs go beside it")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results; logs go next to it")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--at-once", type=int, help="concurrent trainings (default: as many as the GPUs allow)")
     parser.add_argument("--steps", type=int, default=2000, help="steps of `dense` and `grouped`")

@@ -1,3 +1,3 @@
-"""CUDA graphs under Megatron-FSDP: what installs, inspects and tests the patch to Megatron-Core."""
+"""Installs, inspects and tests the patch to Megatron-Core for CUDA graphs under Megatron-FSDP."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Reports whether CUDA graphs under Megatron-FSDP can work in this environment, and what is missing."""
+"""Reports whether CUDA graphs under Megatron-FSDP can work in this environment, and lists missing requirements."""
 
 import importlib
 import importlib.metadata

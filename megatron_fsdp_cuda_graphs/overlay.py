@@ -279,7 +279,7 @@ def is_patched(module: Any) -> bool:
 def _find_classes_by_methods(getfile: Any) -> Any:
     """Return an ``inspect.getfile`` that locates a class of a patched module by its first method.
 
-    ``__file__`` of its module may be megatron-core's file, or that of the public module that exports the class.
+    ``__file__`` of its module may be megatron-core's file, or the file of a module that exports the class.
     """
 
     @functools.wraps(getfile)

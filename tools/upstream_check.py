@@ -31,7 +31,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield the statements of ``body``, including those in branches."""
+    """Yield the statements of ``body`` and its branches."""
     for node in body:
         yield node
         if isinstance(node, _BRANCHES):

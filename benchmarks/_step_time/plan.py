@@ -19,7 +19,7 @@ class Run:
         number: Index in the plan.
         configuration, variant: Names.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the training; those of NCCL and CUDA also at the start of the processes.
+        environment: Variables set during the training, and for NCCL and CUDA at the start of the processes.
         side_stream: Whether to run on a side stream, as ``megatron.training`` does with CUDA graphs.
         steps: Number of timed steps.
         profiled: Whether to profile instead of timing.

@@ -48,7 +48,7 @@ class StepProfile:
             self._read_python_calls()
 
     def _start_trace(self) -> None:
-        # Tracing operators too would slow down the host, which is measured.
+        # Tracing operators would slow down the host, which is measured.
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         torch.cuda.synchronize()
         self._profiler.start()

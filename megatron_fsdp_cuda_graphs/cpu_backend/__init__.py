@@ -9,8 +9,8 @@ host tensor, as on a GPU: a capture does not record operations on it.
 Collectives complete at launch, but results become visible at ``wait``: until then outputs hold NaN. A script that calls
 ``install()`` and uses process groups must end with ``leave()``.
 
-The backend tests whether a program is correct under CUDA graphs, not its speed. It rejects what a real capture forbids,
-discards what a real capture would not compute, and raises if memory of a graph moves. It does not emulate races between
+The backend tests the correctness of a program under CUDA graphs, not its speed. It rejects operations that a real
+capture forbids, discards results of a capture, and raises if memory of a graph moves. It does not emulate races between
 streams, streams of autograd nodes, reuse of memory between graphs of a pool, NCCL, TransformerEngine or FP8.
 """
 

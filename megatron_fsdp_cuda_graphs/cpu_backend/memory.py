@@ -180,7 +180,7 @@ def pool_of(handle: PoolHandle | None) -> Pool:
     """Return the pool of ``handle``, or a new pool for None or an unused handle.
 
     Raises:
-        RuntimeError: All graphs of the pool are deleted; the message is that of torch's allocator.
+        RuntimeError: All graphs of the pool are deleted; the message is the same as torch's.
     """
     key = new_handle() if handle is None else handle
     pool = _pools.get(key)

@@ -76,7 +76,7 @@ def set_capture(state: CaptureState | None) -> None:
 
 
 def refuse_while_capturing(what: str) -> None:
-    """Reject ``what``, a call that waits for the device, during a capture.
+    """Reject the synchronizing call ``what`` during a capture.
 
     Raises:
         CaptureError: A capture is in progress in this thread, or in any thread with ``capture_error_mode="global"``.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.plan import Plan
-from megatron.core.transformer._cuda_graphs.flags.options import Options, layers_per_graph
+from megatron.core.transformer._cuda_graphs.flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_state import Choice, Holds, blocker, choose
 from megatron.core.transformer._cuda_graphs.te.layers import _modules_of, decoder_layers
@@ -49,7 +49,7 @@ def choice_of(helper: TECudaGraphHelper, elsewhere: str) -> Choice:
     """
     config = helper.config
     uncalled = layers_per_graph(config) is None and not config.cuda_graph_warmup_steps
-    not_model = elsewhere or ("no step runs before capture" if uncalled else "")
+    not_model = elsewhere or (f"no step runs before capture: add {LAYERS_FLAG} {WHOLE_MODEL}" if uncalled else "")
 
     def ruled_out(holds: Holds) -> str:
         return (not_model if holds is Holds.MODEL else "") or blocker(helper.stage, holds)

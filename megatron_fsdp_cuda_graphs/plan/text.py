@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
+from megatron.core.transformer._cuda_graphs.te.capture_state import Holds
+
 from .command import quietly
 from .dry_stage import blocker_of_pipeline, dry_stage
 from .flags import Flags, message_of, read_flags
@@ -62,8 +64,9 @@ def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
             yield from (f"    {graph}" for graph in graphs.graphs[:shown])
             if count > shown:
                 yield f"    and {count - shown} more (--every-graph lists them)"
-        if choice.not_model:
-            yield f"  No graph of the whole model: {choice.not_model}"
+        if choice.holds is not Holds.MODEL:
+            why = choice.not_model or f"--cuda-graph-layers-per-graph is {args.cuda_graph_layers_per_graph}"
+            yield f"  No graph of the whole model: {why}"
         if choice.not_decoder:
             yield f"  No graph of all layers: {choice.not_decoder}"
         yield from ("  Parts of the model:", *parts)

@@ -1,4 +1,4 @@
-"""A miniature megatron-core, torch and patch in a folder, with the real overlay, run in processes of their own."""
+"""Creates a miniature megatron-core, torch and patch with the real overlay, and runs code in subprocesses."""
 
 import os
 import re
@@ -52,15 +52,15 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
 
 
 def package_info(version: str) -> str:
-    """The source of megatron-core's ``package_info`` for a version such as ``0.20.0rc1``."""
+    """Return the source of megatron-core's ``package_info`` for a version, for example ``0.20.0rc1``."""
     major, minor, patch, suffix = re.findall(r"(\d+)\.(\d+)\.(\d+)(.*)", version)[0]
     return f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = {suffix!r}\n"
 
 
 def core_files(version: str = "0.19.2") -> dict[str, str]:
-    """The files of a megatron-core of that version, with one module that the patch replaces and one it does not."""
+    """Return the files of a megatron-core with one patched and one unpatched module."""
     return {
-        # torch first, then modules of its own, as megatron-core's does.
+        # Imports torch first, as megatron-core does.
         "megatron/core/__init__.py": "import torch\nimport megatron.core.utils\n",
         "megatron/core/utils.py": "",
         "megatron/core/package_info.py": package_info(version),
@@ -71,7 +71,7 @@ def core_files(version: str = "0.19.2") -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Folders ``site`` (megatron-core and torch) and ``patch`` (the overlay and its tree), for processes to import."""
+    """Folders for imports: ``site`` with megatron-core and torch, and ``patch`` with the overlay and its tree."""
 
     folder: Path
 
@@ -95,7 +95,7 @@ class Sandbox:
     def run(
         self, *arguments: str, ahead: tuple[Path, ...] = (), **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run Python without site-packages, the folders ``ahead`` first on its path."""
+        """Run Python without site-packages, with the folders ``ahead`` first on the path."""
         path = os.pathsep.join(map(str, (*ahead, self.site, self.patch.parents[1])))
         inherited = {k: v for k, v in os.environ.items() if k not in ("MEGATRON_FSDP_CUDA_GRAPHS", "PYTHONPATH")}
         return subprocess.run(
@@ -108,13 +108,13 @@ class Sandbox:
         )
 
     def output(self, code: str, ahead: tuple[Path, ...] = (), **environment: str) -> str:
-        """Run ``code`` and return what it printed; AssertionError if it fails."""
+        """Run ``code`` and return its output; raise AssertionError if it fails."""
         done = self.run("-c", dedent(code), ahead=ahead, **environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def error(self, code: str, ahead: tuple[Path, ...] = (), **environment: str) -> str:
-        """Run ``code`` and return the last line of its traceback; AssertionError if it does not raise."""
+        """Run ``code`` and return the last line of its traceback; raise AssertionError if it does not raise."""
         done = self.run("-c", dedent(code), ahead=ahead, **environment)
         assert done.returncode == 1, done.stdout
         return done.stderr.strip().splitlines()[-1]

@@ -193,7 +193,7 @@ class Options:
             value = self.get(_attribute(name), flag.default)
             if value is not None and not flag.allowed(value):
                 yield f"{name} must be {flag.words}, got {value}"
-            # Eager runs pad batches too, for comparison.
+            # Eager runs may pad batches for comparison.
             allowed = ("transformer_engine", "none") if name == PACKED_FLAG else ("transformer_engine",)
             if parsed and flag.needs_graphs and value != flag.default and self.implementation not in allowed:
                 yield (
