@@ -118,7 +118,7 @@ def test_megatron_fsdp_imports_leaves_and_engine_only() -> None:
     assert FSDP_FILES and not _higher(FSDP_FILES, lambda name: _rank(f"{PACKAGE}.engine"))
 
 
-def test_passes_of_megatron_fsdp_import_neither_hooks_nor_wrapper_and_buffers_import_no_pass() -> None:
+def test_fsdp_passes_and_buffers_import_downward() -> None:
     def rank(name: str) -> int:
         return 1 if f"{MEGATRON_FSDP}._graphs." in name else 2 if name.endswith(("fsdp_hooks", ".megatron_fsdp")) else 0
 
@@ -140,7 +140,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError with the files of a circle
 
 
-def test_files_can_be_imported_while_wrappers_of_transformer_engine_are() -> None:
+def test_files_import_while_te_wrappers_are_imported() -> None:
     """They import cuda_graphs. Models that are imported then find no TransformerEngine, and go on without, silently."""
     prefixes = ("megatron.core.models", "megatron.core.extensions")
     origins = [(name, i) for name in (*FILES, *FSDP_FILES) for i in _all_imports(name, inside_functions=False)]
