@@ -13,13 +13,6 @@ from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
 OVERLAPPED = {"experts": 4, "moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True}
 HYBRID = {"pattern": "M*EM", "experts": 4}
 BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
-OVERLAP = {
-    "dtype": "bf16",
-    "overlap_moe_expert_parallel_comm": True,
-    "fsdp_double_buffer": False,
-    "experts": 4,
-    "microbatches": 3,
-}
 TORCH = {"dtype": "bf16", "wrapper": "fsdp2", "tied": False}
 STAGES = {"tied": False, "microbatches": 4}
 CASES: dict[str, list[dict]] = {
@@ -98,36 +91,12 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", **STAGES, "virtual": 2, "modules": ["attn"], "dropout": 0.1},
         {"dtype": "bf16", **STAGES, "virtual": 2, "layers": 12, "dropout": 0.1, "evaluates": True},
     ],
-    "EP2": [
-        {**OVERLAP, "modules": BEFORE_EXPERTS},
-        {
-            **OVERLAP,
-            "modules": BEFORE_EXPERTS,
-            "dropout": 0.1,
-            "moe_shared_expert_intermediate_size": 256,
-            "evaluates": True,
-        },
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "evaluates": "often", "dropout": 0.1},
-        {**OVERLAP, "modules": ["attn"], "evaluates": "often", "moe_layer_freq": [0, 1, 1, 1]},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "mtp": 1},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "layers": 5, "tied": False},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "optimizer_graph": True},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed"},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "evaluates": "often"},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "fp8_param": True},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "data_parallel_sharding_strategy": "no_shard"},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "data_parallel_sharding_strategy": "optim"},
-        {**OVERLAP, "modules": BEFORE_EXPERTS, "data_parallel_sharding_strategy": "optim_grads", "mtp": 1},
-        {**OVERLAP, "modules": ["attn"], "moe_shared_expert_intermediate_size": 256},
-        {**OVERLAP, "modules": ["attn", "moe_router"]},
-    ],
 }
 LAYOUTS = {
     "data parallel": [],
     "CP2": ["--cp", "2"],
     "PP2": ["--pp", "2"],
     "PP2 with VPP2": ["--pp", "2"],
-    "EP2": ["--ep", "2"],
 }
 RUNS = [layout for layout in LAYOUTS if GPUS != 1 or layout == "data parallel"]
 
@@ -163,7 +132,7 @@ def test_graphs_are_bit_identical_to_eager(train, layout, case):
         assert result["graphs"] == 0
         assert result["replays"] == 2 * case.get("microbatches", 1)
     else:
-        slots = case["microbatches"] if "PP2" in layout or case.get("overlap_moe_expert_parallel_comm") else 1
+        slots = case["microbatches"] if "PP2" in layout else 1
         assert result["graphs"] == of_a_pass * slots
     packed_layers = "packed" in case and case.get("holds", "decoder") not in (None, "model")
     eager = "VPP2" in layout or "fp8_param" in case or packed_layers

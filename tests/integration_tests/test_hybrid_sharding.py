@@ -95,8 +95,8 @@ def test_training_continues_eagerly_after_a_failed_capture(train, case):
 @pytest.mark.parametrize(
     "case",
     [
-        MODEL | {"control": "not_reduced_between_instances"},
-        MODEL | OPTIM | {"control": "not_gathered_between_instances"},
+        MODEL | {"control": "not_reduced_across_replicas"},
+        MODEL | OPTIM | {"control": "not_gathered_across_replicas"},
     ],
 )
 def test_missing_communication_between_replicas_changes_the_loss(train, case):

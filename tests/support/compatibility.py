@@ -13,7 +13,6 @@ from megatron.core.transformer._cuda_graphs.flags.table import TABLE, Row, Verdi
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
 _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
 _TORCH = "tests/integration_tests/test_torch_fsdp.py"
-_OVERLAP = "tests/integration_tests/test_expert_parallel_overlap.py"
 _PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
 _HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
@@ -237,14 +236,6 @@ WORKING = (
         f"{MOE} --moe-use-grouped-tensor --expert-model-parallel-size 2",
         "with --data-parallel-sharding-strategy no_shard the patch clips by a norm of the experts of all ranks, which "
         "megatron-core does not",
-    ),
-    Working(
-        "expert parallel overlap",
-        "--overlap-moe-expert-parallel-comm, --cuda-graph-modules attn, moe_router or moe_preprocess",
-        _OVERLAP,
-        f"!fsdp-double-buffer {UP_TO_DISPATCH} {OVERLAP} --expert-model-parallel-size 2",
-        "weights other than experts stay in memory, gathered, from capture on",
-        holds="parts",
     ),
     Working(
         "fp8",

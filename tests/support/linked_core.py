@@ -8,7 +8,6 @@ from megatron_fsdp_cuda_graphs.overlay import find_core
 
 ADAPTER = "megatron/core/distributed/fsdp/mcore_fsdp_adapter.py"
 FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py"
-FINALIZE = "megatron/core/distributed/finalize_model_grads.py"
 _BASE = "FullyShardedDataParallel"
 _VERSIONS = f"""class {_BASE}(_BaseDataParallel):
     def __new__(cls, config, ddp_config, *args, **kwargs):
@@ -23,7 +22,6 @@ class FullyShardedDataParallelV2({_BASE}):
 """
 _SHARDS_PARAMETERS = 'self.ddp_config.data_parallel_sharding_strategy == "optim_grads_params":\n'
 _SHARDS = 'self.ddp_config.data_parallel_sharding_strategy != "no_shard":\n'
-_GROUPS = "model, gtp_remat_group, egtp_remat_group, calculate_per_token_loss"
 
 
 def installed() -> Path:
@@ -64,8 +62,8 @@ def _with_every_strategy(follows: str) -> tuple[str, str]:
 def later_core(folder: Path) -> Path:
     """Make a megatron-core below ``folder`` with the known changes of 0.20, and return the folder.
 
-    ``FullyShardedDataParallel`` constructs ``FullyShardedDataParallelV1`` or ``...V2``, layers are units with every
-    sharding strategy, and ``finalize_model_grads`` passes the groups that share weights.
+    ``FullyShardedDataParallel`` constructs ``FullyShardedDataParallelV1`` or ``...V2``, and layers are units with every
+    sharding strategy.
     """
     linked_core(folder)
     change(folder, "megatron/core/package_info.py", ("MINOR = 19", "MINOR = 20"))
@@ -83,12 +81,5 @@ def later_core(folder: Path) -> Path:
         FSDP,
         _with_every_strategy("                    self.forward_pre_hooks["),
         ('            assert self.data_parallel_sharding_strategy == "optim_grads_params"\n', ""),
-    )
-    change(
-        folder,
-        FINALIZE,
-        ("model: List[torch.nn.Module], calculate_per_token_loss: bool = False\n", f"{_GROUPS}\n"),
-        ("    gtp_remat_group = pg_collection.gtp_remat\n    egtp_remat_group = pg_collection.expt_gtp_remat\n", ""),
-        ("model, calculate_per_token_loss=config.calculate_per_token_loss", "model, None, None, False"),
     )
     return folder

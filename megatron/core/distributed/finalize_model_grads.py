@@ -1,6 +1,6 @@
-"""What follows the backward passes of a step, without work for what a model does not have.
+"""Work after the backward passes of a step, without walks that a model does not need.
 
-The gradients of an embedding that two pipeline stages have are reduced where they are sharded, too.
+Gradients of an embedding shared by two pipeline stages are reduced even if they are sharded.
 """
 
 from collections.abc import Sequence
@@ -11,18 +11,17 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.core import parallel_state
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
 
-# What megatron-core resets; a router has them from the start, or never.
+# The attributes that megatron-core resets; a router has them from the start, or never.
 _RESET = ("expert_bias", "reset_global_aux_loss_tracker", "qb_beta_accum")
 _routers: WeakKeyDictionary[torch.nn.Module, list[ref[torch.nn.Module]]] = WeakKeyDictionary()
 
 
 def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module]) -> None:
-    """Reset what MoE routers collect in a step; see megatron-core. A model's routers are looked up once."""
+    """Reset the statistics that MoE routers collect in a step; see megatron-core. Each model is searched only once."""
     for chunk in model:
         if chunk not in _routers:
             found = (module for module in chunk.modules() if any(hasattr(module, name) for name in _RESET))
@@ -40,10 +39,10 @@ def _allreduce_embedding_grad(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Add up the gradients of an embedding that the first and another pipeline stage have; see megatron-core.
+    """Sum the gradients of an embedding that the first and another pipeline stage share; see megatron-core.
 
-    Under Megatron-FSDP both shard it alike, in a bucket of its own, and megatron-core adds up their shards. It would
-    leave the shard in the place of the sharded gradient then, and find no gradient that is decoupled.
+    Under Megatron-FSDP both stages shard it identically, in a separate bucket, and megatron-core sums their shards. It
+    would then replace the sharded gradient by the shard, and miss a decoupled gradient.
     """
 
     def gradient_of(module: torch.nn.Module) -> Any:
@@ -53,19 +52,3 @@ def _allreduce_embedding_grad(
         return SimpleNamespace(grad=gradient) if isinstance(gradient, DTensor) else weight
 
     _upstream._allreduce_embedding_grad(model, embd_group, pp_group, gradient_of, *args, **kwargs)
-
-
-def _allreduce_replicated_grads_over_gtp_remat_group(
-    model: Sequence[torch.nn.Module], *args: Any, **kwargs: Any
-) -> None:
-    """Reduce gradients over ranks that share weights; see megatron-core, which lists all process groups first.
-
-    From 0.20 on it is given the two that it needs, and lists none.
-    """
-    groups = (
-        parallel_state.get_gtp_weight_remat_group(check_initialized=False),
-        parallel_state.get_expert_gtp_weight_remat_group(check_initialized=False),
-    )
-    if len(args) + len(kwargs) <= 1 and not any(group is not None and group.size() > 1 for group in groups):
-        return
-    _upstream._allreduce_replicated_grads_over_gtp_remat_group(model, *args, **kwargs)

@@ -77,7 +77,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             return None
         from .optimizer import _get_param_grad_norm_group
 
-        passes = self.model_chunks[0].module.graphs_of_model
+        passes = self.model_chunks[0].module.graphs.model_passes
         return None if passes is None or any(map(_get_param_grad_norm_group, self.get_parameters())) else passes
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:

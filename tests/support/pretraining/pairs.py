@@ -166,15 +166,6 @@ FEATURES: dict[str, Setting] = {
         "--global-batch-size": "16",
     },
     "expert parallel": {**EXPERTS, "--expert-model-parallel-size": "2"},
-    "expert parallel overlap": {
-        **EXPERTS,
-        "--expert-model-parallel-size": "2",
-        "--overlap-moe-expert-parallel-comm": True,
-        "--fsdp-double-buffer": False,
-        "--fsdp-db-use-persist-buf-on-alloc-fail": False,
-        "--bf16": True,
-        MODULES: PARTS,
-    },
     "packed sequences in graphs": {**PACKED, "--cuda-graph-packed-sequences": "32"},
     "packed sequences beside graphs": {**PACKED, MODULES: "mlp"},
     "context parallel": {

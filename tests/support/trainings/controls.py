@@ -409,18 +409,18 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
 
 
 @control
-def not_reduced_between_instances(training: Training) -> None:
+def not_reduced_across_replicas(training: Training) -> None:
     """Capture; then reduce nothing across HSDP replicas."""
-    _not_between_instances(training, "grad_reduce_pipeline", "reduce_all_between_instances")
+    _not_across_replicas(training, "grad_reduce_pipeline", "reduce_all_across_replicas")
 
 
 @control
-def not_gathered_between_instances(training: Training) -> None:
+def not_gathered_across_replicas(training: Training) -> None:
     """Capture; then gather nothing across HSDP replicas."""
-    _not_between_instances(training, "all_gather_pipeline", "gather_between_instances")
+    _not_across_replicas(training, "all_gather_pipeline", "gather_across_replicas")
 
 
-def _not_between_instances(training: Training, pipeline: str, method: str) -> None:
+def _not_across_replicas(training: Training, pipeline: str, method: str) -> None:
     training.helper.create_cudagraphs()
     owner = getattr(training.chunks[0].module, pipeline)
     training.patches.enter_context(mock.patch.object(owner, method))
@@ -480,14 +480,6 @@ def taken_addresses(training: Training) -> None:
 
 
 @control
-def buckets_not_kept(training: Training) -> None:
-    """Capture parts of layers whose weights do not keep their memory."""
-    buffer = training.chunks[0].module.param_and_grad_buffer
-    with mock.patch.object(buffer, "keep_weights"):
-        training.helper.create_cudagraphs()
-
-
-@control
 def parameters_not_kept(training: Training) -> None:
     """Capture; then let torch's FSDP2 free parameters after each pass."""
     from megatron.core.transformer._cuda_graphs.te import capture_session
@@ -504,15 +496,6 @@ def parameters_not_kept(training: Training) -> None:
         training.helper.create_cudagraphs()
     for kept in made:
         kept.release()
-
-
-@control
-def replays_that_gather_nothing(training: Training) -> None:
-    """Capture parts of layers; replays by the schedule do not gather their parameters."""
-    fsdp = training.chunks[0].module
-    fsdp.suggested_AG_prefetch_size = 0
-    with mock.patch.object(fsdp.fsdp_hooks, "around_part", return_value=None):
-        training.helper.create_cudagraphs()
 
 
 @control

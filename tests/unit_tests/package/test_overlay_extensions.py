@@ -14,7 +14,7 @@ from megatron_fsdp_cuda_graphs import overlay
 FILES = {name: overlay.tree_file(name) for name in overlay.patched_modules()}
 EXTENDED = [name for name, file in FILES.items() if file and overlay.is_extension(file)]
 # Names of megatron-core that files of this tree replace by an import.
-IMPORTED = {"RegisterFSDPBackwardFunction", "TrainingState"}
+IMPORTED = {"TrainingState"}
 
 
 def test_requested_version_of_megatron_core_is_installed():

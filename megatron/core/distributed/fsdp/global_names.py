@@ -1,8 +1,8 @@
-"""Names of a model's parameters that do not depend on how pipeline stages share its layers.
+"""Names of a model's parameters that do not depend on its division into pipeline stages.
 
-A chunk of the model counts its layers from 0. Checkpoints hold the parameters of all stages by name, so each layer has
-to have the number there that it has in the whole model. An output layer that has the weights of another stage's
-embedding has their name, too.
+Each chunk of the model counts its layers from 0. Checkpoints hold the parameters of all stages by name, so names in
+checkpoints contain the layer's number in the whole model. An output layer that is tied to another stage's embedding
+uses the embedding's name.
 """
 
 import re
@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-# What wrappers put in front, the outermost list of layers with a layer's place in it, and the rest.
+# Prefixes of wrappers; the outermost list of layers with a layer's index.
 _WRAPPERS = re.compile(r"(?:module\.)*")
 _PARTS = re.compile(r"((?:module\.)*)((?:.*?\.)??layers)\.(\d+)(?=\.|$)")
 
 
 def inner_name(name: str) -> str:
-    """Return ``name`` without what wrappers put in front."""
+    """Return ``name`` without the prefixes of wrappers."""
     return _WRAPPERS.sub("", name, count=1).removeprefix(".")
 
 
 def unused_output_weights(chunks: Iterable[torch.nn.Module]) -> set[str]:
-    """Return the names without wrappers of output layers' weights in ``chunks`` that no pass reads.
+    """Return the names, without wrappers, of output layers' weights in ``chunks`` that no pass reads.
 
-    A stage that predicts further tokens has a copy of the embedding, and where that is tied the output layer uses it.
+    A stage with multi-token prediction has a copy of the embedding, and a tied output layer uses that copy.
     """
     return {
         inner_name(f"{name}.output_layer.weight")
@@ -36,10 +36,10 @@ def unused_output_weights(chunks: Iterable[torch.nn.Module]) -> set[str]:
 
 
 def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function from a name of a module, parameter or state in ``chunk`` to the global name.
+    """Return a function that maps names of modules, parameters or states in ``chunk`` to global names.
 
     Args:
-        chunk: A chunk of the model, wrapped or not; its layers have ``layer_number``, in the whole model and from 1.
+        chunk: A chunk of the model, wrapped or not. Its layers' ``layer_number`` counts from 1 in the whole model.
     """
     numbers = {}
     tied = {}
@@ -63,13 +63,13 @@ def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
 
 
 def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the chunks of a pipeline stage have by name, in one dictionary by global name.
+    """Merge the values of a pipeline stage's chunks into one dictionary by global name.
 
     Args:
-        named: Of each chunk, values by name.
+        named: For each chunk, its values by name.
 
     Raises:
-        ValueError: two chunks have a value of the same global name.
+        ValueError: Two chunks have a value of the same global name.
     """
     merged: dict[str, Any] = {}
     for chunk, values in zip(chunks, named, strict=True):
@@ -77,7 +77,7 @@ def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, 
         for name, value in values.items():
             if merged.setdefault(rename(name), value) is not value:
                 raise ValueError(
-                    f"{rename(name)} is in two chunks of this pipeline stage, and a checkpoint could hold one of them "
-                    "only: leave out --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+                    f"{rename(name)} is in two chunks of this pipeline stage, but a checkpoint can hold only one of "
+                    "them: remove --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
                 )
     return merged

@@ -1,7 +1,6 @@
-"""Megatron-FSDP's adapter, whose meshes also fit pipeline stages, and which allows graphs of parts of MoE layers.
+"""Megatron-FSDP's adapter, whose meshes also fit pipeline stages.
 
-megatron-core lays the mesh over all ranks of the job; under pipeline parallelism a stage has only some of them. It
-allows no graphs of layers beside ``--overlap-moe-expert-parallel-comm``.
+megatron-core creates the mesh over all ranks of the job, although a pipeline stage has only some of them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ if TYPE_CHECKING:  # megatron-core's names
     def __getattr__(name: str) -> Any: ...
 
 
-# From megatron-core 0.20 on FullyShardedDataParallel makes one of two versions; graphs are for the first.
+# From megatron-core 0.20 on FullyShardedDataParallel creates one of two versions; graphs support the first.
 _Base: Any = getattr(_upstream, "FullyShardedDataParallelV1", _upstream.FullyShardedDataParallel)
 
 
@@ -26,15 +25,9 @@ class FullyShardedDataParallel(_Base):
     """megatron-core's ``FullyShardedDataParallel``, which also wraps pipeline stages."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        # Freeing a stage's output early needs a tensor of its own, and Megatron-FSDP's hooks return views.
+        # Freeing a stage's output early needs a separate tensor, and Megatron-FSDP's hooks return views.
         config.deallocate_pipeline_outputs = False
-        graphs = config.cuda_graph_impl
-        if config.overlap_moe_expert_parallel_comm and graphs == "transformer_engine":
-            config.cuda_graph_impl = "none"  # only asked to refuse others
-        try:
-            super().__init__(config, *args, **kwargs)
-        finally:
-            config.cuda_graph_impl = graphs
+        super().__init__(config, *args, **kwargs)
 
 
 if _Base is not _upstream.FullyShardedDataParallel:
@@ -44,11 +37,11 @@ if _Base is not _upstream.FullyShardedDataParallel:
 
 
 def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
-    """Return the ranks ``[data parallel, tensor parallel]`` that share parameters with this one, as int64.
+    """Return the ranks ``[data parallel, tensor parallel]`` that share parameters with this rank, as int64.
 
     Args:
-        dp_cp_group: The ranks over which parameters are sharded; of experts the expert-data-parallel ones.
-        ep_size: Ignored: the groups say already which ranks have the same experts.
+        dp_cp_group: The ranks over which parameters are sharded; for experts, the expert-data-parallel ranks.
+        ep_size: Ignored, as the groups already determine which ranks have the same experts.
     """
     return _mesh_of(dp_cp_group, tp_group)
 
@@ -59,10 +52,10 @@ def _get_hsdp_tp_mesh(outer_fsdp_dp_group, dp_cp_group, tp_group, ep_size: int =
 
 
 def _mesh_of(*groups: dist.ProcessGroup) -> torch.Tensor:
-    """Return the mesh of ranks that ``groups``, all of which have this rank, span, one dimension each, as int64.
+    """Return the mesh of ranks spanned by ``groups``, which all contain this rank; one dimension per group, int64.
 
-    Megatron numbers ranks as places in a box whose sides are the parallel sizes, so a step along one side adds the same
-    number wherever it is taken.
+    Megatron numbers ranks as places in a box whose sides are the parallel sizes, so a step along one side always adds
+    the same number.
     """
     rank = dist.get_rank()
     mesh = torch.tensor(rank)

@@ -38,7 +38,7 @@ class LayerGraph:
 
     Attributes:
         graphed: The engine's callable.
-        run: Replays ``graphed``, with the gathers that hooks would run where a schedule bypasses them.
+        run: Replays ``graphed``, with outputs as the role of the layer returns them.
         shape: The shape of hidden states at capture; None if passes of other shapes may not run eagerly.
         keywords: Default values of keyword inputs, by name.
         defaults: Restores ``keywords`` after replays with other values; shared by layers with the same mask type.

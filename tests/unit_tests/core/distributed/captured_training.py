@@ -1,4 +1,4 @@
-"""Trainings in this process, eager or with graphs, whose every number can be compared."""
+"""Eager and graphed trainings in this process, whose results can be compared bit for bit."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from tests.support.trainings.training import Trace, Training
 
 from .fsdp_variants import Variant, run_backward, small
 
-WARMED_UP = 10  # steps that layers are said to have had: capture then warms up once
+WARMED_UP = 10  # pretended earlier steps: capture then warms up once
 
 
 def graphed(holds: str | None = "decoder", **changes) -> Case:
-    """A case of three layers; 0 layers in a graph stand for all of them, -1 for the whole model, None for neither."""
+    """Return a case of three layers; ``holds`` is what one graph holds: ``layer``, ``decoder``, ``model`` or None."""
     return small(layers=3, holds=holds, warmup=WARMED_UP, **changes)
 
 
@@ -33,11 +33,11 @@ class CapturedTraining(Training):
 
     @property
     def fsdp(self) -> torch.nn.Module:
-        """The wrapper."""
+        """The ``MegatronFSDP``."""
         return self.chunks[0].module
 
     def delete(self) -> None:
-        """Free the graphs; that of the optimizer's step would belong to the next training, too."""
+        """Free the graphs; the graph of the optimizer's step would otherwise be used by the next training."""
         if self.helper is not None and self.helper.graphs_created():
             self.helper.delete_cuda_graphs()
         if self.case.optimizer_graph:
@@ -46,7 +46,7 @@ class CapturedTraining(Training):
 
 
 class CapturedModel:
-    """A model without an optimizer whose layers have graphs; for ranks that communicate nothing."""
+    """A model with graphs and without an optimizer, for ranks that do not communicate."""
 
     def __init__(self, case: Case, variant: Variant | None = None):
         from megatron.core import num_microbatches_calculator as calculator
@@ -55,8 +55,8 @@ class CapturedModel:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # it has the shape that an optimizer gave it
-        destroy_moe_metrics_tracker()  # its tensors have an element for each layer of the model before
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # an optimizer set its shape
+        destroy_moe_metrics_tracker()  # the tensors of the previous model have another number of layers
         model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
         calculator.unset_num_microbatches_calculator()
         calculator.init_num_microbatches_calculator(0, None, 4, 1, 4)
@@ -77,7 +77,7 @@ class CapturedModel:
 
 @contextmanager
 def captured(case: Case, variant: Variant | None = None) -> Iterator[CapturedModel]:
-    """A model with graphs, which are freed at the end."""
+    """Yield a model with graphs, and free them at the end."""
     model = CapturedModel(case, variant)
     yield model
     model.helper.delete_cuda_graphs()
@@ -90,7 +90,7 @@ def trained(
     variant: Variant | None = None,
     steps: int = 2,
 ) -> Trace:
-    """Train some steps after the capture, with a call of ``between`` before each."""
+    """Train some steps after the capture, calling ``between`` before each; return the trace."""
     training = CapturedTraining(case, graphs, variant)
     try:
         for _ in range(steps):
@@ -102,7 +102,7 @@ def trained(
 
 
 def in_use(fsdp: torch.nn.Module) -> list[dict]:
-    """The buffers that are taken, of the pools for parameters and for gradients."""
+    """Return the used buffers of the pools for parameters and for gradients."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     buffers = group.model_weight_buffer, group.main_grad_buffer
     return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]

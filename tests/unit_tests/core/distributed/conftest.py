@@ -1,4 +1,4 @@
-"""Every test here runs on the CPU backend, with a stream current that is not the legacy default one."""
+"""Fixtures that run every test here on the CPU backend and a side stream."""
 
 import pytest
 
@@ -25,9 +25,9 @@ __all__ = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _cpu_backend(cpu_backend_of_module):
-    """Before any other fixture of the module."""
+    """Enable the CPU backend before any other fixture of the module."""
 
 
 @pytest.fixture(autouse=True)
 def _side_stream(side_stream):
-    """In every test."""
+    """Use a side stream in every test."""

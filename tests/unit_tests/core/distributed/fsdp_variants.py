@@ -1,4 +1,4 @@
-"""GPTs under Megatron-FSDP in the variants that its hooks have to tell apart, with our hooks or megatron-core's own."""
+"""GPT models under Megatron-FSDP in several variants, with our hooks or megatron-core's own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,10 +16,10 @@ SMALL = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3}
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model differs from that of ``case``.
+    """Changes to the model of ``case``.
 
     Attributes:
-        case: Sizes, dtype, strategy and so on.
+        case: Sizes, dtype, sharding strategy and more.
         config: Arguments of ``TransformerConfig``.
         sharding: Arguments of ``DistributedDataParallelConfig``.
         fsdp: Arguments of ``MegatronFSDP``.
@@ -36,7 +36,7 @@ class Variant:
 
     @contextmanager
     def in_place(self, *, upstream: bool) -> Iterator[None]:
-        """Models built meanwhile are of this variant, with megatron-core's own ``MegatronFSDP`` or ours."""
+        """Build models of this variant in this context, with megatron-core's own ``MegatronFSDP`` or ours."""
         from megatron.core import distributed, transformer
         from megatron.core.distributed.fsdp import mcore_fsdp_adapter
         from megatron.core.models import gpt
@@ -61,20 +61,20 @@ class Variant:
             yield
 
     def build(self, *, upstream: bool = False, graphs: bool = False) -> torch.nn.Module:
-        """The wrapped model, without an optimizer."""
+        """Build the wrapped model, without an optimizer."""
         with self.in_place(upstream=upstream):
             config = models.transformer_config(self.case, graphs)
             return models.wrapped(self.case, config, models.gpt(self.case, config))
 
 
 def small(**changes: Any) -> Case:
-    """A case of a few milliseconds a step; the double buffer only where parameters are sharded."""
+    """Return a case with steps of a few milliseconds; it uses the double buffer only if parameters are sharded."""
     sharded = changes.get("data_parallel_sharding_strategy", "optim_grads_params") == "optim_grads_params"
     return Case.of({**SMALL, "fsdp_double_buffer": sharded, **changes})
 
 
 def _with_our_buffers(kind: Any) -> type:
-    """megatron-core's ``MegatronFSDP`` with the scaling that our ``ParamAndGradBuffer`` leaves to ours."""
+    """Return megatron-core's ``MegatronFSDP`` that also scales unsharded gradients, as our buffer requires."""
 
     def attach(self: Any) -> None:
         self.param_and_grad_buffer.unsharded_gradients.scale()
@@ -84,43 +84,43 @@ def _with_our_buffers(kind: Any) -> type:
 
 
 def upstream_class() -> type:
-    """megatron-core's own ``MegatronFSDP``."""
+    """Return megatron-core's own ``MegatronFSDP``."""
     from megatron_fsdp_cuda_graphs.overlay import upstream
 
     return upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").MegatronFSDP
 
 
 def run_backward(model: torch.nn.Module, case: Case) -> None:
-    """Forward and backward of one micro-batch."""
+    """Run the forward and backward pass of one micro-batch."""
     batch = next(training._batches(case, 0))
     model(batch.tokens, batch.positions, batch.mask, labels=batch.labels).float().mean().backward()
 
 
 def freeze_embedding(model: torch.nn.Module) -> None:
-    """Train everything but the word embedding and one bias of each layer."""
+    """Freeze the word embedding and one bias of each layer."""
     model.embedding.requires_grad_(False)
     for layer in model.decoder.layers:
         layer.mlp.linear_fc1.bias.requires_grad = False
 
 
 def tie_output_layer(model: torch.nn.Module) -> None:
-    """Let two modules own the same parameter."""
+    """Tie the output layer to the embedding."""
     model.output_layer.weight = model.embedding.word_embeddings.weight
 
 
 def delay_weight_gradients(model: torch.nn.Module) -> None:
-    """Mark the first linear of each MLP as one whose weight gradient comes after backward."""
+    """Mark the weight gradient of the first linear layer of each MLP as delayed."""
     for layer in model.decoder.layers:
         layer.mlp.linear_fc1.need_backward_dw = lambda: True
         layer.mlp.linear_fc1.weight.skip_backward_post_hook = True
 
 
 def hook_by_user(module: torch.nn.Module, *unused: Any) -> None:
-    """Stands for a hook that was there before the model was wrapped."""
+    """A user's hook, registered before the model is wrapped."""
 
 
 def hook_layers(model: torch.nn.Module) -> None:
-    """Register hooks of the user's own on every layer."""
+    """Register a user's hooks on every layer."""
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(hook_by_user)
         layer.register_forward_hook(hook_by_user)

@@ -1,4 +1,4 @@
-"""Lists the hooks of a module by name, megatron-core's under the names of the methods that take their place."""
+"""Lists of the hooks of a module by name; megatron-core's are translated to the names of our methods."""
 
 import inspect
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 FLAG_DICTS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
-# megatron-core's local function -> the method that takes its place.
+# megatron-core's local function -> the method that replaces it.
 METHODS = {
     "_pre_forward_param_unshard": "unshard_for_forward",
     "_post_forward": "release_after_forward",
@@ -21,7 +21,7 @@ METHODS = {
 
 
 def describe(hook: Callable) -> str:
-    """The name of a hook, and of the handler that it attaches."""
+    """Return the name of a hook, and of the handler that it attaches."""
     if isinstance(hook, partial):
         return " ".join(inspect.unwrap(part).__name__ for part in (hook.func, *hook.args))
     function = inspect.unwrap(hook)
@@ -30,7 +30,7 @@ def describe(hook: Callable) -> str:
 
 
 def hooks_of(fsdp: torch.nn.Module) -> dict[str, list]:
-    """Every hook of every module: its dict, its flags and its name, in order."""
+    """Return every hook of every module in order: its dict, its name and its flags."""
     return {
         name: [
             (kind, describe(hook), [flag for flag in FLAG_DICTS if flag.startswith(kind) and key in vars(module)[flag]])
@@ -42,7 +42,7 @@ def hooks_of(fsdp: torch.nn.Module) -> dict[str, list]:
 
 
 def translated(listed: dict[str, list]) -> dict[str, list]:
-    """What ``hooks_of`` says of megatron-core's own wrapper, in our names."""
+    """Translate the result of ``hooks_of`` for megatron-core's own wrapper to our names."""
     return {
         name: [(kind, METHODS.get(hook, hook), flags) for kind, hook, flags in hooks] for name, hooks in listed.items()
     }

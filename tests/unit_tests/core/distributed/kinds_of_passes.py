@@ -1,4 +1,4 @@
-"""Kinds of graphs, and forward passes that replay them or do not, with their backward passes after both."""
+"""Kinds of graphs, and pairs of forward passes whose backward passes run after both."""
 
 import torch
 
@@ -14,7 +14,7 @@ SCOPES = {
 
 
 def of_another_length(training, step):
-    """The losses of a batch of half the sequence length."""
+    """Return the losses of a batch of half the sequence length."""
     batch = next(training._batches(step))
     half = training.case.sequence // 2
     mask = batch.mask[..., :half, :half].contiguous()
@@ -61,7 +61,7 @@ PASSES = {
 
 
 def gradients_of(training, passes):
-    """The gradients that the optimizer gets of ``passes`` of ``training``, which is over then."""
+    """Return the optimizer's gradients after ``passes``, then end ``training``."""
     try:
         training.step()
         with torch.cuda.stream(training.stream):

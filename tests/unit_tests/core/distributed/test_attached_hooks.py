@@ -1,4 +1,4 @@
-"""Where autograd calls the handlers that Megatron-FSDP attaches around a module, whatever the module is called with."""
+"""Autograd calls the handlers that Megatron-FSDP attaches around a module, for any arguments."""
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ def hooks(one_rank):
     ],
     ids=["arguments", "named arguments", "a dictionary", "a nested named argument"],
 )
-def test_a_handler_runs_after_the_backward_pass_of_a_module(hooks, args, kwargs):
+def test_a_handler_runs_after_backward_of_a_module(hooks, args, kwargs):
     ran: list = []
     module, x = torch.nn.Linear(3, 3), torch.ones(3, requires_grad=True)
-    torch.nn.init.constant_(module.weight, 2.0)  # sums of which are exact in any order
+    torch.nn.init.constant_(module.weight, 2.0)  # sums are exact in any order
     given_args, given_kwargs = args(x), kwargs(x)
     new_args, new_kwargs = hooks.attach_after_backward(ran.append, module, given_args, given_kwargs)
 
@@ -44,14 +44,14 @@ def test_a_handler_runs_after_the_backward_pass_of_a_module(hooks, args, kwargs)
     assert x.grad.tolist() == [1 + 3 * 2.0] * 3
 
 
-def test_no_handler_is_attached_where_no_input_has_a_gradient(hooks):
+def test_no_handler_without_an_input_gradient(hooks):
     assert hooks.attach_after_backward(print, torch.nn.Linear(3, 3), (torch.ones(3), None), {"scale": 2.0}) is None
 
 
 @pytest.mark.parametrize(
     "output", [lambda y: y, lambda y: (y, None), lambda y: (y, {"aux": y})], ids=["a tensor", "a pair", "nested"]
 )
-def test_a_handler_runs_before_the_backward_pass_of_a_module(hooks, output):
+def test_a_handler_runs_before_backward_of_a_module(hooks, output):
     ran: list = []
     module, x = torch.nn.Linear(3, 3), torch.ones(3, requires_grad=True)
     x.register_hook(lambda grad: ran.append("input"))

@@ -1,7 +1,7 @@
-"""Parameters that get a gradient in each of several autograd passes, under a schedule that runs layers in parts.
+"""Parameters that get gradients from several autograd passes, under a schedule that runs layers in parts.
 
-``--overlap-moe-expert-parallel-comm`` has such a schedule: the embedding and an output layer that shares its weights
-have a pass each. A reduction before the last of them would read what that pass writes.
+``--overlap-moe-expert-parallel-comm`` uses such a schedule: the embedding and an output layer that shares its weights
+have one pass each. A reduction before the last pass would read memory that the pass writes.
 """
 
 from unittest import mock
@@ -17,7 +17,7 @@ def fsdp(ranks, request):
     return Variant(small(data_parallel_sharding_strategy=request.param, fsdp_double_buffer=False)).build().module
 
 
-def test_their_bucket_is_reduced_once_when_all_passes_are_over(fsdp):
+def test_shared_gradients_are_reduced_once_after_all_parts(fsdp):
     fsdp.zero_grad_buffer()
     fsdp._replace_param_with_raw_if_needed()
     embedding = fsdp.module.embedding.word_embeddings.weight
@@ -32,7 +32,7 @@ def test_their_bucket_is_reduced_once_when_all_passes_are_over(fsdp):
     fsdp.is_last_microbatch = True
     with mock.patch.object(pipeline, "_bucket_group_gradient_reduce", note):
         fsdp.pre_backward()
-        run_backward(fsdp, small())  # the layers', and one of the embedding
+        run_backward(fsdp, small())  # the pass of the layers, and one of the embedding
         assert shared not in reduced
         once = embedding.grad.clone()
         embedding.sum().backward()

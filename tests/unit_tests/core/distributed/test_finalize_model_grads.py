@@ -1,4 +1,4 @@
-"""Temporary tensors of routers are reset after each step, and other modules are not looked at."""
+"""Reset of router statistics after each step, and reduction of shared embedding gradients."""
 
 import gc
 import importlib
@@ -16,7 +16,7 @@ CONFIG = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_load_bal
 
 
 class Router(torch.nn.Module):
-    """What a router collects in a step."""
+    """A router with the statistics that it collects in a step."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Router(torch.nn.Module):
 
 @pytest.fixture
 def reset():
-    """The function."""
+    """Return the function under test."""
     from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 
     return reset_model_temporary_tensors
@@ -45,7 +45,7 @@ def test_every_router_is_reset_in_every_step(reset):
         assert [router.reset_global_aux_loss_tracker.call_count for router in routers] == [step] * 2
 
 
-def test_a_model_without_routers_is_walked_once(reset):
+def test_each_model_is_searched_for_routers_once(reset):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     with mock.patch.object(torch.nn.Sequential, "modules", autospec=True, side_effect=torch.nn.Module.modules) as walk:
         for _ in range(3):
@@ -53,9 +53,9 @@ def test_a_model_without_routers_is_walked_once(reset):
     assert walk.call_count == 1
 
 
-def test_a_model_that_was_reset_is_freed_with_its_routers(reset):
+def test_models_are_freed_after_a_reset(reset):
     model = torch.nn.Sequential(Router())
-    model[0].expert_bias.of_model = model  # as parameters know their MegatronFSDP
+    model[0].expert_bias.of_model = model  # as parameters refer to their MegatronFSDP
     reset(CONFIG, [model])
     alive = weakref.ref(model)
     del model
@@ -63,29 +63,8 @@ def test_a_model_that_was_reset_is_freed_with_its_routers(reset):
     assert alive() is None
 
 
-def test_a_wrapped_model_is_reset_too(reset):
-    model = torch.nn.Module()
-    model.module = torch.nn.Sequential(Router())
-    reset(CONFIG, [model])
-    assert model.module[0].local_tokens_per_expert.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(("sizes", "calls"), [((None, None), 0), ((1, None), 0), ((2, None), 1), ((1, 2), 1)])
-def test_gradients_are_reduced_over_ranks_that_share_weights_where_there_are_any(monkeypatch, sizes, calls):
-    from megatron.core import parallel_state
-
-    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # the package has the function
-    groups = [None if size is None else SimpleNamespace(size=lambda size=size: size) for size in sizes]
-    for name, group in zip(("gtp", "expert_gtp"), groups, strict=True):
-        monkeypatch.setattr(parallel_state, f"get_{name}_weight_remat_group", lambda group=group, **kwargs: group)
-    reduce = mock.Mock()
-    monkeypatch.setattr(module._upstream, "_allreduce_replicated_grads_over_gtp_remat_group", reduce)
-    module._allreduce_replicated_grads_over_gtp_remat_group(["model"], True)
-    assert reduce.mock_calls == [mock.call(["model"], True)] * calls
-
-
 class Chunk(torch.nn.Module):
-    """The first chunk of a pipeline, with an embedding that the last one has too."""
+    """The first chunk of a pipeline, which shares its embedding with the last one."""
 
     pre_process, ddp_config = True, SimpleNamespace(use_megatron_fsdp=True)
 
@@ -100,7 +79,7 @@ def sharded(values, mesh):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("attribute", ["grad", "decoupled_grad"])
-def test_the_shard_of_an_embeddings_gradient_is_reduced_in_place(monkeypatch, attribute):
+def test_shared_embedding_gradients_are_reduced_in_place(monkeypatch, attribute):
     one_rank_mesh = init_device_mesh("cpu", (1,))
     module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     weight = torch.nn.Parameter(sharded([1.0, 2.0], one_rank_mesh))

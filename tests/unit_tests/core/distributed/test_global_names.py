@@ -1,4 +1,4 @@
-"""Names in checkpoints have each layer's number in the whole model."""
+"""Names in checkpoints contain each layer's number in the whole model."""
 
 import pytest
 
@@ -16,7 +16,7 @@ class Layer(nn.Linear):
 
 
 def chunk(*numbers, wrappers=1, **others):
-    """A chunk of a model with layers of these numbers, from 1, in the whole model; wrapped."""
+    """Return a wrapped chunk of a model with these layer numbers, which count from 1 in the whole model."""
     made = nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList(map(Layer, numbers))}), **others})
     for _ in range(wrappers):
         made = nn.ModuleDict({"module": made})
@@ -25,13 +25,13 @@ def chunk(*numbers, wrappers=1, **others):
 
 @pytest.mark.parametrize("wrappers", [0, 1, 3])
 @pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
-def test_a_layer_has_its_number_in_the_whole_model(wrappers, prefix):
+def test_layers_have_their_number_in_the_whole_model(wrappers, prefix):
     rename = global_name(chunk(11, 12, wrappers=wrappers))
     assert rename(f"{prefix}decoder.layers.0.weight") == f"{prefix}decoder.layers.10.weight"
     assert rename(f"{prefix}decoder.layers.1") == f"{prefix}decoder.layers.11"
 
 
-def test_other_names_are_as_they_were():
+def test_other_names_stay_unchanged():
     rename = global_name(
         chunk(3, embedding=nn.Embedding(2, 2), vision=nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU()])}))
     )
@@ -49,13 +49,13 @@ def test_other_names_are_as_they_were():
     ("where", "inner"), [(lambda block: block["module"], ""), (lambda block: block["module"]["decoder"], "decoder.")]
 )
 @pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
-def test_weights_of_another_stages_embedding_have_its_name(where, inner, prefix):
+def test_tied_output_layers_use_the_embeddings_name(where, inner, prefix):
     block = chunk(3)
     where(block).share_embeddings_and_output_weights = True
     rename = global_name(block)
     assert rename(f"{prefix}{inner}output_layer.weight") == f"{prefix}{inner}embedding.word_embeddings.weight"
     assert rename(f"{prefix}other.output_layer.weight") == f"{prefix}other.output_layer.weight"
-    where(block).embedding = nn.Embedding(2, 2)  # as of one stage, or with multi-token prediction in the last
+    where(block).embedding = nn.Embedding(2, 2)  # as in a single stage, or in the last one with multi-token prediction
     assert global_name(block)(f"{prefix}{inner}output_layer.weight") == f"{prefix}{inner}output_layer.weight"
 
 
@@ -63,7 +63,7 @@ def test_weights_of_another_stages_embedding_have_its_name(where, inner, prefix)
     ("shares", "embedding", "pre_process", "unused"),
     [(True, True, False, 1), (False, True, False, 0), (True, False, False, 0), (True, True, True, 0)],
 )
-def test_an_output_layer_beside_an_embedding_of_a_later_stage_is_not_read(shares, embedding, pre_process, unused):
+def test_tied_output_layers_beside_an_embedding_are_unused(shares, embedding, pre_process, unused):
     block = chunk(3)
     model = block["module"]
     model.share_embeddings_and_output_weights, model.pre_process = shares, pre_process
@@ -72,13 +72,13 @@ def test_an_output_layer_beside_an_embedding_of_a_later_stage_is_not_read(shares
     assert unused_output_weights([chunk(1), block]) == {*["output_layer.weight"][:unused]}
 
 
-def test_of_layers_within_layers_the_outer_ones_have_numbers_of_the_whole_model():
+def test_only_outer_layers_are_renumbered():
     block = chunk(3)
     block["module"]["decoder"]["layers"][0].experts = nn.ModuleDict({"layers": nn.ModuleList([Layer(9)])})
     assert global_name(block)("decoder.layers.0.experts.layers.0.weight") == "decoder.layers.2.experts.layers.0.weight"
 
 
-def test_the_chunks_of_a_stage_are_one():
+def test_chunks_of_a_stage_are_merged():
     chunks = [chunk(1), chunk(3)]
     merged = by_global_name(chunks, [dict(each.named_parameters()) for each in chunks])
     layers = [each["module"]["decoder"]["layers"][0] for each in chunks]

@@ -1,13 +1,13 @@
-"""With double buffers, a gradient bucket is written again only after the reduction that read it is over."""
+"""With double buffers, a gradient bucket is rewritten only after the reduction that reads it."""
 
 import pytest
 import torch
 
-from .fsdp_variants import Variant, run_backward, small
+from .fsdp_variants import Variant, small
 
 
 class Reduction:
-    """A reduction's event: notes which streams wait for its end."""
+    """The event of a reduction, which records the streams that wait for it."""
 
     def __init__(self):
         self.waiting: list[torch.cuda.Stream] = []
@@ -23,7 +23,7 @@ def fsdp(ranks):
 
 @pytest.fixture
 def queued(fsdp):
-    """Layers from the last to the first, with reductions of the first two of them queued and not over."""
+    """Yield the layers in backward order, the first two with unfinished reductions in the queue."""
     fsdp.start_param_sync()
     pipeline, units = fsdp.grad_reduce_pipeline, list(reversed(fsdp.module.decoder.layers))
     reductions = []
@@ -39,7 +39,7 @@ def queued(fsdp):
     fsdp.finish_grad_sync()
 
 
-def test_the_stream_that_writes_a_bucket_waits_for_its_last_reduction(queued):
+def test_writers_of_a_bucket_wait_for_its_last_reduction(queued):
     units, (first, second) = queued
     reused = units[0].mlp.linear_fc1.weight.main_grad.data_ptr()
     assert units[2].mlp.linear_fc1.weight.get_main_grad().data_ptr() == reused
@@ -47,18 +47,7 @@ def test_the_stream_that_writes_a_bucket_waits_for_its_last_reduction(queued):
     assert second.waiting == []
 
 
-def test_a_bucket_in_the_free_buffer_waits_for_nothing(fsdp, queued):
+def test_a_free_buffer_is_claimed_without_waiting(fsdp, queued):
     units, reductions = queued
     units[1].mlp.linear_fc1.weight.get_main_grad()
     assert all(reduction.waiting == [] for reduction in reductions)
-
-
-def test_without_double_buffers_nothing_waits(ranks):
-    variant = Variant(small(layers=3, fsdp_double_buffer=False))
-    fsdp = variant.build().module
-    run_backward(fsdp, variant.case)
-    reduction = Reduction()
-    fsdp.grad_reduce_pipeline.grad_reduce_queue.append((reduction, lambda: None, 0))
-    fsdp.grad_reduce_pipeline._enforce_double_buffer_limit([0])
-    fsdp.grad_reduce_pipeline.grad_reduce_queue.clear()
-    assert reduction.waiting == []

@@ -1,4 +1,4 @@
-"""When the optimizer's gradients have memory, and when that may be among the activations of graphs."""
+"""Lifetime of the memory of the optimizer's gradients, on its own and in the pool of a graph."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ SIZES = {"first": [3, 200], "second": [5]}
 
 
 class Gradient:
-    """A gradient as the optimizer has it. pytest may print it: torch would read memory that is not there."""
+    """An optimizer gradient that pytest can print: torch would read freed memory."""
 
     def __init__(self, size):
         self._local_tensor = torch.full((size,), float(size))
@@ -20,7 +20,7 @@ class Gradient:
 
 @pytest.fixture
 def grads():
-    """Gradients by bucket."""
+    """Return gradients by bucket."""
     return {bucket: [Gradient(size) for size in sizes] for bucket, sizes in SIZES.items()}
 
 
@@ -38,7 +38,7 @@ def sizes(grads):
 
 
 def values(grads):
-    """The elements of each gradient; None where its memory is not there."""
+    """Return the elements of each gradient; None if its memory is freed."""
     return [tensor.tolist() if tensor.untyped_storage().nbytes() else None for tensor in local_tensors(grads)]
 
 
@@ -51,7 +51,7 @@ def fill(grads, index, value):
     local_tensors(grads)[index].fill_(value)
 
 
-def test_gradients_of_a_bucket_share_a_storage_and_keep_their_values(grads, storages):
+def test_gradients_of_a_bucket_share_a_storage(grads, storages):
     assert values(grads) == [[3.0] * 3, [200.0] * 200, [5.0] * 5]
     first, second, third = (tensor.untyped_storage().data_ptr() for tensor in local_tensors(grads))
     assert first == second != third

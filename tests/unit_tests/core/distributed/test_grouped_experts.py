@@ -12,7 +12,7 @@ from .fsdp_variants import small
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__")
 
 
-def test_weights_are_read_in_their_bucket(ranks, monkeypatch):
+def test_expert_weights_are_read_in_their_bucket(ranks, monkeypatch):
     read = []
     as_one = grouped_tensor.as_one
 

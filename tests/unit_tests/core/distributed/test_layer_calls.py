@@ -1,6 +1,6 @@
-"""Decoders that read hidden states between layers, leave layers out, or call them twice or in another order.
+"""Decoders that read hidden states between layers, skip layers, or call them twice or in another order.
 
-What they compute with graphs is what they compute eagerly, or there is an error, and the next step is none the worse.
+With graphs they are bit-identical to eager or raise an error, and the next step is unaffected.
 """
 
 import functools
@@ -22,7 +22,7 @@ IN_ORDER = (0, 1, 2, 3)
 
 
 def unusual(model):
-    """Let the decoder of ``model`` call the layers ``called``, and add what those of ``reads`` return to its output."""
+    """Make the decoder of ``model`` call the layers ``called``, and add the outputs of ``reads`` to its own."""
 
     own_kind: Any = type(model.decoder)
 
@@ -45,7 +45,7 @@ def unusual(model):
 
 
 def trained(per_graph, called, reads, error=None):
-    """Train a step after the capture, with ``called`` and ``reads``, and one more without; eagerly for None."""
+    """Train a step after the capture with ``called`` and ``reads``, then a normal one; eagerly for None."""
     case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)
     training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
     try:
@@ -75,7 +75,7 @@ eager = functools.cache(functools.partial(trained, None))
         (ALL, IN_ORDER, (1, 2), 16),  # a decoder with a forward of its own: each layer has a graph
     ],
 )
-def test_what_graphs_can_do_is_bit_equal_to_eager(one_rank, per_graph, called, reads, replays):
+def test_supported_layer_orders_are_bit_identical(one_rank, per_graph, called, reads, replays):
     got = trained(per_graph, called, reads)
     assert eager(called, reads).differences(got) == []
     assert got.step_replays[1:] == [replays, 4 * COUNT]
@@ -88,7 +88,7 @@ def test_what_graphs_can_do_is_bit_equal_to_eager(one_rank, per_graph, called, r
         (ONE, (0, 2, 1, 3), (), "layer 3 .*: backward of a replay .* that of layer 2 "),
     ],
 )
-def test_what_graphs_cannot_do_is_an_error_that_names_the_layers(one_rank, per_graph, called, reads, error):
+def test_unsupported_layer_orders_name_the_layers(one_rank, per_graph, called, reads, error):
     got = trained(per_graph, called, reads, error)
     assert got.step_replays[-1] == 4 * COUNT
     expected = eager(IN_ORDER, ())  # of one step more
@@ -96,7 +96,7 @@ def test_what_graphs_cannot_do_is_an_error_that_names_the_layers(one_rank, per_g
 
 
 def read_in_hooks(model):
-    """Ask the decoder of ``model`` for hidden states between layers, and add them to its output, in hooks."""
+    """Add hidden states between layers to the output of the decoder of ``model``, in hooks."""
     indices = {"extract_layer_indices": {1, 2}}
     return (
         model.decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | indices), with_kwargs=True),
@@ -104,7 +104,7 @@ def read_in_hooks(model):
     )
 
 
-def test_a_step_that_reads_hidden_states_between_layers_runs_eagerly(one_rank, caplog):
+def test_steps_that_read_between_layers_run_eagerly(one_rank, caplog):
     traces = []
     for graphs in (False, True):
         training = CapturedTraining(small(layers=COUNT, holds=ALL, warmup=10, dropout=0.1), graphs)
@@ -126,13 +126,11 @@ def use_in_hooks(model):
 
 
 @pytest.mark.parametrize(("change", "graphs"), [(read_in_hooks, COUNT), (use_in_hooks, 1)])
-def test_by_default_training_that_reads_hidden_states_between_layers_gets_a_graph_for_each(
-    one_rank, caplog, change, graphs
-):
+def test_training_that_reads_between_layers_gets_layer_graphs(one_rank, caplog, change, graphs):
     case = small(layers=COUNT, holds=None, warmup=1, steps=3)
     with caplog.at_level("INFO"), Variant(case, change=change).in_place(upstream=False):
         eager, graphed = train(case, False), train(case, True)
     assert eager.differences(graphed) == []
     assert graphed.replays == 2 * graphs
-    said = [each.message for each in caplog.records if "a graph of its own, because training reads" in each.message]
-    assert len(said) == (graphs == COUNT)
+    logged = [each.message for each in caplog.records if "a graph of its own, because training reads" in each.message]
+    assert len(logged) == (graphs == COUNT)

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's device meshes have the ranks of one pipeline stage."""
+"""Megatron-FSDP's device meshes contain the ranks of one pipeline stage."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ class Group(list):
 
 
 def groups(rank, **sizes):
-    """The groups of a rank, by the name of a side of the box of ranks; the first side is the outermost."""
+    """Return the groups of a rank by the names of the parallel dimensions, outermost first."""
     places = torch.arange(torch.tensor([*sizes.values()]).prod()).view(*sizes.values())
     ((*place,),) = (places == rank).nonzero().tolist()
     return {
@@ -32,7 +32,7 @@ def groups(rank, **sizes):
 
 @pytest.fixture
 def world(monkeypatch):
-    """Makes this process a rank of a world of that size."""
+    """Return a function that makes this process a rank of a world of the given size."""
 
     def enter(rank, size):
         monkeypatch.setattr(dist, "get_rank", lambda *group: rank)
@@ -43,7 +43,7 @@ def world(monkeypatch):
 
 
 @pytest.mark.parametrize(("dp", "ep", "tp"), product((1, 2, 3), (1, 2), (1, 2)))
-def test_without_stages_the_mesh_is_megatron_cores(world, dp, ep, tp):
+def test_mesh_without_stages_is_megatron_cores(world, dp, ep, tp):
     for rank in range(dp * ep * tp):
         world(rank, dp * ep * tp)
         of = groups(rank, dp=dp, ep=ep, tp=tp)
@@ -54,7 +54,7 @@ def test_without_stages_the_mesh_is_megatron_cores(world, dp, ep, tp):
 
 
 @pytest.mark.parametrize(("outer", "dp", "tp"), product((2, 3), (1, 2), (1, 2)))
-def test_without_stages_the_mesh_of_hybrid_sharding_is_megatron_cores(world, outer, dp, tp):
+def test_hsdp_mesh_without_stages_is_megatron_cores(world, outer, dp, tp):
     for rank in range(outer * dp * tp):
         world(rank, outer * dp * tp)
         of = groups(rank, outer=outer, dp=dp, tp=tp)
@@ -63,7 +63,7 @@ def test_without_stages_the_mesh_of_hybrid_sharding_is_megatron_cores(world, out
 
 
 @pytest.mark.parametrize("order", [("pp", "dp", "tp"), ("dp", "pp", "tp")])
-def test_the_mesh_of_a_stage_has_its_ranks_only(world, order):
+def test_mesh_of_a_stage_contains_only_its_ranks(world, order):
     sizes = {"pp": 2, "dp": 3, "tp": 2}
     for rank in range(12):
         world(rank, 12)

@@ -1,4 +1,4 @@
-"""The gradients that the optimizer reads are the main gradients, and take memory only while it needs them."""
+"""The optimizer's gradients equal the main gradients, and take memory only while it needs them."""
 
 from unittest import mock
 
@@ -10,7 +10,7 @@ from .fsdp_variants import Variant, run_backward, small
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def training(ranks, request):
-    """A model whose main gradients have the dtype of the parameter; the optimizer's are float32."""
+    """Return a model with main gradients of the given dtype, and its case; the optimizer's gradients are float32."""
     dtype = getattr(torch, request.param)
     variant = Variant(
         small(dtype="bf16"),
@@ -20,13 +20,13 @@ def training(ranks, request):
 
 
 def attached(fsdp):
-    """The gradients of the optimizer's parameters: local tensors, None where there is none."""
+    """Return the gradients of the optimizer's parameters: local tensors, or None."""
     grads = [param.grad for _, param in fsdp.param_and_grad_buffer.optimizer_named_parameters]
     return [None if grad is None else grad._local_tensor for grad in grads]
 
 
 def main_gradients(fsdp):
-    """The shard of the main gradients of each of the optimizer's parameters."""
+    """Return the shard of the main gradients of each of the optimizer's parameters."""
     buffer = fsdp.param_and_grad_buffer
     shards = []
     for _, param in buffer.optimizer_named_parameters:
@@ -36,7 +36,7 @@ def main_gradients(fsdp):
 
 
 def step(fsdp, case):
-    """Zero gradients, compute them and give them to the optimizer; return copies of them."""
+    """Zero and compute gradients, attach them to the optimizer's parameters, and return them."""
     fsdp.zero_grad_buffer()
     run_backward(fsdp, case)
     fsdp.finish_grad_sync()
@@ -50,9 +50,9 @@ def step(fsdp, case):
     return grads
 
 
-def test_they_are_the_main_gradients_of_each_step_and_the_same_tensors(training):
+def test_gradients_equal_main_gradients_and_keep_tensors(training):
     fsdp, case = training
-    step(fsdp, case)  # the first is megatron-core's
+    step(fsdp, case)  # attached by megatron-core
     second = step(fsdp, case)
     values = [None if grad is None else grad.clone() for grad in second]
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_they_are_the_main_gradients_of_each_step_and_the_same_tensors(training)
     assert any(changed)
 
 
-def test_between_steps_there_are_none_and_they_take_no_memory(training):
+def test_gradients_take_no_memory_between_steps(training):
     fsdp, case = training
     for _ in range(3):
         grads = [grad for grad in step(fsdp, case) if grad is not None]
@@ -75,32 +75,7 @@ def test_between_steps_there_are_none_and_they_take_no_memory(training):
             assert {grad.untyped_storage().nbytes() for grad in grads} == {0}
 
 
-def test_those_of_others_stay_when_gradients_are_zeroed_twice(training):
-    fsdp, case = training
-    step(fsdp, case)
-    step(fsdp, case)
-    fsdp.zero_grad_buffer()
-    param = fsdp.param_and_grad_buffer.optimizer_named_parameters[0][1]
-    param.decoupled_grad = param.grad = own = torch.ones_like(param)
-    fsdp.zero_grad_buffer()
-    assert param.grad is own
-    grads = step(fsdp, case)
-    fsdp.zero_grad_buffer()
-    assert attached(fsdp) == [None] * len(grads)
-
-
-def test_they_start_where_the_allocator_would_let_tensors_start(training):
-    fsdp, case = training
-    step(fsdp, case)
-    grads = [grad for grad in step(fsdp, case) if grad is not None]
-    if main_gradients(fsdp)[0].dtype != torch.float32:
-        buffer = fsdp.param_and_grad_buffer
-        with_grads = [group for group in buffer.parameter_groups if group.main_grad_buffer is not None]
-        assert len({grad.untyped_storage().data_ptr() for grad in grads}) <= len(with_grads)
-        assert {grad.storage_offset() * grad.element_size() % 512 for grad in grads} == {0}
-
-
-def test_they_stay_for_a_graph_of_the_optimizers_step(training):
+def test_gradients_stay_for_a_graph_of_the_optimizer(training):
     fsdp, case = training
     step(fsdp, case)
     fsdp.param_and_grad_buffer.keep_gradients_in_place()
@@ -114,7 +89,7 @@ def test_they_stay_for_a_graph_of_the_optimizers_step(training):
 
 
 @pytest.mark.parametrize("captured", [0, 1])
-def test_they_stay_once_a_graph_has_written_them(training, captured):
+def test_gradients_stay_once_a_graph_has_written_them(training, captured):
     fsdp, case = training
     for number in range(2):
         fsdp.zero_grad_buffer()
@@ -130,7 +105,7 @@ def test_they_stay_once_a_graph_has_written_them(training, captured):
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_they_are_first_made_in_memory_of_their_own(training, capturing):
+def test_gradients_are_first_allocated_in_fresh_memory(training, capturing):
     fsdp, case = training
     fsdp.zero_grad_buffer()
     run_backward(fsdp, case)

@@ -1,4 +1,4 @@
-"""What Megatron-FSDP gathers at the end of a step, and what it does not in a capture."""
+"""Synchronization at the end of a step: gathers of parameters, and reductions."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +15,7 @@ def build(strategy, **sharding):
 
 
 def gathered(fsdp, start, **arguments):
-    """Call ``start``; return what it gathers, and whether modules hold raw parameters then."""
+    """Call ``start``; return the buckets it gathers, and whether modules then hold the optimizer's parameters."""
     fsdp._replace_param_with_distributed_if_needed()
     fsdp.all_gather_pipeline.reset()
     with mock.patch.object(
@@ -27,7 +27,7 @@ def gathered(fsdp, start, **arguments):
 
 @pytest.mark.parametrize("arguments", [{}, {"force_sync": True}], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_is_what_megatron_core_gathers(ranks, strategy, arguments):
+def test_start_param_sync_gathers_like_megatron_core(ranks, strategy, arguments):
     fsdp = build(strategy)
     upstream: Any = upstream_class()
     expected = gathered(fsdp, upstream.start_param_sync, **arguments)
@@ -36,25 +36,17 @@ def test_it_is_what_megatron_core_gathers(ranks, strategy, arguments):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_nothing_is_gathered_or_exchanged_in_a_capture(ranks, strategy):
+def test_start_param_sync_does_nothing_during_a_capture(ranks, strategy):
     fsdp = build(strategy)
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         assert gathered(fsdp, type(fsdp).start_param_sync) == ([], True)
-
-
-def test_a_model_whose_whole_pass_is_captured_exchanges_its_parameters_there(ranks):
-    fsdp = build("optim_grads_params", fsdp_all_gather_in_start_param_sync=False)
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-        assert gathered(fsdp, type(fsdp).start_param_sync) == ([], False)
 
 
 @pytest.mark.parametrize(
     ("strategy", "refused"),
     [("optim_grads_params", False), ("optim_grads", False), ("optim", True), ("no_shard", True)],
 )
-def test_a_schedule_that_does_not_say_which_micro_batch_is_the_last_one_is_refused_where_it_must(
-    ranks, strategy, refused
-):
+def test_schedules_must_mark_the_last_micro_batch(ranks, strategy, refused):
     case = small(data_parallel_sharding_strategy=strategy)
     fsdp = Variant(case).build().module
     with mock.patch.object(fsdp.ddp_config, "overlap_grad_reduce", True):

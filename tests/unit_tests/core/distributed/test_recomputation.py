@@ -1,4 +1,4 @@
-"""Graphs of all layers, or of the model, whose backward pass computes activations again: what is kept until then."""
+"""Activation recomputation in graphs of all layers or of the model, and the memory that it saves."""
 
 import logging
 from contextlib import contextmanager
@@ -16,11 +16,10 @@ from .fsdp_variants import FINE_BOTH, Variant, hook_layers
 pytestmark = pytest.mark.sampled
 
 MODEL, ALL = "model", "decoder"
-HOLDS = pytest.mark.parametrize("holds", [MODEL, ALL], ids=["model", "all layers"])
 
 
 def full(method, layers):
-    """A variant of three layers that computes layers again."""
+    """Return a variant of three layers with full recomputation."""
     recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
     return Variant(graphed(MODEL), config=recompute)
 
@@ -33,7 +32,7 @@ EACH, PAIRS, AT_ONCE = (full("uniform", layers) for layers in (1, 2, 3))
 
 @contextmanager
 def noted_bytes():
-    """Note at the beginning of each capture how much of its pool is in use."""
+    """Record at the beginning of each capture the bytes of its pool in use."""
     found: list[int] = []
     begin = torch.cuda.CUDAGraph.capture_begin
 
@@ -49,33 +48,31 @@ def noted_bytes():
 
 
 def kept(variant, holds):
-    """The bytes of the graphs' pool that are in use between the forward and the backward pass."""
+    """Return the bytes of the graphs' pool in use between the forward and the backward pass."""
     with noted_bytes() as found:
         CapturedTraining(replace(variant.case, holds=holds), variant=variant).delete()
     return max(found)
 
 
-@HOLDS
 @pytest.mark.parametrize(
-    "variant",
-    [SELECTIVE, BLOCK, EACH, PAIRS, replace(PAIRS, fsdp=FINE_BOTH)],
+    ("holds", "variant"),
+    [(MODEL, SELECTIVE), (ALL, BLOCK), (MODEL, EACH), (ALL, PAIRS), (MODEL, replace(PAIRS, fsdp=FINE_BOTH))],
     ids=["selective", "block", "each", "pairs", "fine-grained hooks"],
 )
-def test_what_is_computed_again_trains_bit_for_bit_as_eagerly(one_rank, variant, holds):
+def test_recomputation_trains_bit_identically(one_rank, variant, holds):
     case = replace(variant.case, holds=holds, microbatches=2)
     eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
     assert graphs.replays == 4
     assert eager.differences(graphs) == []
 
 
-@HOLDS
-def test_the_pool_keeps_no_activations_that_are_computed_again(one_rank, holds):
+def test_the_pool_keeps_no_recomputed_activations(one_rank):
     nothing, selective, block, each, pairs, at_once = (
-        kept(variant, holds) for variant in (NOTHING, SELECTIVE, BLOCK, EACH, PAIRS, AT_ONCE)
+        kept(variant, MODEL) for variant in (NOTHING, SELECTIVE, BLOCK, EACH, PAIRS, AT_ONCE)
     )
     case = NOTHING.case
     hidden_states = case.micro_batch * case.sequence * case.hidden * 4
-    assert each - pairs == pairs - at_once == hidden_states  # for each piece that is computed again, its input
+    assert each - pairs == pairs - at_once == hidden_states  # the input of each recomputed piece
     of_a_layer = block - each
     assert nothing - block == 2 * of_a_layer
     scores = case.micro_batch * 4 * case.sequence**2 * 4
@@ -92,7 +89,7 @@ def test_the_pool_keeps_no_activations_that_are_computed_again(one_rank, holds):
     ],
     ids=["hooks", "multi-token prediction", "a layer in a graph"],
 )
-def test_without_graphs_of_all_layers_training_goes_on_eagerly(one_rank, caplog, changes, change, reason):
+def test_training_is_eager_without_graphs_of_all_layers(one_rank, caplog, changes, change, reason):
     case = replace(graphed(ALL), **changes)
     variant = replace(EACH, case=case, change=change)
     eager = trained(case, False, variant=variant)

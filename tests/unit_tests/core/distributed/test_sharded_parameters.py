@@ -1,4 +1,4 @@
-"""Megatron-FSDP's DTensors of tensor-parallel parameters concern ranks that share them, not other pipeline stages."""
+"""DTensors of tensor-parallel parameters are checked among the ranks that share them, not other pipeline stages."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SHAPE = 4, 6
 
 @pytest.fixture
 def shard(ranks, monkeypatch):
-    """A function that makes the DTensor of this rank's shard of that many rows: of four, two are data-parallel."""
+    """Return a function that creates the DTensor of this rank's shard with the given number of rows."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import make_fsdp_dtensor
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 
@@ -23,13 +23,13 @@ def shard(ranks, monkeypatch):
     param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
 
     def all_ranks(*args, **kwargs):
-        raise AssertionError("asked all ranks of the job, of which those of another stage have other parameters")
+        raise AssertionError("compared all ranks of the job, including other stages")
 
     monkeypatch.setattr(_api, "check_tensor_meta", all_ranks)
     return lambda rows: make_fsdp_dtensor(torch.zeros(rows * SHAPE[1]), param, index, run_check=True)
 
 
-def test_only_ranks_that_share_a_parameter_are_asked(shard):
+def test_dtensors_compare_only_ranks_that_share_them(shard):
     tensor = shard(2)
     assert tensor.shape == (8, 6)  # of both tensor-parallel ranks
     assert tensor.to_local().shape == (2, 6)

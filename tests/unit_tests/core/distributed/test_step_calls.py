@@ -1,4 +1,4 @@
-"""Between the last backward pass of a step and the first forward pass of the next, no parameter costs Python calls."""
+"""Python calls between the last backward pass of a step and the next forward pass do not depend on parameters."""
 
 import sys
 
@@ -7,7 +7,7 @@ import pytest
 from .fsdp_variants import Variant, small
 
 GRAPH_MODE = {"megatron_fsdp_cuda_graph_mode": True}
-CALLS_OF_A_BUCKET = 60  # its status is reset, its gradients are zeroed; a layer of 12 parameters has one
+CALLS_OF_A_BUCKET = 60  # to reset its status and zero its gradients; a layer of 12 parameters has one bucket
 
 
 class Calls:
@@ -28,7 +28,7 @@ class Calls:
 
 
 def between_passes(fsdp):
-    """What a training step does then, but for the optimizer."""
+    """Run the work between two steps, except for the optimizer."""
     fsdp.finish_grad_sync()
     fsdp.param_and_grad_buffer.copy_main_weights_to_model_weights()
     fsdp.start_param_sync()
@@ -39,7 +39,7 @@ def between_passes(fsdp):
 @pytest.fixture
 def count(ranks):
     def count(layers, rounds_before):
-        """The Python calls between two steps of a model with so many layers."""
+        """Count the Python calls between two steps of a model with ``layers`` layers."""
         fsdp = Variant(small(layers=layers, dtype="bf16"), sharding=GRAPH_MODE).build().module
         for _ in range(rounds_before):
             between_passes(fsdp)
@@ -54,10 +54,10 @@ def calls_of_a_layer(count, rounds_before):
     return (count(6, rounds_before) - count(2, rounds_before)) / 4
 
 
-def test_a_layer_costs_calls_for_its_bucket_only(count):
+def test_python_calls_between_steps_do_not_grow_with_parameters(count):
     assert calls_of_a_layer(count, rounds_before=2) <= CALLS_OF_A_BUCKET
 
 
-def test_the_first_time_megatron_core_looks_at_each_parameter(count):
-    """So the count above notices when it does again."""
+def test_first_step_costs_python_calls_per_parameter(count):
+    """Negative control: the test above would fail if each parameter cost calls."""
     assert calls_of_a_layer(count, rounds_before=0) > 10 * CALLS_OF_A_BUCKET

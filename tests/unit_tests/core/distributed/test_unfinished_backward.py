@@ -1,4 +1,4 @@
-"""A backward pass that an exception ends leaves a model that trains on as if the pass had not been."""
+"""After an exception in a backward pass the model trains on as if the pass had not begun."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ class Interruption(Exception):
 
 
 def built(strategy):
-    """A model under Megatron-FSDP, always with the same parameters, and its case."""
+    """Return a model under Megatron-FSDP, with deterministic parameters, and its case."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     case = small(data_parallel_sharding_strategy=strategy, layers=3)
@@ -27,7 +27,7 @@ def built(strategy):
 
 
 def interrupted_backward(training, layer=1):
-    """Run a backward pass that fails before ``layer`` has its gradients, when the layers behind it have theirs."""
+    """Run a backward pass that fails before ``layer`` gets its gradients, after the layers behind it."""
 
     def interrupt(grad):
         raise Interruption
@@ -61,7 +61,7 @@ def warns():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_next_step_is_that_of_a_training_in_which_it_did_not_happen(one_rank, strategy):
+def test_the_next_step_is_unaffected(one_rank, strategy):
     expected = step(built(strategy))
     assert any(grad.any() for grad in expected)
     training = built(strategy)
@@ -73,7 +73,7 @@ def test_the_next_step_is_that_of_a_training_in_which_it_did_not_happen(one_rank
     assert same(step(training), expected)
 
 
-def test_a_forward_pass_notices_it_too(one_rank):
+def test_a_forward_pass_drops_it(one_rank):
     expected = step(built("optim_grads_params"))
     training = built("optim_grads_params")
     interrupted_backward(training)
@@ -88,7 +88,7 @@ def forward_arguments(model):
     return batch.tokens, batch.positions, batch.mask
 
 
-def test_everything_that_it_held_is_released(one_rank):
+def test_zeroing_gradients_releases_everything(one_rank):
     training = built("optim_grads_params")
     interrupted_backward(training)
     with warns():
@@ -103,7 +103,7 @@ def test_everything_that_it_held_is_released(one_rank):
     assert {module._training_state.name for module in training.fsdp.module.modules()} == {"IDLE"}
 
 
-def test_a_forward_pass_inside_backward_is_left_alone(one_rank):
+def test_forward_passes_inside_backward_do_not_drop_it(one_rank):
     """Activation checkpointing of the whole model runs one."""
     training = built("optim_grads_params")
     seen = []
@@ -116,14 +116,3 @@ def test_a_forward_pass_inside_backward_is_left_alone(one_rank):
     layer.register_forward_hook(lambda module, args, output: output[0].register_hook(forward_again) and None)
     step(training)
     assert seen == [True]
-
-
-def test_a_forward_pass_while_a_schedule_ends_backward_itself_is_left_alone(one_rank):
-    training = built("optim_grads_params")
-    training.fsdp.start_param_sync()
-    training.fsdp.pre_backward()
-    training.fsdp.fsdp_hooks.before_forward((), {})
-    assert training.fsdp.fsdp_hooks.backward.is_open
-    with warns():
-        training.fsdp.zero_grad_buffer()
-    assert not training.fsdp.fsdp_hooks.backward.is_open

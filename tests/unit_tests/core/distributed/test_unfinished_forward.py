@@ -1,4 +1,4 @@
-"""A forward pass that an exception ends leaves a model that trains on as if the pass had not been."""
+"""After an exception in a forward pass the model trains on as if the pass had not begun."""
 
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -18,7 +18,7 @@ class Interruption(Exception):
 
 @contextmanager
 def eager(case):
-    """A model without graphs that has trained a step."""
+    """Yield a model without graphs after one step."""
     model = Variant(case).build()
     run_backward(model, case)
     yield model.module

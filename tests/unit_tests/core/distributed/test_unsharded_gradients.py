@@ -1,4 +1,4 @@
-"""Every micro-batch of a step counts alike, also where a rank has gradients whole that others shard."""
+"""All micro-batches of a step have equal weight, even for unsharded gradients."""
 
 from unittest import mock
 
@@ -7,14 +7,14 @@ import torch
 
 from tests.support.trainings.rounding import ROUNDING
 
-from .fsdp_variants import STRATEGIES, Variant, run_backward, small
+from .fsdp_variants import Variant, run_backward, small
 
 pytestmark = pytest.mark.sampled
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_instances_send_gradients_in_the_dtype_that_was_asked_for(instances_of_one_rank, outer, microbatches):
+def test_replicas_reduce_in_the_requested_dtype(instances_of_one_rank, outer, microbatches):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     def reduced(**other):
@@ -35,7 +35,7 @@ def test_instances_send_gradients_in_the_dtype_that_was_asked_for(instances_of_o
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_instances_send_gradients_that_are_scaled(instances_of_one_rank, outer):
+def test_replicas_reduce_scaled_gradients(instances_of_one_rank, outer):
     sharding = {"num_distributed_optimizer_instances": instances_of_one_rank, "outer_dp_sharding_strategy": outer}
     variant = Variant(small(), sharding=sharding)
     fsdp = variant.build().module
@@ -66,7 +66,7 @@ AGAIN = pytest.mark.parametrize(
 
 
 @AGAIN
-def test_gradients_of_one_rank_instances_are_scaled_once(instances_of_one_rank, again, factor):
+def test_gradients_of_one_rank_replicas_are_scaled_once(instances_of_one_rank, again, factor):
     variant = Variant(small(), sharding={"num_distributed_optimizer_instances": instances_of_one_rank})
     fsdp = variant.build().module
     fsdp.zero_grad_buffer()
@@ -83,7 +83,7 @@ def test_gradients_of_one_rank_instances_are_scaled_once(instances_of_one_rank, 
 
 
 @AGAIN
-def test_gradients_of_experts_of_one_rank_are_scaled_once(four_ranks, again, factor):
+def test_gradients_of_one_rank_experts_are_scaled_once(four_ranks, again, factor):
     four_ranks(1, expert_model_parallel_size=4)
     variant = Variant(small(experts=4))
     fsdp = variant.build().module
@@ -97,18 +97,10 @@ def test_gradients_of_experts_of_one_rank_are_scaled_once(four_ranks, again, fac
     assert set(main_grads.tolist()) == {8.0 / 4 * factor}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_layers_are_units_only_where_parameters_are_sharded(four_ranks, strategy):
-    """A known limit of megatron-core, which docs/limits.md names."""
-    four_ranks(1)
-    units = Variant(small(data_parallel_sharding_strategy=strategy)).build().module.fsdp_unit_modules
-    assert bool(units) == (strategy == "optim_grads_params")
-
-
-# With overlap, reductions begin in the backward pass that is told to be the last.
-@pytest.mark.parametrize(("overlap", "told_of_last"), [(True, True), (False, True), (False, False)])
+# With overlap, reductions begin in the backward pass marked as the last.
+@pytest.mark.parametrize(("overlap", "marked_last"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-def test_gradients_are_reduced_once_in_a_step(four_ranks, strategy, overlap, told_of_last):
+def test_gradients_are_reduced_once_in_a_step(four_ranks, strategy, overlap, marked_last):
     four_ranks(1)
     variant = Variant(small(data_parallel_sharding_strategy=strategy), sharding={"overlap_grad_reduce": overlap})
     fsdp = variant.build().module
@@ -117,7 +109,7 @@ def test_gradients_are_reduced_once_in_a_step(four_ranks, strategy, overlap, tol
         fsdp.zero_grad_buffer()
         run_backward(fsdp, variant.case)
         unscaled = [group.main_grad_buffer.data.clone() for group in _groups(fsdp)]
-        fsdp.is_last_microbatch = told_of_last
+        fsdp.is_last_microbatch = marked_last
         run_backward(fsdp, variant.case)
         fsdp.finish_grad_sync()
         for group, before in zip(_groups(fsdp), unscaled, strict=True):
@@ -127,9 +119,3 @@ def test_gradients_are_reduced_once_in_a_step(four_ranks, strategy, overlap, tol
 
 def _groups(fsdp):
     return fsdp.param_and_grad_buffer.parameter_groups
-
-
-def test_gradients_of_an_instance_are_scaled_where_instances_shard_them_further(hybrid_ranks):
-    sharding = {"num_distributed_optimizer_instances": hybrid_ranks, "outer_dp_sharding_strategy": "optim"}
-    buffer = Variant(small(), sharding=sharding).build().module.param_and_grad_buffer
-    assert {group.hfsdp_helper_gbuf.gradient_scaling_factor for group in buffer.parameter_groups} == {1 / 4}

@@ -1,4 +1,4 @@
-"""How often the passes of a whole model run before they are captured. One rank on the CPU backend."""
+"""Number of warm-up passes before a whole model is captured."""
 
 import pytest
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("side_stream")
 
 @pytest.fixture
 def warm_ups(one_rank, monkeypatch):
-    """A function that trains a number of steps, captures the whole model, and returns how often it ran before."""
+    """Return a function that trains some steps, captures the whole model and counts its warm-up passes."""
     made = []
 
     def count(steps):
@@ -36,7 +36,7 @@ def warm_ups(one_rank, monkeypatch):
         training.step()
         assert training.step_replays[-1] > 0
         of_warm_up = ran.count(None)
-        assert workspaces == ([] if of_warm_up else [0])  # where no pass before the capture makes them
+        assert workspaces == ([] if of_warm_up else [0])  # created explicitly if no warm-up pass creates them
         return of_warm_up, len(ran)
 
     yield count
@@ -45,10 +45,10 @@ def warm_ups(one_rank, monkeypatch):
 
 
 @pytest.mark.parametrize(("steps", "runs"), [(1, 1), (2, 1), (3, 0), (4, 0)])
-def test_the_model_does_not_run_again_where_training_has_run_it_three_times(warm_ups, steps, runs):
+def test_no_warm_up_after_three_training_steps(warm_ups, steps, runs):
     assert warm_ups(steps) == (runs, runs + 1)
 
 
-def test_it_runs_where_training_has_not_run_it_on_another_rank(warm_ups, monkeypatch):
+def test_warm_up_runs_if_another_rank_needs_it(warm_ups, monkeypatch):
     monkeypatch.setattr(CaptureAgreement, "objections", lambda self, own: own | {"COLD": "not on rank 1"})
     assert warm_ups(3) == (1, 2)

@@ -68,7 +68,7 @@ def clipping(optimizer, monkeypatch, mesh):
             return work()
 
         monkeypatch.setattr("megatron.core.optimizer.repeated_work.RepeatedWork.run", run)
-        made.model_chunks = [SimpleNamespace(module=SimpleNamespace(graphs_of_model=passes))]
+        made.model_chunks = [SimpleNamespace(module=SimpleNamespace(graphs=SimpleNamespace(model_passes=passes)))]
         return made, passes
 
     return make
@@ -92,7 +92,7 @@ def test_clipping_runs_as_repeated_work(clipping):
 # Each makes clipping impossible to capture.
 CHANGES = {
     "no FSDP": lambda made, patch: setattr(made.ddp_config, "use_megatron_fsdp", False),
-    "no graphs": lambda made, patch: setattr(made.model_chunks[0].module, "graphs_of_model", None),
+    "no graphs": lambda made, patch: setattr(made.model_chunks[0].module.graphs, "model_passes", None),
     "several chunks": lambda made, patch: made.model_chunks.extend(made.model_chunks),
     "no parameters": lambda made, patch: setattr(made, "is_stub_optimizer", True),
     "another capture": lambda made, patch: patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True),

@@ -128,14 +128,14 @@ def _shards_all(options: Options) -> bool:
 _REFUSED = [
     _refused(
         "--fsdp-double-buffer missing",
-        lambda o: not o.double_buffer and not _overlaps(o),
+        lambda o: not o.double_buffer,
         "--fsdp-double-buffer is required: without it, all-gathers write to a new address in every iteration, and "
         "graphs read the old one",
         graphs=("transformer_engine", "local"),
     ),
     _refused(
         "--fsdp-db-use-persist-buf-on-alloc-fail missing",
-        lambda o: not o.get("fsdp_db_use_persist_buf_on_alloc_fail") and not _overlaps(o),
+        lambda o: not o.get("fsdp_db_use_persist_buf_on_alloc_fail"),
         "--fsdp-db-use-persist-buf-on-alloc-fail is required: without it, a bucket that does not fit the double buffer "
         "gets a new address in every iteration, and a replay accesses illegal memory",
         graphs=("transformer_engine", "local"),
@@ -187,38 +187,17 @@ _REFUSED = [
         "--hidden-dropout 0 and --attention-dropout 0, and leave --moe-input-jitter-eps out",
     ),
     _refused(
-        "--overlap-moe-expert-parallel-comm, --fsdp-double-buffer",
-        lambda o: _overlaps(o) and o.double_buffer,
-        "--overlap-moe-expert-parallel-comm computes two micro-batches at a time, in more layers than a double buffer "
-        "holds: leave out --fsdp-double-buffer, and --use-nccl-ub and --megatron-fsdp-max-pool-double-buffer, which "
-        "imply it; weights that graphs read keep their addresses without it",
+        "--overlap-moe-expert-parallel-comm",
+        _overlaps,
+        "--overlap-moe-expert-parallel-comm does not work with graphs under Megatron-FSDP: leave it out, or set "
+        "--cuda-graph-impl none",
     ),
     _refused(
-        "--overlap-moe-expert-parallel-comm, whole layers; with Megatron-FSDP --cuda-graph-modules mlp or moe too",
-        lambda o: (
-            _overlaps(o) and (not o.modules or (o.sharding == MEGATRON_FSDP and bool({"mlp", "moe"} & o.modules)))
-        ),
+        "--overlap-moe-expert-parallel-comm, whole layers",
+        lambda o: _overlaps(o) and not o.modules and o.sharding != MEGATRON_FSDP,
         "--overlap-moe-expert-parallel-comm runs layers in parts, and graphs can hold the parts before the dispatch of "
         "tokens: set --cuda-graph-modules attn moe_router moe_preprocess",
         sharding=None,
-    ),
-    _refused(
-        "--overlap-moe-expert-parallel-comm, fused gradient accumulation",
-        lambda o: _overlaps(o) and o.get("gradient_accumulation_fusion"),
-        "--no-gradient-accumulation-fusion is required with --overlap-moe-expert-parallel-comm: without a double "
-        "buffer, main gradients do not keep their addresses",
-    ),
-    _refused(
-        "--delay-wgrad-compute",
-        lambda o: o.get("delay_wgrad_compute"),
-        "--delay-wgrad-compute does not work with graphs under Megatron-FSDP: it needs "
-        "--overlap-moe-expert-parallel-comm, with which main gradients do not keep their addresses; leave it out",
-    ),
-    _refused(
-        "--overlap-moe-expert-parallel-comm, --cuda-graph-packed-sequences",
-        lambda o: _overlaps(o) and _packed_in_graphs(o),
-        "--overlap-moe-expert-parallel-comm replays layers without calling them, and --cuda-graph-packed-sequences "
-        "passes sequence lengths in that call: leave one out, or leave attn out of --cuda-graph-modules",
     ),
     _refused(
         "--sft or --dataloader-inter-document-masking, attention in graphs, --cuda-graph-packed-sequences missing",

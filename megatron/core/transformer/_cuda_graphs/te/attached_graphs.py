@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from ..eager_passes import EagerPasses
@@ -49,20 +48,16 @@ def attach_graphs(
         fused = stage.config.gradient_accumulation_fusion
         memory = memory_aspects(named(layer, name), main_grads=fused) if apart else ()
         gathered = Snapshot(_MOVED, *memory)
-        around, runner = None, None if apart else fsdp.graphs.layers[layer]
-        if stage.config.overlap_moe_expert_parallel_comm and not apart:
-            around = fsdp.fsdp_hooks.around_part(layer, runner)
         layer.cuda_graphs = LayerGraphs()
         for slot in slots:
             (hidden_states,), kwargs = samples[slot]
             graphed = graphs[slot]
-            run = stage.role.wrap(graphed)
             graphed.name_inputs(name, ("hidden_states", *kwargs), _INPUTS)
             layer.cuda_graphs.append(
                 LayerGraph(
                     name,
                     graphed,
-                    run=run if around is None else partial(around, run),
+                    run=stage.role.wrap(graphed),
                     shape=None if eager_passes is None else hidden_states.shape,
                     keywords={key: absent[slot][key] for key in kwargs},
                     defaults=defaults[attention_mask_type(layer)],
@@ -73,7 +68,7 @@ def attach_graphs(
                     may_run_eagerly=stage.may_skip_replays,
                     eager_passes=counted,
                     packed=packed_use(layer),
-                    runner=runner,
+                    runner=None if apart else fsdp.graphs.layers[layer],
                 )
             )
 

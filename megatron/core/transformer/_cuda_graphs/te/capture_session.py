@@ -69,7 +69,8 @@ class CaptureSession:
                         stack.enter_context(kept.gathered())
                     self._capture_layers(input_data)
         for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):  # the first evaluation captures
-            chunk.fsdp.graphs.expect_evaluation(partial(capture_for_evaluation, self.stage, chunk, graphs))
+            prepare = partial(capture_for_evaluation, self.stage, chunk, graphs)
+            chunk.fsdp.graphs.before_evaluation.append(prepare)
         self.graphs.follow_rng_tracker()
         self.graphs.eager_because = ""
 
@@ -82,7 +83,7 @@ class CaptureSession:
         order = CaptureArguments(stage, [[model] for model in models], *self.shape).order()
         warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if needs_warmup else 0
         owners = [
-            chunk.fsdp.graphs.whole_model(partial(self.agreement.begin, name))
+            chunk.fsdp.graphs.recorded_passes(partial(self.agreement.begin, name))
             for chunk, name in zip(chunks, names, strict=True)
         ]
         eager_passes = self._watch_shapes(tokens=self.shape[0] // stage.config.context_parallel_size, calls=1)
@@ -99,7 +100,7 @@ class CaptureSession:
         decoder = chunk.model.decoder
         layers = list(decoder.layers)
         inputs, read = CaptureArguments(stage, [layers], *self.shape).of_decoder()
-        owner = chunk.fsdp.graphs.recorded_layers(layers, partial(self.agreement.begin, "the decoder"))
+        owner = chunk.fsdp.graphs.recorded_passes(partial(self.agreement.begin, "the decoder"), layers)
         others = len(stage.layers) - len(layers)
         eager_passes = self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others)
         quantized = recorded_quantization(stage, decoder.layers)
@@ -191,8 +192,7 @@ class CaptureSession:
         with ExitStack() as stack:
             for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
                 if chunk.fsdp is not None:
-                    in_parts = self.stage.config.overlap_moe_expert_parallel_comm
-                    stack.enter_context(chunk.fsdp.graphs.capture_graphs(layers, keep_buckets=in_parts))
+                    stack.enter_context(chunk.fsdp.graphs.capture_graphs(layers))
             yield
 
     def _free_gradients(self) -> None:

@@ -119,11 +119,6 @@ BOTH, MODEL, DECODER = (Holds.MODEL, Holds.DECODER), (Holds.MODEL,), (Holds.DECO
 # place for it. The first row that applies counts, and later ones rely on that.
 _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], ...] = (
     (DECODER, "several micro-batches are in flight at a time", lambda s, c: not s.one_graph_serves_all),
-    (
-        MODEL,
-        "layers run in parts (--overlap-moe-expert-parallel-comm)",
-        lambda s, c: s.config.overlap_moe_expert_parallel_comm,
-    ),
     (BOTH, "the model is not under Megatron-FSDP", lambda s, c: c.fsdp is None),
     (MODEL, "there are parameters outside of {}", lambda s, c: _is_larger_than_model(c)),
     (MODEL, "{} is no GPTModel or HybridModel with its own forward", lambda s, c: _is_other_model(c.model)),

@@ -1,16 +1,13 @@
-"""Captures of layers under Megatron-FSDP, and their replays: gradients, gathers, moved buffers, what is left over."""
+"""Captures and replays of single layers under Megatron-FSDP: gathers, gradients, moved buffers, cleanup."""
 
-import warnings
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import pipelines, runners
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import release_all, release_units
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import release_all
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Eager, PartOfModule, Replayed
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import PrefetchOrder
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
@@ -34,7 +31,7 @@ def layers(fsdp):
 
 
 def in_use(fsdp) -> dict:
-    """The buffers of the two pools that are taken."""
+    """Return the used buffers of the two pools."""
     groups = fsdp.param_and_grad_buffer.parameter_groups
     unit = next(group for group in groups if group.fsdp_unit_id is not None)
     return {
@@ -47,40 +44,34 @@ NOTHING: dict[str, dict] = {"parameters": {}, "gradients": {}}
 
 
 def forward_of(hooks, layer):
-    """What runs around a captured forward."""
+    """Run the hooks around a captured forward pass."""
     hooks.unshard_for_forward(layer)
     hooks.release_after_forward(layer)
 
 
 def backward_of(hooks, layer, *, fused=()):
-    """What runs around a captured backward, in which fused kernels write the main gradients of ``fused``.
-
-    Returns where these are.
-    """
+    """Run the hooks around a captured backward pass in which fused kernels write the main gradients of ``fused``."""
     hooks.unshard_for_backward(layer)
     for param in fused:
         param.main_grad = param.get_main_grad()
         param.grad_added_to_main_grad = True
-    places = [param.main_grad.data_ptr() for param in fused]
     hooks.release_after_backward(layer)
-    return places
 
 
 def capture(fsdp, layers, *, fused=()):
-    """Run the hooks of one capture of all layers; returns where the main gradients of ``fused`` were, by layer."""
-    hooks, places = fsdp.fsdp_hooks, {}
+    """Run the hooks of one capture of all layers."""
+    hooks = fsdp.fsdp_hooks
     with fsdp.graphs.capture_graphs(layers):
         for layer in layers:
             forward_of(hooks, layer)
         for layer in reversed(layers):
             params = [layer.get_parameter(name) for name in fused]
-            places[layer] = backward_of(hooks, layer, fused=params)
-    return places
+            backward_of(hooks, layer, fused=params)
 
 
 @contextmanager
 def replaying(fsdp, layers, direction="backward"):
-    """The step after capture, in its forward or its backward pass: layers replay, modules hold raw parameters."""
+    """Enter the forward or backward pass of a step in which layers replay and modules hold raw parameters."""
     for layer in layers:
         layer.replaying = fsdp.graphs.layers.get(layer)
     fsdp.start_param_sync()
@@ -95,7 +86,7 @@ def replaying(fsdp, layers, direction="backward"):
 
 
 def outcome(fsdp, error):
-    """Capture, ended by ``error`` if there is one."""
+    """Run a capture, which ``error`` ends if given."""
     try:
         with fsdp.graphs.capture_graphs(fsdp.module.decoder.layers):
             for layer in fsdp.module.decoder.layers:
@@ -115,7 +106,7 @@ ERRORS = pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["suc
 
 @ERRORS
 @pytest.mark.parametrize("distributed", [True, False], ids=["DTensor", "raw"])
-def test_parameters_are_what_they_were_after_capture(fsdp, distributed, error):
+def test_capture_restores_parameters(fsdp, distributed, error):
     if not distributed:
         fsdp._replace_param_with_raw_if_needed()
     before = dict(fsdp.module.named_parameters())
@@ -125,23 +116,7 @@ def test_parameters_are_what_they_were_after_capture(fsdp, distributed, error):
     assert fsdp.is_param_fsdp_distributed == distributed
 
 
-def test_capture_mode_ends_even_if_buckets_cannot_be_given_back(fsdp, layers):
-    distributed = fsdp.is_param_fsdp_distributed
-    stuck = RuntimeError("a collective does not end")
-    give_back = mock.patch.object(pipelines, "release_all", side_effect=[None, stuck, stuck])
-    with give_back, pytest.raises(RuntimeError, match="does not end"), fsdp.graphs.capture_graphs(layers):
-        pass
-    assert (fsdp.graphs.captured, fsdp.graphs.layers) == (None, {})
-    assert fsdp.is_param_fsdp_distributed == distributed
-
-
-def test_a_failed_capture_leaves_no_unit_graphed(fsdp, layers):
-    outcome(fsdp, KeyboardInterrupt())
-    with replaying(fsdp, layers) as hooks:
-        assert {type(hooks.graphs.runner_of(layer)) for layer in layers} == {Eager}
-
-
-def test_a_backward_pass_has_the_runner_of_its_forward_pass_whatever_the_module_replays_by_then(fsdp, layers):
+def test_backward_uses_the_runner_of_its_forward_pass(fsdp, layers):
     capture(fsdp, layers)
     fsdp._replace_param_with_raw_if_needed()
     hooks, x = fsdp.fsdp_hooks, torch.ones(2, requires_grad=True)
@@ -161,7 +136,7 @@ def test_a_backward_pass_has_the_runner_of_its_forward_pass_whatever_the_module_
     del layers[3].replaying
 
 
-def test_one_backward_pass_of_a_replay_and_of_an_eager_pass_is_refused(fsdp, layers):
+def test_mixing_a_replay_and_an_eager_pass_is_refused(fsdp, layers):
     capture(fsdp, layers)
     with replaying(fsdp, layers) as hooks:
         hooks.unshard_for_backward(layers[3])
@@ -169,31 +144,7 @@ def test_one_backward_pass_of_a_replay_and_of_an_eager_pass_is_refused(fsdp, lay
             hooks.unshard_for_backward(layers[3], runner=Eager(hooks.graphs, layers[3]))
 
 
-def test_a_graph_makes_fp8_transposes_itself(fsdp, layers):
-    """Those that Megatron-FSDP makes before the backward pass are freed after it."""
-    hooks, discarded = fsdp.fsdp_hooks, []
-    weight = layers[0].mlp.linear_fc1.weight
-    hooks.graphs.units[layers[0]].float8_params.append(weight)
-    with mock.patch.object(runners, "fp8_discard_transpose_cache") as drop:
-        drop.side_effect = lambda param: discarded.append(param is weight)
-        with fsdp.graphs.capture_graphs(layers):
-            forward_of(hooks, layers[0])
-            discarded.clear()
-            hooks.unshard_for_backward(layers[0])
-            assert discarded == [True]
-            hooks.release_after_backward(layers[0])
-
-
-def test_gathers_in_flight_are_settled_before_capture(fsdp, layers):
-    fsdp.start_param_sync()
-    fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), wait_bucket_ready=False)
-    assert in_use(fsdp)["parameters"]
-    # megatron-core warns of those left
-    with warnings.catch_warnings(action="error", category=UserWarning), fsdp.graphs.capture_graphs(layers):
-        assert in_use(fsdp) == NOTHING
-
-
-def test_gradients_that_autograd_makes_while_capturing_are_withheld(fsdp, layers):
+def test_gradients_computed_during_capture_are_ignored(fsdp, layers):
     with fsdp.graphs.capture_graphs(layers):
         param = layers[0].mlp.linear_fc1.weight
         param.grad = torch.ones_like(param)
@@ -216,20 +167,11 @@ def test_nothing_is_left_of_a_capture(fsdp, error):
     assert not any(param.grad is not None or param.grad_added_to_main_grad for param in fsdp.raw_param.values())
 
 
-def test_reductions_in_flight_end_before_capture(fsdp, layers):
-    queue, events = fsdp.grad_reduce_pipeline.grad_reduce_queue, []
-    reduction = SimpleNamespace(wait=lambda: events.append("waited for"))
-    queue.append((reduction, lambda: events.append("freed"), 0))
-    with fsdp.graphs.capture_graphs(layers):
-        assert events == ["waited for", "freed"]
-        assert queue == []
-
-
 # --------------------------------------------------------------------------------------------------- moved parameters
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_moved_parameter_is_an_error_that_names_it_and_the_flags(fsdp, layers, direction):
+def test_a_moved_parameter_is_named_with_the_flags(fsdp, layers, direction):
     capture(fsdp, layers)
     with replaying(fsdp, layers, direction) as hooks:
         gathers, moved = fsdp.all_gather_pipeline, layers[1].mlp.linear_fc1.weight
@@ -246,7 +188,7 @@ def test_a_moved_parameter_is_an_error_that_names_it_and_the_flags(fsdp, layers,
     assert all(flag in str(error.value) for flag in FLAGS)
 
 
-def test_a_unit_that_runs_out_of_turn_is_noticed(fsdp, layers):
+def test_a_unit_that_runs_out_of_turn_is_detected(fsdp, layers):
     capture(fsdp, layers)
     with replaying(fsdp, layers, "forward") as hooks:
         # The second unit holds the buffer that the fourth had at capture.
@@ -260,14 +202,7 @@ def test_a_unit_that_runs_out_of_turn_is_noticed(fsdp, layers):
 FUSED = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
 
 
-def test_fused_gradients_are_claimed_where_the_graph_writes_before_backward(fsdp, layers):
-    places = capture(fsdp, layers, fused=FUSED)
-    with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
-        assert [layers[3].get_parameter(name).main_grad.data_ptr() for name in FUSED] == places[layers[3]]
-
-
-def test_a_moved_main_gradient_is_an_error_that_names_it_and_the_flags(fsdp, layers):
+def test_a_moved_main_gradient_is_named_with_the_flags(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
         moved = layers[3].mlp.linear_fc2.weight
@@ -278,7 +213,7 @@ def test_a_moved_main_gradient_is_an_error_that_names_it_and_the_flags(fsdp, lay
     assert all(flag in str(e.value) for flag in FLAGS)
 
 
-def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, layers):
+def test_gradients_written_by_a_graph_are_kept(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
         hooks.unshard_for_backward(layers[3])
@@ -295,7 +230,7 @@ def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, la
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strategy, direction):
+def test_a_graphed_layer_gathers_for_its_children(ranks, strategy, direction):
     variant = Variant(
         small(data_parallel_sharding_strategy=strategy), fsdp={"enable_fine_grained_param_gather_hook": True}
     )
@@ -320,39 +255,42 @@ ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder
 
 
 def gathered(fsdp, gather):
-    """The buckets of units that ``gather`` gathers, of which none is gathered before or after."""
+    """Return the unit buckets that ``gather`` gathers while all others are gathered, then release everything."""
+    groups, status = fsdp.param_and_grad_buffer.parameter_groups, fsdp.all_gather_pipeline.bucket_status
+    for group in groups:
+        if group.fsdp_unit_id is None:
+            fsdp.all_gather_and_wait_parameters_ready(group.params, prefetch=False)
     gather()
-    status = fsdp.all_gather_pipeline.bucket_status
     ready = [bucket for (bucket, _), each in status.items() if each.name in ("COMMUNICATING", "READY_TO_USE")]
-    release_units(fsdp)
-    return [bucket for bucket in ready if fsdp.param_and_grad_buffer.parameter_groups[bucket].fsdp_unit_id is not None]
+    release_all(fsdp)
+    return [bucket for bucket in ready if groups[bucket].fsdp_unit_id is not None]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("case", [CASE, small(layers=4, experts=4)], ids=["dense", "MoE"])
-def test_replays_gather_what_megatron_core_gathers_without_it(ranks, case, direction):
+def test_replays_gather_like_megatron_core(ranks, case, direction):
     fsdp = Variant(case).build(graphs=True).module
     layers = list(fsdp.module.decoder.layers)
     capture(fsdp, layers)
     fsdp._replace_param_with_raw_if_needed()
     gather = fsdp.all_gather_and_wait_parameters_ready
-    for params in fsdp.param_and_grad_buffer.parameter_groups:
-        if params.fsdp_unit_id is None:  # as the model's own hooks do
-            gather(params.params, prefetch=False)
     options = {"prefetch_order": ORDERS[direction], "bwd": direction == "backward"}
     for layer in layers:
+
+        def replay(layer=layer):
+            with mock.patch.object(fsdp.all_gather_pipeline, "async_bucket_gather") as eagerly:
+                fsdp.graphs.layers[layer].gather(direction)
+            assert not eagerly.called
+
         expected = gathered(fsdp, partial(gather, list(layer.parameters()), **options))
-        with mock.patch.object(fsdp.all_gather_pipeline, "async_bucket_gather") as eagerly:
-            replayed = gathered(fsdp, partial(fsdp.graphs.layers[layer].gather, direction))
-        assert (replayed, eagerly.called) == (expected, False)
-    release_all(fsdp)
+        assert gathered(fsdp, replay) == expected
 
 
 # ------------------------------------------------------------------------------------------------- gradient sinks
 
 
 def has_sinks(variant):
-    """Whether graphs of its layers write gradients, and their collectives are recorded."""
+    """Whether graphs of the layers write gradients and their collectives are recorded."""
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
     with fsdp.graphs.capture_graphs(layers):
@@ -379,13 +317,13 @@ def test_collectives_without_fixed_addresses_are_not_recorded(ranks, variant):
 
 
 @pytest.mark.parametrize(("mixing", "has"), [("0", False), ("1", True)])
-def test_no_collective_is_recorded_where_nccl_may_not_mix_it_with_others(ranks, monkeypatch, mixing, has):
+def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch, mixing, has):
     monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", mixing)
     assert has_sinks(Variant()) is has
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """The names of the parameters of the first layer whose gradients its sink takes in a capture."""
+    """Return the names of the first layer's parameters whose gradients its sink takes in a capture."""
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.capture_graphs([layer]):
         (sink,) = fsdp.graphs.gradient_sinks([layer], whole)
@@ -410,17 +348,8 @@ def taken(fsdp, *, whole=True, unused=()):
 FC1 = "mlp.linear_fc1.weight"
 
 
-def test_gradients_are_taken_in_a_capture_only(fsdp):
-    with pytest.raises(RuntimeError, match="call it in capture_graphs"):
-        fsdp.graphs.gradient_sinks(fsdp.module.decoder.layers, whole=True)
-
-
-def test_a_sink_takes_every_gradient(fsdp):
-    assert taken(fsdp) == {name for name, _ in fsdp.module.decoder.layers[0].named_parameters()}
-
-
 @pytest.mark.parametrize("mark", ["skip_backward_post_hook", "_is_shared"])
-def test_gradients_that_are_completed_elsewhere_are_left_to_autograd(fsdp, mark):
+def test_gradients_completed_elsewhere_go_to_autograd(fsdp, mark):
     fsdp._replace_param_with_raw_if_needed()
     everything = taken(fsdp)
     setattr(fsdp.module.decoder.layers[0].get_parameter(FC1), mark, True)
@@ -434,7 +363,7 @@ def test_gradients_that_are_completed_elsewhere_are_left_to_autograd(fsdp, mark)
         ("_is_shared", "the gradient of {} is completed elsewhere"),
     ],
 )
-def test_layers_with_such_gradients_are_not_recorded_with_their_collectives(fsdp, mark, reason):
+def test_gradients_completed_elsewhere_block_recorded_layers(fsdp, mark, reason):
     layers = list(fsdp.module.decoder.layers)
     fsdp._replace_param_with_raw_if_needed()
     assert fsdp.graphs.recording_blocker(layers) == ""
@@ -443,6 +372,6 @@ def test_layers_with_such_gradients_are_not_recorded_with_their_collectives(fsdp
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_gradient_of_an_unused_parameter_is_zero_if_the_graph_holds_the_whole_layer(fsdp, whole):
+def test_unused_parameters_get_zeros_in_graphs_of_layers(fsdp, whole):
     everything = {name for name, _ in fsdp.module.decoder.layers[0].named_parameters()}
     assert taken(fsdp, whole=whole, unused={FC1}) == (everything if whole else everything - {FC1})

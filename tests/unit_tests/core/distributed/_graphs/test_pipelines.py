@@ -1,4 +1,4 @@
-"""pipelines: after a failure both pipelines are as before, and nothing was communicated for it."""
+"""Cleanup of both pipelines after a failure, without communication."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +18,7 @@ from megatron_fsdp_cuda_graphs.cpu_backend.distributed import HeldWork
 
 from ..fsdp_variants import Variant, small
 
-# What a batch of gathers is launched with: the name of torch 2.13 and later, or that of earlier ones.
+# Launches a batch of gathers in torch 2.13 and later, or in earlier versions.
 COALESCED_GATHER = next(
     name
     for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -61,7 +61,7 @@ def taken(fsdp):
     return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]
 
 
-# Before torch knows of the gather, as it allocates its bucket; as it is launched; as it is waited for.
+# The gather fails before it reaches torch, at launch, or while it is waited for.
 @pytest.mark.parametrize(
     ("owner", "name", "launched"),
     [
@@ -70,7 +70,7 @@ def taken(fsdp):
         (HeldWork, "wait", True),
     ],
 )
-def test_a_gather_that_failed_can_be_launched_again_unless_it_was(fsdp, layers, owner, name, launched):
+def test_a_failed_gather_can_be_launched_again(fsdp, layers, owner, name, launched):
     with mock.patch.object(owner, name, fail), pytest.raises(Fault):
         gather(fsdp, layers[0])
     take_back_unlaunched(fsdp)
@@ -84,7 +84,7 @@ def test_a_gather_that_failed_can_be_launched_again_unless_it_was(fsdp, layers, 
     assert taken(fsdp) == [{}, {}]
 
 
-def test_what_is_in_flight_ends_and_gradient_buckets_are_freed(fsdp, layers):
+def test_collectives_finish_and_gradient_buckets_are_freed(fsdp, layers):
     fsdp.all_gather_pipeline.all_gather_params(list(layers[0].parameters()))
     for param in layers[1].parameters():
         param.main_grad = param.get_main_grad()
@@ -98,7 +98,7 @@ def test_what_is_in_flight_ends_and_gradient_buckets_are_freed(fsdp, layers):
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_a_communicator_whose_first_reduction_failed_is_set_up_again_unless_it_was_launched(fsdp, launched):
+def test_a_communicator_is_set_up_again_unless_launched(fsdp, launched):
     buckets, done = [bucket for unit in fsdp.graphs.units.values() for bucket in unit.buckets], set[object]()
     reduce = mock.Mock(side_effect=[Fault, True])
     with (
@@ -112,7 +112,7 @@ def test_a_communicator_whose_first_reduction_failed_is_set_up_again_unless_it_w
 
 
 def places_of(fsdp):
-    """Where the buckets of each unit go while none is in use."""
+    """Return the addresses of each unit's buckets while none is in use."""
     places: dict[int, set[int]] = {}
     for group in fsdp.param_and_grad_buffer.parameter_groups:
         for buffer in (group.model_weight_buffer, group.main_grad_buffer) if group.fsdp_unit_id is not None else ():
@@ -131,16 +131,8 @@ ONE_POOL = replace(SOME_EXPERTS, config=(*SOME_EXPERTS.config, ("megatron_fsdp_m
 
 
 @pytest.mark.parametrize("case", [small(layers=4), SOME_EXPERTS, ONE_POOL], ids=str)
-def test_neighbouring_units_have_different_places_before_any_pass(ranks, case):
+def test_neighboring_units_use_different_buffers(ranks, case):
     fsdp = Variant(case).build().module
     take_places(fsdp)
     assert taken(fsdp) == [{}, {}]
-    assert_neighbours_share_nothing(places_of(fsdp))
-
-
-def test_places_do_not_depend_on_which_buckets_are_reduced_before_a_first_capture(ranks):
-    fsdp = Variant(small(layers=4)).build().module
-    every_one = mock.patch.object(collectives, "launches_of", return_value=lambda: False)
-    with every_one, fsdp.graphs.capture_graphs(fsdp.module.decoder.layers):
-        pass
     assert_neighbours_share_nothing(places_of(fsdp))

@@ -1,4 +1,4 @@
-"""Graphs of a whole model under Megatron-FSDP: what they find before a replay and leave, and what prevents them."""
+"""Graphs of a whole model under Megatron-FSDP: gathers, moved buffers, cleanup, and reasons against them."""
 
 import logging
 import weakref
@@ -25,7 +25,7 @@ MODEL = "model"
 
 
 def outside(fsdp):
-    """The indices of the buckets that belong to no unit, and their parameters."""
+    """Return the indices of the buckets outside of units, and their parameters."""
     groups = fsdp.param_and_grad_buffer.parameter_groups
     buckets = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
     assert buckets
@@ -52,22 +52,12 @@ def test_after_a_step_nothing_is_held(ranks):
         assert states == {"IDLE"}
 
 
-def test_no_hook_inside_the_model_runs_in_a_replay(ranks):
-    with captured(graphed(MODEL)) as training:
-        training.step()
-        graphs = training.fsdp.graphs
-        with mock.patch.object(graphs, "runner_of", wraps=graphs.runner_of) as asked:
-            training.step()
-        modules = {call.args[0] for call in asked.call_args_list}
-        assert modules == {training.fsdp.module}
-
-
 def main_grads(training):
     return [group.main_grad_buffer.data.clone() for group in training.fsdp.param_and_grad_buffer.parameter_groups]
 
 
 @pytest.mark.parametrize("called", ["the wrapper", "the model inside"])
-def test_a_pass_in_evaluation_mode_with_gradients_is_complete(ranks, monkeypatch, called):
+def test_passes_in_evaluation_mode_compute_gradients(ranks, monkeypatch, called):
     with captured(graphed(MODEL)) as training:
         training.step()
         assert training.helper.model_graphs is not None
@@ -85,33 +75,20 @@ def test_a_pass_in_evaluation_mode_with_gradients_is_complete(ranks, monkeypatch
         assert all(torch.equal(*each) for each in zip(main_grads(training), replayed, strict=True))
 
 
-def test_parameters_outside_of_units_are_gathered_once_in_a_step(ranks):
+def test_parameters_outside_of_units_are_gathered_once(ranks):
     with captured(graphed(MODEL, microbatches=3)) as training:
         training.step()
         recorded = list(dict.fromkeys(training.fsdp.all_gather_pipeline.recorded.values()))
-        with mock.patch.object(type(recorded[0].work), "launch", autospec=True) as launched:
+        with mock.patch.object(type(recorded[0]), "_replay", autospec=True) as launched:
             training.step()
-        works = [call.args[0] for call in launched.call_args_list]
-        assert works == [gather.work for gather in recorded]
-
-
-def test_start_param_sync_starts_the_recorded_gathers(ranks):
-    with captured(graphed(MODEL)) as training:
-        training.step()
-        assert status(training.fsdp) == {"PRESERVED"}
-        with mock.patch.object(training.fsdp, "all_gather_and_wait_parameters_ready") as eagerly:
-            training.fsdp.start_param_sync()
-        assert status(training.fsdp) == {"COMMUNICATING"}
-        assert not eagerly.called
-        training.step()
-        assert status(training.fsdp) == {"PRESERVED"}
+        assert [call.args[0] for call in launched.call_args_list] == recorded
 
 
 def add_unused(model):
     model.decoder.layers[0].mlp = Unused(model.decoder.layers[0].mlp)
 
 
-def test_a_bucket_that_a_pass_of_one_layer_leaves_incomplete_is_an_error_after_replays_too(ranks):
+def test_an_incomplete_bucket_beside_replays_is_an_error(ranks):
     case = graphed(MODEL)
     with captured(case, Variant(case, change=add_unused)) as training:
         training.step()
@@ -122,8 +99,8 @@ def test_a_bucket_that_a_pass_of_one_layer_leaves_incomplete_is_an_error_after_r
             training.fsdp.finish_grad_sync()
 
 
-def test_the_first_unit_is_gathered_beside_what_runs_before_it(ranks):
-    """In forward beside the embedding, in backward beside the loss and the output layer."""
+def test_the_first_unit_is_gathered_early(ranks):
+    """In forward it overlaps the embedding, in backward the loss and the output layer."""
     events: list[Any] = []
     gather = AllGatherPipeline.async_bucket_gather
 
@@ -161,14 +138,14 @@ def test_the_first_unit_is_gathered_beside_what_runs_before_it(ranks):
     assert events[2 : logits - 1] == units[1:]
 
 
-def test_a_parameter_outside_of_units_that_has_moved_is_named(ranks):
+def test_a_moved_parameter_outside_of_units_is_named(ranks):
     with captured(graphed(MODEL)) as training:
         training.step()
         _, params = outside(training.fsdp)
         name = training.fsdp.param_to_name[params[0]]
         before = params[0].data
         training.fsdp._replace_param_with_raw_if_needed()
-        owner = training.fsdp.graphs_of_model
+        owner = training.fsdp.graphs.model_passes
         with mock.patch.object(owner, "gather"):
             params[0].data = before.clone()
             with pytest.raises(ChangedSinceCaptureError, match=f"changed since capture: {name} ") as error:
@@ -178,14 +155,14 @@ def test_a_parameter_outside_of_units_that_has_moved_is_named(ranks):
 
 
 @pytest.mark.parametrize(("kind", "what"), [("model_weight_buffer", "parameters"), ("main_grad_buffer", "gradients")])
-def test_a_buffer_of_units_that_would_go_elsewhere_is_an_error(ranks, kind, what):
+def test_a_moved_buffer_of_units_is_an_error(ranks, kind, what):
     with captured(graphed(MODEL)) as training:
         with taken(training.fsdp, kind), pytest.raises(ChangedSinceCaptureError, match=f"{what} of bucket") as error:
             training.step()
         assert all(flag in str(error.value) for flag in FLAGS)
 
 
-def test_a_gradient_bucket_outside_of_units_that_would_go_elsewhere_is_an_error(ranks):
+def test_a_moved_gradient_bucket_outside_of_units_is_an_error(ranks):
     with captured(graphed(MODEL)) as training:
         bucket = outside(training.fsdp)[0][0]
         buffer = training.fsdp.param_and_grad_buffer.parameter_groups[bucket].main_grad_buffer
@@ -213,25 +190,6 @@ def test_deleted_graphs_leave_nothing_behind(ranks):
         assert "forward" not in vars(training.fsdp.module)
         training.step()
         capture_again(training)
-
-
-def test_a_capture_counts_as_no_micro_batch(ranks):
-    with captured(graphed(MODEL)) as training:
-        assert training.fsdp.microbatch_count == 0
-
-
-def test_a_model_that_is_synchronized_in_every_micro_batch_is_not_captured_whole(ranks):
-    with captured(graphed(MODEL)) as training:
-        assert training.fsdp.graphs.whole_model_blocker() == ""
-        with mock.patch.object(training.fsdp, "model_auto_sync", True):
-            assert "in every micro-batch" in training.fsdp.graphs.whole_model_blocker()
-
-
-def test_a_model_with_delayed_weight_gradients_is_not_captured_whole(ranks):
-    with captured(graphed(MODEL)) as training:
-        _, params = outside(training.fsdp)
-        with mock.patch.object(params[0], "skip_backward_post_hook", True, create=True):
-            assert "is delayed" in training.fsdp.graphs.whole_model_blocker()
 
 
 def with_hook(model):
@@ -265,9 +223,7 @@ def with_own_forward(model):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_where_the_whole_model_cannot_be_captured_its_layers_are_and_the_reason_is_logged(
-    ranks, caplog, case, change, reason
-):
+def test_layers_are_captured_if_the_whole_model_cannot_be(ranks, caplog, case, change, reason):
     capture = CapturedModel.step
 
     def changed(model):
@@ -285,6 +241,6 @@ def test_where_the_whole_model_cannot_be_captured_its_layers_are_and_the_reason_
         together = "modules" not in case and "data_parallel_sharding_strategy" not in case
         assert (training.helper.decoder_graphs is not None) == together
         assert [bool(layer.cuda_graphs) for layer in training.layers] == [not together] * 3
-        assert training.fsdp.graphs_of_model is None
+        assert training.fsdp.graphs.model_passes is None
     (message,) = [record.message for record in caplog.records if "its layers are captured" in record.message]
     assert f"instead of the whole model its layers are captured, because {reason}" in message

@@ -11,14 +11,14 @@ after backward                        ``release_after_backward``: release the pa
 ====================================  =========================================================================
 
 Other modules gather their own direct parameters before forward and keep them. ``start_backward`` opens the backward
-pass of the whole model (``BackwardPass``), which handles at its end what is left.
+pass of the whole model (``BackwardPass``), which handles the rest at its end.
 
-Autograd has no hook that runs before or after the backward pass of a module, so ``attach_*`` insert one into the graph
-around the module. They carry the sentinels by which ``megatron.core.transformer._cuda_graphs.hooks`` finds the handler.
+Autograd has no hook before or after the backward pass of a module, so ``attach_*`` insert one into its graph around the
+module. Sentinels on them lead ``megatron.core.transformer._cuda_graphs.hooks`` to the handler.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -34,9 +34,8 @@ from megatron.core.utils import is_submodule
 
 from ._graphs.backward_pass import Phase
 from ._graphs.fsdp_graphs import FsdpGraphs
-from ._graphs.pipelines import release_units
+from ._graphs.pipelines import TrainingState, release_all, shown_in_profiles
 from ._graphs.runners import Eager
-from ._graphs.unit import TrainingState, Unit, shown_in_profiles
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 
 LAYERS = (TransformerLayer, MambaLayer)
@@ -51,22 +50,25 @@ def _hook(method: Callable) -> Callable:
 class FsdpHooks:
     """The hooks of one ``MegatronFSDP``.
 
+    Args:
+        identity: megatron-core's autograd function, an identity whose backward pass first calls a handler.
+
     Attributes:
         fsdp: The wrapper whose pipelines and buffers the hooks drive.
-        graphs: Its graphs, which decide what runs a pass.
+        graphs: Its graphs, which decide who runs a pass.
         forward_failed: Whether an exception ended the last forward pass of the whole model.
     """
 
-    def __init__(self, graphs: FsdpGraphs):
+    def __init__(self, graphs: FsdpGraphs, identity: Any):
+        self._identity = identity
         self.fsdp, self.graphs, self.backward = graphs.fsdp, graphs, graphs.backward
         self.module_names = self.backward.module_names  # for profiles
         self.forward_failed = False
         self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
-        self._unit_types = tuple(self.fsdp.fsdp_unit_modules)
         self._has_float8_params = False
 
     def __deepcopy__(self, memo: dict) -> "FsdpHooks":
-        """A copied module keeps the hooks of the wrapper it was registered with; the wrapper is not copied."""
+        """Return this object: a copied module keeps its hooks, and the wrapper is not copied."""
         return self
 
     # ------------------------------------------------------------------------------------------------ registration
@@ -81,20 +83,28 @@ class FsdpHooks:
         for name, module in root.named_modules():
             last = module
             self.module_names[module] = name
+            self.graphs.eager[module] = runner = Eager(self.graphs, module)
             if fsdp.enable_fine_grained_param_gather_hook:
                 self._register_forward_unshard(module)
             if fsdp.enable_fine_grained_param_gather_backward_hook:
-                self._register_backward_unshard(module)
+                self._register_before_backward(module, self.unshard_for_backward)
             if any(is_submodule(module, unit) for unit in units):
                 continue
             if not fsdp.enable_fine_grained_param_gather_hook:
                 self._register_forward_unshard(module)
-            if isinstance(module, self._unit_types):
-                self.graphs.units[module] = Unit.of(module, fsdp.param_and_grad_buffer.param_to_param_group)
+            if runner.is_unit:
+                self.graphs.units[module] = runner
                 units.append(module)
-                self._register_unit(name, module)
-            else:
-                self._register_other(name, module)
+                module.register_forward_hook(self.release_after_forward)
+                self._register_before_backward(module, self.unshard_for_backward)
+                # As megatron-core 0.20 does. 0.19 does so only where parameters are sharded, as only then it has units
+                # by default.
+                attach = partial(self.attach_after_backward, self.release_after_backward)
+                setattr(attach, BACKWARD_HANDLER, self.release_after_backward)
+                module.register_forward_pre_hook(attach, with_kwargs=True)
+            elif self.graphs.shards_params and not fsdp.ddp_config.keep_fp8_transpose_cache:
+                module.register_forward_hook(self.release_transpose_cache)
+            self._register_gradients(module.parameters(recurse=runner.is_unit))
         self._register_root(root, last)
         groups = fsdp.param_and_grad_buffer.parameter_groups
         self._has_float8_params = any(is_float8tensor(param) for group in groups for param in group.params)
@@ -103,79 +113,43 @@ class FsdpHooks:
         layers = [module for module in self.module_names if isinstance(module, LAYERS)]
         self._outside_layers = frozenset(trainable).difference(*(layer.parameters() for layer in layers))
 
-    def _register_forward_unshard(self, module):
-        if self.fsdp.data_parallel_sharding_strategy == "no_shard":
-            return  # nothing is ever gathered
-        self.fsdp.forward_pre_hooks[f"{module._get_name()} parameter unshard"] = module.register_forward_pre_hook(
-            self.unshard_for_forward, prepend=True, with_kwargs=True
-        )
+    def _register_forward_unshard(self, module: torch.nn.Module) -> None:
+        if self.fsdp.data_parallel_sharding_strategy != "no_shard":  # nothing is ever gathered
+            module.register_forward_pre_hook(self.unshard_for_forward, prepend=True, with_kwargs=True)
 
-    def _register_backward_unshard(self, module):
-        self.fsdp.backward_pre_hooks[f"all-gather {module._get_name()} parameters"] = self._register_before_backward(
-            module, self.unshard_for_backward
-        )
-
-    def _register_unit(self, name, module):
-        hooks = self.fsdp
-        hooks.forward_hooks[f"release module {name} parameters"] = module.register_forward_hook(
-            self.release_after_forward
-        )
-        self._register_backward_unshard(module)
-        # As megatron-core 0.20 does. 0.19 does so where parameters are sharded, and otherwise has units only if told.
-        attach = partial(self.attach_after_backward, self.release_after_backward)
-        setattr(attach, BACKWARD_HANDLER, self.release_after_backward)
-        hooks.forward_pre_hooks[f"module {name} register post-backward hook"] = module.register_forward_pre_hook(
-            attach, with_kwargs=True
-        )
-        self._register_gradients(module.parameters())
-
-    def _register_other(self, name, module):
-        if self.graphs.shards_params and not self.fsdp.ddp_config.keep_fp8_transpose_cache:
-            self.fsdp.forward_hooks[f"remove module {name} fp8 transpose cache"] = module.register_forward_hook(
-                self.release_transpose_cache
-            )
-        self._register_gradients(module.parameters(recurse=False))
-
-    def _register_gradients(self, params):
+    def _register_gradients(self, params: Iterable[torch.nn.Parameter]) -> None:
         # Parameters hold these hooks where Python's garbage collector does not look: a model would never be freed.
         handle_gradient = MethodType(FsdpHooks.handle_gradient, weakref.proxy(self))
         for param in params:
             if param.requires_grad:
-                name = self.fsdp.param_to_name[param]
-                self.fsdp.grad_acc_hooks[f"grad_acc and reduce for {name}"] = param.register_post_accumulate_grad_hook(
-                    handle_gradient
-                )
+                param.register_post_accumulate_grad_hook(handle_gradient)
 
-    def _register_root(self, root, last):
-        # The user may call a submodule that holds every parameter (the one inside a precision wrapper, say).
+    def _register_root(self, root: torch.nn.Module, last: torch.nn.Module) -> None:
+        # The user may call a submodule that holds every parameter (the one inside a precision wrapper, for example).
         parameters = len(list(root.parameters()))
-        for name, module in root.named_modules():
+        for module in root.modules():
             if len(list(module.parameters())) == parameters:
-                self.fsdp.backward_pre_hooks[f"{name} _root_pre_backward"] = self._register_before_backward(
-                    module, self.start_backward
-                )
+                self._register_before_backward(module, self.start_backward)
         # megatron-core also frames backward at the last module of the walk; whichever comes first starts it.
-        self.fsdp._root_pre_backward_hook_handle = self._register_before_backward(last, self.start_backward)
-        self.fsdp._load_state_dict_post_hook = root.register_load_state_dict_post_hook(self.install_loaded_parameters)
+        self._register_before_backward(last, self.start_backward)
+        root.register_load_state_dict_post_hook(self.install_loaded_parameters)
         for module in self.fsdp.modules():
             module.register_state_dict_pre_hook(self.show_distributed_parameters)
 
-    def _register_before_backward(self, module, handler):
+    def _register_before_backward(self, module: torch.nn.Module, handler: Callable) -> None:
         attach = partial(self.attach_before_backward, handler)
         setattr(attach, BACKWARD_PRE_HANDLER, handler)
-        return module.register_forward_hook(attach)
+        module.register_forward_hook(attach)
 
     # -------------------------------------------------------------------------------------------------- parameters
 
     @_hook
-    def unshard_for_forward(
-        self, module: torch.nn.Module, args: tuple = (), kwargs: dict | None = None, *, runner: Eager | None = None
-    ) -> None:
-        """Gather the parameters that ``module`` is about to use; ``runner`` is that of a schedule that replays it."""
+    def unshard_for_forward(self, module: torch.nn.Module, args: tuple = (), kwargs: dict | None = None) -> None:
+        """Gather the parameters of ``module`` for its forward pass."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
             module.__dict__["_training_state"] = TrainingState.FORWARD
-        (runner or self.graphs.runner_of(module)).gather("forward", prefetch=not recomputing)
+        self.graphs.runner_of(module).gather("forward", prefetch=not recomputing)
 
     @_hook
     def release_after_forward(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
@@ -189,27 +163,27 @@ class FsdpHooks:
     def unshard_for_backward(
         self, module: torch.nn.Module, grad: torch.Tensor | None = None, *, runner: Eager | None = None
     ) -> None:
-        """Gather the parameters of ``module`` for its backward pass, whose forward pass had ``runner``."""
+        """Gather the parameters of ``module`` for its backward pass; ``runner`` ran its forward pass."""
         (runner or self.graphs.runner_of(module)).before_backward()
 
     @_hook
     def release_after_backward(self, module: torch.nn.Module) -> None:
-        """Handle the unit's gradients that are left, and release its parameter buckets."""
+        """Handle the remaining gradients of a unit, and release its parameter buckets."""
         runner = self.backward.runners.get(module)
         (runner or self.graphs.runner_of(module)).after_backward()
 
     def install_loaded_parameters(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
-        """Copy the parameters that ``load_state_dict`` has set into the weights that the model computes with."""
+        """Copy the parameters that ``load_state_dict`` has set to the model's compute weights."""
         self.fsdp.install_optimized_model_weights()
 
     def show_distributed_parameters(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Let ``state_dict`` find the optimizer's ``DTensor`` parameters."""
+        """Show ``state_dict`` the optimizer's ``DTensor`` parameters."""
         self.fsdp._replace_param_with_distributed_if_needed()
 
     @torch.compiler.disable
     @runs_outside_graphs
     def release_transpose_cache(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
-        """Drop the FP8 transposes that ``module``'s own parameters cached in forward."""
+        """Discard the FP8 transposes that ``module``'s own parameters cached in forward."""
         if self._has_float8_params:
             for param in module.parameters(recurse=False):
                 if is_float8tensor(param):
@@ -218,7 +192,7 @@ class FsdpHooks:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
-        """Called by autograd when ``param.grad`` is complete."""
+        """Handle the complete gradient ``param.grad``, when autograd has computed it."""
         if getattr(param, "skip_backward_post_hook", False):  # delayed, with a hook of its own
             return
         if self.backward.phase is Phase.IN_PARTS and param in self._outside_layers:
@@ -227,8 +201,7 @@ class FsdpHooks:
         if runner is not None:
             runner.collect(param)
             return
-        passes = self.graphs.passes
-        if passes is not None and passes.whole and self.graphs.captured is None:
+        if self.graphs.model_passes is not None and self.graphs.captured is None:
             self.backward.note_beside_graphs(param)
         self.graphs.gradients.handle([param])
 
@@ -236,30 +209,29 @@ class FsdpHooks:
 
     @_hook
     def start_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
-        """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come."""
-        # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward
-        # pass at capture is not one of the model. Where that is captured, the capture opens it.
+        """Open the model's backward pass: forward hooks neither prefetch nor release, all gradients are due."""
+        # A captured layer can hold all of the model's parameters (the only layer of a pipeline stage, for example); its
+        # backward pass during capture is not the model's. A capture of the whole model opens the pass itself.
         if self.graphs.captured is None:
             self.backward.start()
 
     @shown_in_profiles
     def start_backward_in_parts(self) -> None:
-        """Open a backward pass that runs embedding, layers and output layer each by itself; the caller will close it.
+        """Open a backward pass with separate parts for embedding, layers and output layer; the caller closes it.
 
-        A parameter that several of them share gets a gradient from each. So those outside of layers are left to the
-        end of the pass: only then are they complete. A bucket that was reduced before would be written to while it
-        is reduced, and reduced again.
+        A parameter that several parts share gets a gradient from each, so gradients outside of layers are complete only
+        at the end of the pass. An earlier reduction would read a bucket that later parts write, and run twice.
         """
         self.backward.start(caller_ends_it=True)
         self.backward.phase = Phase.IN_PARTS
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before a forward pass of the whole model, with its arguments; drops what an exception ended."""
+        """Prepare a forward pass of the whole model, given its arguments; drop passes that an exception ended."""
         if self.backward.phase is not Phase.CLOSED:
             self.backward.forward_begins()
         if self.forward_failed:  # the layer that failed and the next one hold the double buffer
             self.forward_failed = False
-            release_units(self.fsdp)
+            release_all(self.fsdp)
         graphs = self.graphs
         if graphs.passes is not None and torch.is_grad_enabled():
             graphs.passes.replayed = False
@@ -275,38 +247,37 @@ class FsdpHooks:
     def attach_after_backward(
         self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Forward-pre hook that makes autograd call ``handler(module)`` once ``module``'s backward pass is over."""
+        """Make autograd call ``handler(module)`` after ``module``'s backward pass; a forward-pre hook."""
         if not torch.is_grad_enabled():
             return None
         if self.graphs.runner_of(module).frames_backward:
             self._refuse_at_capture(module, "forward_pre_hooks", BACKWARD_HANDLER)
             return None
-        return call_after_backward(partial(handler, module), args, kwargs)
+        return call_after_backward(partial(self._identity.apply, partial(handler, module)), args, kwargs)
 
     @torch.compiler.disable
     @runs_outside_graphs
-    def attach_before_backward(
-        self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any, *, runner: Eager | None = None
-    ) -> Any:
-        """Forward hook that makes autograd call ``handler(module, grads)`` at the first gradient of ``output``.
+    def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        """Make autograd call ``handler(module, grads)`` at the first gradient of ``output``; a forward hook.
 
-        What the forward pass was run by, ``runner`` where a schedule says it, goes into autograd's graph.
+        Autograd's graph keeps the runner of the forward pass.
         """
         call = partial(handler, module)
         if handler == self.unshard_for_backward:
-            runner = runner or self.graphs.runner_of(module)
+            runner = self.graphs.runner_of(module)
             if runner.frames_backward:
                 self._refuse_at_capture(module, "forward_hooks", BACKWARD_PRE_HANDLER)
                 return None
             call = partial(call, runner=runner)
-        elif (passes := self.graphs.passes) is not None and passes.whole and passes.replayed:
-            return None  # which starts the backward pass
+        elif (passes := self.graphs.model_passes) is not None and passes.replayed:
+            return None  # the replay starts the backward pass
         return call_before_backward(call, output)
 
     def _refuse_at_capture(self, module: torch.nn.Module, kind: str, sentinel: str) -> None:
-        """Refuse to run as a hook of a module whose own graph is being captured: the engine gets the handler instead.
+        """Refuse to run as a hook of a module that is being captured: the engine gets the handler instead.
 
-        Raises RuntimeError: the hook has lost its sentinel, so that capture cannot tell it from others.
+        Raises:
+            RuntimeError: The hook has lost its sentinel, so that capture cannot recognize it.
         """
         if self.graphs.captured and module in self.graphs.captured:
             raise RuntimeError(
@@ -314,48 +285,15 @@ class FsdpHooks:
                 "not copy or change Megatron-FSDP's hooks"
             )
 
-    def around_part(self, module: torch.nn.Module, runner: Eager) -> Callable[..., Any] | None:
-        """Return what replays ``module`` for a schedule that does not call it, so that no hooks run; None for nothing.
 
-        ``--overlap-moe-expert-parallel-comm`` runs layers in parts, so that the experts' tokens of one micro-batch
-        travel while another is computed. Parameters are then gathered in hooks of the modules below a layer, and none
-        of those in a graph is called. The schedule releases parameters itself.
-        """
-        if self.fsdp.data_parallel_sharding_strategy == "no_shard":
-            return None  # nothing is ever gathered
-
-        def replay(graphed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self.unshard_for_forward(module, runner=runner)
-            output = graphed(*args, **kwargs)
-            if not self.graphs.shards_params:
-                return output
-            return self.attach_before_backward(self.unshard_for_backward, module, args, output, runner=runner)
-
-        return replay
+_PLAIN = (torch.Tensor, type(None), bool, int, float, str)  # the usual arguments of layers
 
 
-class RunAfterBackward(torch.autograd.Function):
-    """An identity function of tensors, whose backward pass first calls a handler."""
+def call_after_backward(identity: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Make autograd call the backward pass of ``identity`` after that of a module that gets these arguments.
 
-    @staticmethod
-    def forward(ctx: Any, handler: Callable[[], object], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.handler = handler
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.handler()
-        return None, *grads
-
-
-_PLAIN = (torch.Tensor, type(None), bool, int, float, str)  # what layers are mostly called with
-
-
-def call_after_backward(handler: Callable[[], object], args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Make autograd call ``handler`` once the backward pass of a module that gets these arguments is over.
-
-    Returns the arguments to give it, whose tensors went through an identity function: the module must not change them
-    in place. None if no tensor among them requires a gradient: nothing will be called.
+    Return the arguments to pass instead, whose tensors went through ``identity``: the module must not change them in
+    place. Return None if no tensor requires a gradient.
     """
     leaves, spec = [*args, *kwargs.values()], None
     if not _are_leaves(leaves):
@@ -363,7 +301,7 @@ def call_after_backward(handler: Callable[[], object], args: tuple, kwargs: dict
     places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
     if not places:
         return None
-    wrapped = RunAfterBackward.apply(handler, *(leaves[i] for i in places))
+    wrapped = identity(*(leaves[i] for i in places))
     for place, tensor in zip(places, wrapped, strict=True):
         leaves[place] = tensor
     if spec is not None:
@@ -372,10 +310,10 @@ def call_after_backward(handler: Callable[[], object], args: tuple, kwargs: dict
 
 
 def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
-    """Make autograd call ``handler`` with the gradients at the first gradient of ``output``, what a module returned.
+    """Make autograd call ``handler`` with the gradients at the first gradient of a module's ``output``.
 
-    Returns the output to take in its place. Its tensors are views, so that one that is also an input is a tensor of its
-    own.
+    Return the output to pass on instead. Its tensors are views, so that an input that is also an output becomes a
+    separate tensor.
     """
     if torch.is_tensor(output):
         output = output.view_as(output)
@@ -391,7 +329,7 @@ def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
 
 
 def _are_leaves(values: Sequence[Any]) -> bool:
-    """Whether none of ``values`` is a container with tensors in it: walking through one costs the host many calls."""
+    """Whether no value is a container of tensors: walking through one costs the host many calls."""
     return all(map(tree_is_leaf, [value for value in values if not isinstance(value, _PLAIN)]))
 
 

@@ -1,4 +1,4 @@
-"""``MegatronFSDP`` whose hooks are named methods of one object, and which supports per-layer CUDA graphs."""
+"""``MegatronFSDP`` whose hooks are named methods of one object, and which supports CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,8 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from ._graphs.backward_pass import Progress
 from ._graphs.fsdp_graphs import FsdpGraphs
-from ._graphs.unit import TrainingState  # noqa: F401
+from ._graphs.pipelines import TrainingState  # noqa: F401
 from .fsdp_hooks import FsdpHooks
-from .fsdp_hooks import RunAfterBackward as RegisterFSDPBackwardFunction  # noqa: F401, for those who import it
 from .parameter_swap import ParameterSwap
 
 _upstream: Any = extend(__name__)
@@ -20,10 +19,10 @@ _upstream: Any = extend(__name__)
 class MegatronFSDP(_upstream.MegatronFSDP):
     """megatron-core's ``MegatronFSDP`` with the hooks of ``fsdp_hooks.FsdpHooks``.
 
-    Its arguments, methods and behaviour are megatron-core's.
+    Arguments, methods and behavior are those of megatron-core.
 
     Attributes:
-        graphs: What is captured of the model.
+        graphs: The CUDA graphs of the model.
     """
 
     fsdp_hooks: FsdpHooks
@@ -33,7 +32,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has exchanged all parameters
 
     def _init_fsdp_param_and_grad_buffer(self) -> None:
-        # With ``average_in_collective`` megatron-core asks how many ranks share an expert, also of dense models.
+        # With ``average_in_collective`` megatron-core needs the number of ranks that share an expert, even for dense
+        # models.
         index, experts = self.dist_index, None
         if index.get_dp_group(is_expert_parallel=True) is None:
             experts = "hybrid_fsdp_expt_group" if index.use_hybrid_fsdp else "expt_fsdp_group"
@@ -45,12 +45,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
                 setattr(index, experts, None)
 
     def _register_fsdp_hooks(self, root_module: torch.nn.Module) -> None:
-        self.forward_pre_hooks: dict = {}
-        self.forward_hooks: dict = {}
-        self.backward_pre_hooks: dict = {}
-        self.grad_acc_hooks: dict = {}
         self.graphs = FsdpGraphs(self)
-        self.fsdp_hooks = hooks = FsdpHooks(self.graphs)
+        self.fsdp_hooks = hooks = FsdpHooks(self.graphs, _upstream.RegisterFSDPBackwardFunction)
         hooks.register(root_module)
         for module in root_module.modules():
             _upstream.setup_delayed_wgrad_acc_hook(module, self.graphs.gradients.handle)
@@ -82,28 +78,28 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to gather parameters for the next forward pass; see megatron-core.
 
-        Within a capture, as of the optimizer's step, it does nothing: no later pass could wait for a gather that only a
-        graph runs, and replays would not exchange parameters. Whoever replays calls it; forward gathers in any case.
+        Does nothing during a capture, of the optimizer's step for example: no later pass could wait for a gather inside
+        a graph, and replays would not exchange parameters. The caller of a replay calls it; forward gathers anyway.
         """
         gathers = self.ddp_config.fsdp_all_gather_in_start_param_sync  # or does a graph of the whole pass?
         if gathers and torch.cuda.is_current_stream_capturing():
             return
         if gathers and not force_sync and self.ddp_config.overlap_param_gather:
             self._replace_param_with_raw_if_needed()
-            if self.graphs_of_model is not None:
-                self.graphs_of_model.start_gather()
+            if self.graphs.model_passes is not None:
+                self.graphs.model_passes.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
                 if self.dist_index.hsdp_outer_dp_shard and self.graphs.has_graphs:
-                    self.all_gather_pipeline.gather_between_instances()
+                    self.all_gather_pipeline.gather_across_replicas()
                 first = next(self.module.parameters())
                 self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
             return
         super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Give the gradients, which have been reduced, to the optimizer; see megatron-core.
+        """Pass the reduced gradients to the optimizer; see megatron-core.
 
-        Those that a rank has whole are scaled first, unless no backward pass has ended since they last were.
+        Unsharded gradients are scaled first, unless no backward pass has ended since the last time.
         """
         if self.microbatch_count:
             self.param_and_grad_buffer.unsharded_gradients.scale()
@@ -112,34 +108,28 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def synchronize_gradient_reduce(self) -> None:
         """Finish the reduction of gradients; see megatron-core, which then also resets every bucket.
 
-        Replays of the whole model have used none. Without ``overlap_grad_reduce`` megatron-core reduces gradients here,
-        also those that a backward pass has reduced because it was told that it is a step's last.
+        Replays of the whole model leave no bucket to reset. Without ``overlap_grad_reduce`` megatron-core reduces
+        gradients here, even if the step's last backward pass has reduced them already.
         """
         gradients = self.graphs.gradients
-        self.param_and_grad_buffer.gathered_between_instances = False  # the optimizer will change the weights
-        if gradients.progress is Progress.REPLAYED and self.graphs_of_model is not None:
+        self.param_and_grad_buffer.gathered_across_replicas = False  # the optimizer will change the weights
+        if gradients.progress is Progress.REPLAYED and self.graphs.model_passes is not None:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             return
         if self.ddp_config.overlap_grad_reduce or gradients.progress < Progress.REDUCED:
             super().synchronize_gradient_reduce()
         else:
-            self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             self.grad_reduce_pipeline.reset()
         gradients.progress = Progress.REPLAYED
-
-    @property
-    def graphs_of_model(self) -> Any:
-        """The ``RecordedPasses`` of the whole model; None without such graphs."""
-        return self.graphs.model_passes
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start to reduce gradients, unless backward passes do; see megatron-core.
 
-        Pipeline schedules call it after the last backward pass if they were given it as ``grad_sync_func``. All stages
-        but the first then run that pass like any other.
+        Pipeline schedules call it after the last backward pass if it is their ``grad_sync_func``. All stages but the
+        first then do not mark that pass as the last.
 
         Raises:
-            RuntimeError: gradients were left unreduced for that reason.
+            RuntimeError: Gradients were left unreduced for that reason.
         """
         if self.ddp_config.overlap_grad_reduce:
             self.graphs.gradients.check_final()
@@ -152,7 +142,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self._exchange_parameters(False, super()._replace_param_with_raw_if_needed)
 
     def _exchange_parameters(self, distributed: bool, exchange_by_name: Callable[[], None]) -> None:
-        """Let all modules hold the optimizer's parameters, or the raw ones.
+        """Give all modules the optimizer's parameters, or the raw ones.
 
         megatron-core does so for a model that is new or has changed; it also marks parameters, once in each direction.
         """

@@ -1,4 +1,4 @@
-"""Copies around the optimizer's step, planned once: of gradients, which may have another dtype, and of weights."""
+"""Copies of gradients and weights around the optimizer's step, planned once. The dtypes may differ."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -10,28 +10,28 @@ import torch
 from .mixed_precision import is_float8tensor
 
 _LOCAL, _DATA, _ADDRESS = attrgetter("_local_tensor"), attrgetter("data"), methodcaller("data_ptr")
-# In elements: torch's allocator starts each tensor at a multiple of 512 bytes, and kernels that load several elements
-# at once take another path for tensors that start elsewhere.
+# In elements: torch's allocator aligns each tensor to 512 bytes, and kernels that load several elements at once take
+# another path for unaligned tensors.
 _ALIGNMENT = 128
 
 
 def gradient_name(decoupled: bool) -> str:
-    """Return the attribute that has the gradient of an optimizer's parameter; a decoupled one may differ in dtype."""
+    """Return the attribute that holds the gradient of an optimizer's parameter; decoupled ones may differ in dtype."""
     return "decoupled_grad" if decoupled else "grad"
 
 
 class OptimizerGradients:
-    """The gradient of each parameter of an optimizer: a shard of the main gradients, or that shard in another dtype.
+    """The gradients of an optimizer's parameters: shards of the main gradients, or casts of these to another dtype.
 
-    megatron-core makes these views anew in every step, and casts each shard into new memory. Here the views are kept,
-    and the casts have memory from ``update`` to ``release``. Parameters of which this rank has no shard have none.
+    megatron-core creates these views in every step, and casts each shard into new memory. Here the views are kept, and
+    the casts have memory from ``update`` to ``release``. Parameters without a shard on this rank have no gradient.
 
     Attributes:
         in_place: Whether a graph may read the gradients, so that they stay attached and at their addresses.
     """
 
     def __init__(self, buffer: Any, *, in_place: bool):
-        """Keep the gradients that ``buffer``, a ``ParamAndGradBuffer``, has attached to its parameters."""
+        """Take over the gradients that ``buffer``, a ``ParamAndGradBuffer``, has attached to its parameters."""
         self.in_place = in_place
         self._name = gradient_name(buffer.use_decoupled_grad)
         self._params = buffer.optimizer_named_parameters
@@ -59,7 +59,7 @@ class OptimizerGradients:
         self._are_attached = True
 
     def unmoved(self, buffer: Any) -> bool:
-        """Whether parameters, main gradients and the views of them are those that were kept."""
+        """Whether parameters, main gradients and their views are unchanged."""
         return (
             self._params is buffer.optimizer_named_parameters
             and self._casts.in_place()
@@ -67,7 +67,7 @@ class OptimizerGradients:
         )
 
     def update(self) -> None:
-        """Let every parameter with a shard have its gradient, with the value that the main gradients have now."""
+        """Attach the gradient of every parameter with a shard, with the current value of the main gradients."""
         self.in_place |= torch.cuda.is_current_stream_capturing()
         self.storages.allocate()
         self._casts.run()
@@ -77,7 +77,7 @@ class OptimizerGradients:
                 setattr(param, self._name, grad)
 
     def release(self) -> None:
-        """Take the gradients away until ``update``, and give their memory back, unless a graph may read them."""
+        """Detach the gradients until ``update`` and free their memory, unless a graph may read them."""
         if self.in_place or not self._are_attached:
             return
         self._are_attached = False
@@ -87,18 +87,18 @@ class OptimizerGradients:
 
 
 class GradientStorages:
-    """The storages of gradients, whose memory comes and goes while the tensors stay the same objects.
+    """Storages of gradients, whose memory is allocated and freed while the tensors stay the same objects.
 
-    The memory may also stay for good among the activations of CUDA graphs, all of which are dead when the optimizer
-    runs: ``reserve`` is called before the graph is recorded that allocates them, ``adopt`` when the graph has been
-    recorded that frees them, both within the capture. They do nothing while the memory is in use.
+    The memory may also stay permanently among the activations of CUDA graphs, which are all dead when the optimizer
+    runs: call ``reserve`` within the capture before recording the graph that allocates activations, and ``adopt`` after
+    recording the graph that frees them. Both do nothing while the memory is in use.
     """
 
     def __init__(self, grads: Iterable[tuple[Hashable, Any]]):
         """Move the local tensors of gradients to shared storages.
 
         Args:
-            grads: For each gradient, a ``DTensor``, the bucket it comes from; those of a bucket share a storage.
+            grads: Pairs of a bucket and a gradient, a ``DTensor``; gradients of one bucket share a storage.
         """
         together: dict[Any, list[Any]] = defaultdict(list)
         for bucket, grad in grads:
@@ -108,32 +108,32 @@ class GradientStorages:
         self._adopted = False
 
     def allocate(self) -> None:
-        """Use the memory; what is in it is undefined if it was not in use."""
+        """Use the memory; its content is undefined unless it was in use."""
         self._in_use = True
         self._allocate()
 
     def free(self) -> None:
-        """Use the memory no longer, and give it back unless a pool has adopted it."""
+        """Stop using the memory, and free it unless a pool has adopted it."""
         self._in_use = False
         if not self._adopted:
             self._free()
 
     def reserve(self) -> None:
-        """Let the pool of the graph that is being recorded hold free blocks of the sizes of the storages."""
+        """Leave free blocks of the storages' sizes in the pool of the graph that is being recorded."""
         self.detach()
         if not self._in_use:
             self._allocate()
             self._free()
 
     def adopt(self) -> None:
-        """Let the memory be that of the pool of the graph that is being recorded."""
+        """Move the memory to the pool of the graph that is being recorded."""
         if not self._in_use:
             self._free()
             self._allocate()
             self._adopted = True
 
     def detach(self) -> None:
-        """Be no longer a part of the pool that has adopted the memory."""
+        """Move the memory out of the pool that has adopted it."""
         self._adopted = False
         if not self._in_use:
             self._free()
@@ -149,7 +149,7 @@ class GradientStorages:
 
 
 def _share(grads: list[Any]) -> tuple[torch.UntypedStorage, int]:
-    """Move the local tensors of ``grads``, of one dtype, to one storage; return it and its size in bytes."""
+    """Move the local tensors of ``grads``, which have one dtype, to one storage; return it and its size in bytes."""
     first = grads[0]._local_tensor
     sizes = [-(-grad._local_tensor.numel() // _ALIGNMENT) * _ALIGNMENT for grad in grads]
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
@@ -161,14 +161,14 @@ def _share(grads: list[Any]) -> tuple[torch.UntypedStorage, int]:
 
 
 class PlannedCopies:
-    """Copies from some 1-D tensors to others, with as few launches as possible.
+    """Copies between 1-D tensors, with as few launches as possible.
 
-    Neighbours in memory, among the sources as among the destinations, are copied as one.
+    Pairs whose sources and destinations are both adjacent in memory are copied as one.
 
     Args:
-        pairs: Destination and source of each copy, contiguous 1-D views of equal length, any dtypes; empty ones are
-            left out.
-        buffers: The ``DataParallelBuffer``s that the tensors are parts of.
+        pairs: Destination and source of each copy, contiguous 1-D views of equal length and any dtypes; empty ones are
+            skipped.
+        buffers: The ``DataParallelBuffer``s that contain the tensors.
     """
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], buffers: Iterable[Any]):
@@ -187,7 +187,7 @@ class PlannedCopies:
         self._addresses = [*map(_ADDRESS, self._data)]
 
     def in_place(self) -> bool:
-        """Whether ``buffers`` have their data where it was when the copies were planned."""
+        """Whether the data of ``buffers`` has not moved since the copies were planned."""
         return all(map(is_, map(_DATA, self._buffers), self._data)) and [*map(_ADDRESS, self._data)] == self._addresses
 
     @torch.no_grad()
@@ -198,13 +198,13 @@ class PlannedCopies:
 
 
 def copies_of_weights(buffer: Any) -> PlannedCopies | None:
-    """Plan the copies of the optimizer's weights to the shards of the model's weights, after a step of the optimizer.
+    """Plan the copies of the optimizer's weights to the shards of the model's weights after an optimizer step.
 
     Args:
         buffer: The ``ParamAndGradBuffer`` that holds both.
 
     Returns:
-        None if weights are quantized, or written to parameters, and not only copied between buffers.
+        None if weights are quantized, or written to parameters instead of buffers.
     """
     pairs, buffers = [], []
     for group in buffer.parameter_groups:

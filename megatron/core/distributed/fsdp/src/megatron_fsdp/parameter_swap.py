@@ -1,11 +1,10 @@
 """The exchange of a model's raw parameters for the optimizer's, and back.
 
 A module under Megatron-FSDP holds raw parameters while it computes, and the optimizer's ``DTensor`` parameters while
-the optimizer steps. megatron-core looks up the place of each by name, in every step; a ``ParameterSwap`` knows them.
+the optimizer steps. megatron-core looks up each parameter by name in every step; a ``ParameterSwap`` does so once.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -14,7 +13,11 @@ import torch
 
 
 class ParameterSwap:
-    """Knows the place of every parameter of a model."""
+    """The two sets of parameters of a model, by module.
+
+    Modules get parameters without ``__setattr__`` and ``register_parameter``, which subclasses may override: these ran
+    when each parameter was first set.
+    """
 
     def __init__(
         self,
@@ -22,51 +25,41 @@ class ParameterSwap:
         raw: Mapping[str, torch.nn.Parameter],
         distributed: Mapping[str, torch.nn.Parameter],
     ):
-        """Find the places of the parameters of ``model``, which may hold either set, tied parameters included.
+        """Find the parameters of each module of ``model``, which may hold either set; tied parameters are supported.
 
         Args:
-            raw: Its raw parameters, by name.
+            raw: The raw parameters, by name.
             distributed: The optimizer's parameters, by the same names.
 
         Raises:
-            KeyError: a parameter of the model is in neither set.
+            KeyError: A parameter of the model is in neither set.
         """
         pairs = [(param, distributed[name]) for name, param in raw.items()]
         pair_of = {id(param): pair for pair in pairs for param in pair} | {id(None): (None, None)}
         modules = list(model.modules())
-        own_params = [module._parameters for module in modules]
-        # Of each module its raw parameters and the optimizer's, by the names that it gives them, in its order.
-        kinds = [
-            tuple({name: pair_of[id(param)][kind] for name, param in own.items()} for kind in (0, 1))
-            for own in own_params
+        self._own = [module._parameters for module in modules]
+        # The raw parameters of each module, and the optimizer's.
+        self._sets = [
+            [{name: pair_of[id(param)][kind] for name, param in own.items()} for own in self._own] for kind in (0, 1)
         ]
-        children = [module._modules for module in modules]
-        self._held = partial(_values, own_params), partial(_values, children)
-        self._expected = [_values([params[kind] for params in kinds]) for kind in (0, 1)]
-        self._modules = _values(children)
-        self._distinct = [[*dict.fromkeys(param for param in each if param is not None)] for each in self._expected]
-        places = [(module, params) for module, params in zip(modules, kinds, strict=True) if params[0]]
-        # All in one loop, as it runs twice in every step.
-        self._directly = [(module._parameters, params) for module, params in places if _sets_directly(module)]
-        self._by_setattr = [(module, params) for module, params in places if not _sets_directly(module)]
+        self._children = [module._modules for module in modules]
+        self._modules = _values(self._children)
+        self._params = [_values(params) for params in self._sets]
+        self._distinct = [[*dict.fromkeys(param for param in each if param is not None)] for each in self._params]
 
     def params(self, distributed: bool) -> list[torch.nn.Parameter]:
         """Return the model's distinct parameters, in its order: the optimizer's or the raw ones."""
         return self._distinct[distributed]
 
     def holds(self, distributed: bool) -> bool:
-        """Whether the model has the modules it had, and exactly the optimizer's parameters or exactly the raw ones."""
-        params, modules = self._held
-        return _same(modules(), self._modules) and _same(params(), self._expected[distributed])
+        """Whether the model still has its modules, and holds exactly the optimizer's parameters or the raw ones."""
+        children, params = _values(self._children), _values(self._own)
+        return _same(children, self._modules) and _same(params, self._params[distributed])
 
     def to(self, distributed: bool) -> None:
         """Give every module the optimizer's parameters, or the raw ones."""
-        for own, params in self._directly:
-            own.update(params[distributed])
-        for module, params in self._by_setattr:
-            for name, param in params[distributed].items():
-                if param is not None:
-                    setattr(module, name, param)
+        for own, params in zip(self._own, self._sets[distributed], strict=True):
+            own.update(params)
 
 
 def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
@@ -74,14 +67,5 @@ def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _same(held: list[Any], expected: list[Any]) -> bool:
-    """Whether these are the same objects: compared in every step, hence without a loop in Python."""
+    """Whether these are the same objects; runs in every step, hence without a loop in Python."""
     return len(held) == len(expected) and all(map(is_, held, expected))
-
-
-def _sets_directly(module: torch.nn.Module) -> bool:
-    """Whether the module's class leaves setting a parameter to ``torch.nn.Module``."""
-    kind, base = type(module), torch.nn.Module
-    registers: Any = kind.register_parameter
-    # TransformerEngine's notes how a parameter is initialized, which is the same each time it is set.
-    usual = registers is base.register_parameter or registers.__module__.startswith("transformer_engine.")
-    return kind.__setattr__ is base.__setattr__ and usual

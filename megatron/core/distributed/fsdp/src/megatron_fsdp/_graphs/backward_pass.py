@@ -1,4 +1,4 @@
-"""The backward pass of a ``MegatronFSDP``, and its gradients: accumulated in buckets as they complete, and reduced."""
+"""The backward pass of a ``MegatronFSDP``, and its gradients: accumulated in buckets as they complete, then reduced."""
 
 import warnings
 from collections import defaultdict
@@ -10,16 +10,15 @@ import torch
 
 from ..param_and_grad_buffer import _check_nan_in_grad, to_local_if_dtensor
 from ..unsharded_gradients import REDUCES_EVERY_BACKWARD
-from .pipelines import release_all
-from .unit import TrainingState, shown_in_profiles
+from .pipelines import TrainingState, release_all, shown_in_profiles
 
 
 class Progress(IntEnum):
-    """How far the gradients of a step are."""
+    """Progress of the gradients in a step."""
 
-    REPLAYED = 0  # all of them, by graphs of the whole model
+    REPLAYED = 0  # graphs of the whole model have handled all of them
     ACCUMULATED = 1
-    REDUCED = 2  # by a backward pass
+    REDUCED = 2  # in a backward pass
 
 
 class Gradients:
@@ -27,8 +26,8 @@ class Gradients:
 
     Attributes:
         awaited: Parameters whose gradient the open backward pass has not handled yet.
-        progress: How far they are since the last step.
-        final: Whether the last backward pass was known to be a step's last, and has reduced what no other does.
+        progress: Progress since the last step.
+        final: Whether the last backward pass was known to be the last of its step, and so has reduced all gradients.
     """
 
     def __init__(self, graphs: Any):
@@ -37,30 +36,34 @@ class Gradients:
         self.progress = Progress.ACCUMULATED
         self.final = False
 
-    def reduce_between_instances(self) -> None:
-        """Reduce across HSDP replicas at the end of a step's last backward pass, if its reductions have not.
+    def reduce_across_replicas(self) -> None:
+        """Reduce across HSDP replicas at the end of a step's last backward pass, if there are graphs of whole passes.
 
-        Ranks whose pass a graph replayed and those where it ran eagerly do so in one order.
+        Ranks that replayed the pass and ranks that ran it eagerly then reduce in the same order.
         """
         if self._graphs.passes is not None and self._graphs.captured is None:
-            self.final = getattr(self._fsdp, "is_last_microbatch", False) or self._fsdp.model_auto_sync
+            self.final = self._is_final()
             if self.final:
-                self._fsdp.grad_reduce_pipeline.reduce_all_between_instances()
+                self._fsdp.grad_reduce_pipeline.reduce_all_across_replicas()
+
+    def _is_final(self) -> bool:
+        """Whether this backward pass is known to be the last one of its step."""
+        return getattr(self._fsdp, "is_last_microbatch", False) or self._fsdp.model_auto_sync
 
     def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Await the gradients of ``params``, and no others."""
+        """Await the gradients of exactly ``params``."""
         self.awaited = set(params)
         for param in self.awaited:
             param.grad_added_to_main_grad = False
 
     @torch.compiler.disable
     def handle(self, params: list[torch.nn.Parameter]) -> None:
-        """Move the complete gradients of ``params`` to their buckets and reduce the buckets that are complete.
+        """Move the complete gradients of ``params`` to their buckets, and reduce the complete buckets.
 
-        Gradients of shared parameters are left to the end of the backward pass: only then are they complete.
+        Gradients of shared parameters are complete only at the end of the backward pass, which handles them.
 
         Raises:
-            RuntimeError: a weight gradient is delayed, and nothing will accumulate it.
+            RuntimeError: A weight gradient is delayed and nothing will accumulate it.
         """
         params = [param for param in params if not getattr(param, "_is_shared", False)]
         for param in params:
@@ -73,44 +76,43 @@ class Gradients:
             self.awaited.difference_update(params)
 
     def handle_rest(self, params: Iterable[torch.nn.Parameter]) -> bool:
-        """Handle those of ``params`` whose gradient is awaited, complete or not; return whether they are reduced."""
+        """Handle the awaited gradients of ``params``, complete or not; return whether they are being reduced."""
         rest = sorted(self.awaited.intersection(params), key=self._fsdp.param_to_name.__getitem__)
         self.awaited.difference_update(rest)
         return self._accumulate_and_reduce(rest)
 
     def check_final(self) -> None:
-        """Check that the step's last backward pass was known to be the last.
+        """Check that the last backward pass of the step was known to be the last.
 
         Raises:
-            RuntimeError: it was not, and left gradients unreduced.
+            RuntimeError: It was not, and left gradients unreduced.
         """
         fsdp = self._fsdp
         waits = fsdp.dist_index.use_hybrid_fsdp or fsdp.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD
         if waits and fsdp.microbatch_count and not self.final:
             raise RuntimeError(
-                "Megatron-FSDP reduces these gradients in the backward pass of a step's last micro-batch only, and the "
-                "pipeline schedule did not say which that is: it does if config.grad_sync_func is None, as with "
-                "--no-align-grad-reduce"
+                "Megatron-FSDP reduces these gradients only in the backward pass of a step's last micro-batch, and the "
+                "pipeline schedule did not mark it: set config.grad_sync_func to None, as --no-align-grad-reduce does"
             )
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
         """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
         fsdp = self._fsdp
-        self.final = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
+        self.final = self._is_final()
         reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
         self.progress = max(Progress.REDUCED if reduces else Progress.ACCUMULATED, self.progress)
         self.accumulate(params)
         if reduces:
-            between_instances = fsdp.dist_index.use_hybrid_fsdp and self.final and self._graphs.passes is None
+            across_replicas = fsdp.dist_index.use_hybrid_fsdp and self.final and self._graphs.passes is None
             fsdp.grad_reduce_pipeline.reduce_gradients(
                 params,
                 suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,
-                outer_fsdp_group_grad_reduce=between_instances,  # graphs of whole passes never do
+                outer_fsdp_group_grad_reduce=across_replicas,  # see ``reduce_across_replicas``
             )
         return reduces
 
     def accumulate(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Add each gradient to its main gradient, unless a fused kernel or a graph has done so."""
+        """Add each gradient to its main gradient, unless a fused kernel or a graph has added it."""
         buffer = self._fsdp.param_and_grad_buffer
         copied_to, copied_from = [], []
         claimed: dict[int, Any] = {}
@@ -141,7 +143,7 @@ class Gradients:
         """Return ``param.main_grad``, a view of its bucket for this backward pass.
 
         Args:
-            claimed: The storage of each bucket that the caller has claimed already, by index.
+            claimed: The storage of each bucket that the caller has already claimed, by index.
         """
         main_grads = param._gbuf
         if bucket in claimed:
@@ -165,12 +167,12 @@ class Gradients:
 
 
 class Phase(Enum):
-    """The phase of the backward pass."""
+    """Phase of the backward pass."""
 
     CLOSED = auto()
-    REPLAYED = auto()  # by graphs of the whole model, which leave nothing to do for hooks
-    EXPECTS_GRADIENTS = auto()  # of parameters, which hooks handle
-    IN_PARTS = auto()  # as above; embedding, layers and output layer run their parts of it by themselves
+    REPLAYED = auto()  # by graphs of the whole model, which leave no work to hooks
+    EXPECTS_GRADIENTS = auto()  # hooks handle the gradients that autograd computes
+    IN_PARTS = auto()  # the same; embedding, layers and output layer have autograd passes of their own
 
 
 class BackwardPass:
@@ -178,10 +180,11 @@ class BackwardPass:
 
     Attributes:
         module_names: The name of each module in the model; filled while hooks are registered.
-        trainable: All parameters that require a gradient, likewise; an ordered set, whose hashes are known.
-        runners: The runners of modules whose backward pass has begun in it; of replayed whole passes their owner.
-        takers: The runners that collect complete gradients; others are handled at once.
-        collected: Parameters whose gradient a runner has collected and not handled yet.
+        trainable: All parameters that require a gradient; filled while hooks are registered. An ordered set that keeps
+            hashes.
+        runners: The runner of each module whose backward pass has begun; for replayed whole passes, their owner.
+        takers: The runners that collect complete gradients; other gradients are handled at once.
+        collected: The parameters whose gradient each runner has collected and not handled yet.
     """
 
     def __init__(self, graphs: Any):
@@ -197,23 +200,23 @@ class BackwardPass:
 
     @property
     def is_open(self) -> bool:
-        """Whether one is in progress."""
+        """Whether a backward pass is in progress."""
         return self.phase is not Phase.CLOSED
 
     @property
     def expects_gradients(self) -> bool:
-        """Whether one of the model is in progress, in which autograd computes gradients."""
+        """Whether a backward pass of the model is in progress in which autograd computes gradients."""
         return self.phase is Phase.EXPECTS_GRADIENTS
 
     def start(self, *, caller_ends_it: bool = False, replayed: bool = False) -> None:
-        """Open it, unless it is open: no prefetch or release by forward hooks, all gradients still to come.
+        """Open the backward pass if it is closed: forward hooks neither prefetch nor release, all gradients are due.
 
         Args:
             caller_ends_it: Whether the caller will call ``finish_backward`` itself. Otherwise autograd does.
-            replayed: Whether it is a replay of the whole model's graph.
+            replayed: Whether a graph of the whole model is about to be replayed.
 
         Raises:
-            RuntimeError: such a replay leaves out a gradient that autograd has computed in the same pass.
+            RuntimeError: The replay omits a gradient that autograd has computed in the same pass.
         """
         if replayed and self._before is not None:
             autograd_pass, param = self._before
@@ -231,20 +234,20 @@ class BackwardPass:
             self._expect_gradients()
 
     def note_beside_graphs(self, param: torch.nn.Parameter) -> None:
-        """Note that autograd has computed the gradient of ``param``, where there are graphs of the whole model.
+        """Note that autograd has computed the gradient of ``param`` although graphs hold the whole model.
 
         Raises:
-            RuntimeError: a replay, which reduces the gradients of its pass, has left it out.
+            RuntimeError: A replay has reduced the gradients of its pass without it.
         """
         if self.phase is Phase.REPLAYED:
             raise self._left_out(param)
-        if self.phase is Phase.CLOSED:  # the replay may be still to come
+        if self.phase is Phase.CLOSED:  # a replay may follow
             self._before = torch._C._current_graph_task_id(), param
 
     def _left_out(self, param: torch.nn.Parameter) -> RuntimeError:
         return RuntimeError(
             f"{self._fsdp.param_to_name[param]} gets a gradient beside CUDA graphs of the whole model, which reduce "
-            "theirs by themselves: the loss uses it outside of the model's forward pass (a penalty, say). Set "
+            "only their own: the loss uses it outside of the model's forward pass (in a penalty, for example). Set "
             "--cuda-graph-layers-per-graph all: embedding, final norm and output layer then run eagerly"
         )
 
@@ -260,72 +263,72 @@ class BackwardPass:
             self._graphs.model_passes.gather_first_unit("backward")  # as ranks do that replay this pass
 
     def begin(self, modules: Iterable[torch.nn.Module], runner: object) -> None:
-        """Note that the backward pass of ``modules`` begins, whose forward pass had ``runner``.
+        """Note that the backward pass of ``modules`` begins; ``runner`` ran their forward pass.
 
         Raises:
-            RuntimeError: this backward pass mixes replayed and eager forward passes of a module: their gradients would
+            RuntimeError: This backward pass mixes replayed and eager forward passes of a module, whose gradients would
                 be summed in two places.
         """
         for module in modules:
             if self.runners.setdefault(module, runner) is not runner:
                 raise RuntimeError(
-                    f"{type(module).__name__}: one backward pass has a forward pass that CUDA graphs replayed and one "
-                    "that ran eagerly (of another shape, say). Call backward() for each loss by itself"
+                    f"{type(module).__name__}: this backward pass mixes a forward pass that CUDA graphs replayed and "
+                    "one that ran eagerly (of another shape, for example). Call backward() for each loss separately"
                 )
 
     def end_of_modules(self) -> None:
-        """Forget the backward passes of modules that have begun."""
+        """Forget the modules whose backward pass has begun."""
         self.runners.clear()
         self.takers.clear()
         self.collected.clear()
 
     @shown_in_profiles
     def finish_backward(self) -> None:
-        """Close it: handle the remaining parameters, and finish the reductions."""
+        """Close the backward pass: handle the remaining gradients, and finish the reductions."""
         fsdp, gradients = self._fsdp, self._graphs.gradients
-        self.end_of_modules()  # what was collected is still awaited
+        self.end_of_modules()  # collected gradients are still awaited
         if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and gradients.handle_rest(self.trainable):
             fsdp.grad_reduce_pipeline.reset()
         if fsdp.dist_index.use_hybrid_fsdp:
-            gradients.reduce_between_instances()
+            gradients.reduce_across_replicas()
         self.phase = Phase.CLOSED
         fsdp.__dict__["microbatch_count"] += 1  # bypasses Module.__setattr__, which is slow
         if fsdp.model_auto_sync:
             fsdp.finish_grad_sync()
 
     def close(self) -> None:
-        """Close it, and await no gradients any more."""
+        """Close the backward pass, and await no gradients any more."""
         self.phase = Phase.CLOSED
         self.end_of_modules()
         self._graphs.gradients.awaited.clear()
         self._set_training_states(TrainingState.IDLE)
 
     def drop(self) -> None:
-        """Close an unfinished one, and drop its gradients."""
+        """Close an unfinished backward pass, and drop its gradients."""
         self.close()
         self._graphs.gradients.drop()
         release_all(self._fsdp)
 
     def drop_unfinished(self) -> None:
-        """Clean up after one that an exception ended, if it is still open: autograd does not close it then.
+        """Clean up after a backward pass that an exception ended, as autograd does not close it.
 
-        Later passes would otherwise count as a part of it, and neither reduce all gradients nor release parameters.
+        Later passes would otherwise count as part of it, and neither reduce all gradients nor release parameters.
         """
         if self.phase is Phase.CLOSED:
             return
         warnings.warn(
             "Megatron-FSDP: an exception ended the last backward pass. Gradients that were not reduced are dropped; "
-            "those that were are in the main gradients, so call zero_grad_buffer() and optimizer.zero_grad() before "
-            "the next step.",
+            "the others are in the main gradients, so call zero_grad_buffer() and optimizer.zero_grad() before the "
+            "next step.",
             stacklevel=4,
         )
         self.drop()
 
     def forward_begins(self) -> None:
-        """Drop an unfinished one before a forward pass of the whole model.
+        """Drop an unfinished backward pass before a forward pass of the whole model.
 
-        Two kinds of forward passes are allowed within a backward pass: activation checkpointing of the whole model, and
-        schedules that call ``finish_backward`` themselves.
+        Two kinds of forward passes may run within a backward pass: activation checkpointing of the whole model, and
+        passes of schedules that call ``finish_backward`` themselves.
         """
         if not self._caller_ends_it and torch._C._current_graph_task_id() == -1:
             self.drop_unfinished()

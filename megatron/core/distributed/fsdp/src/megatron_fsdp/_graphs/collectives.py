@@ -1,7 +1,7 @@
-"""All-gathers and reductions that are recorded as CUDA graphs of their own.
+"""All-gathers and reductions recorded as CUDA graphs of their own.
 
-Under the double buffer a unit's parameters are gathered from and to the same addresses in every pass, and its gradients
-reduced likewise. A replay is one launch; the collective itself costs the host a walk through buckets and NCCL's calls.
+Under the double buffer each pass gathers a unit's parameters from and to the same addresses, and reduces its gradients
+there. A replay is one launch; the collective itself costs the host a walk through buckets and NCCL's calls.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,20 +11,18 @@ from typing import Any
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.graph import Capture
-from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.launches import launches_of
+from megatron.core.transformer._cuda_graphs.snapshot import Aspect, Snapshot
 
-from ..param_and_grad_buffer import BucketStatus
-from .unit import ADVICE
-
-TO_GATHER = (BucketStatus.EMPTY, BucketStatus.PRESERVED)
+from ..param_and_grad_buffer import TO_GATHER, BucketStatus
+from .pipelines import ADVICE
 
 
-class RecordedWork:
-    """Work on a communication stream that is recorded in a graph.
+class RecordedCollective:
+    """A collective on a communication stream, recorded in a graph.
 
-    All ranks must replay recorded collectives, and run others, in the same order. The graph must be freed before the
-    communicator: NCCL keeps a communicator alive as long as a graph holds work of it.
+    All ranks must launch recorded and other collectives in the same order. Free the graph before the communicator: NCCL
+    keeps a communicator alive as long as a graph holds its work.
 
     Args:
         run: Enqueues the work on the current stream, or on others that join it.
@@ -38,8 +36,8 @@ class RecordedWork:
         with torch.cuda.stream(stream), capture.recording(self._graph):
             run()
 
-    def launch(self) -> None:
-        """Run it once the current stream has finished its work so far."""
+    def _replay(self) -> None:
+        """Replay the graph once the current stream has finished its work so far."""
         # torch looks the current stream up several times slower without the device.
         stream, current = self._stream, torch.cuda.current_stream(self._device)
         self._ready.record(current)
@@ -52,7 +50,7 @@ class RecordedWork:
         self._done.record(stream)
 
     def wait(self) -> None:
-        """Let the current stream wait for the last launch."""
+        """Make the current stream wait for the last launch."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def reset(self) -> None:
@@ -60,11 +58,11 @@ class RecordedWork:
         self._graph.reset()
 
 
-class RecordedGather:
+class RecordedGather(RecordedCollective):
     """The all-gather of one group of parameter buckets.
 
     Args:
-        gathers: The pipeline of all-gathers; no bucket of ``buckets`` is in use.
+        gathers: The pipeline of all-gathers; it uses none of ``buckets``.
         buckets: The indices of the buckets, all of one unit and of one process group.
     """
 
@@ -78,40 +76,42 @@ class RecordedGather:
             for bucket in buckets:
                 gathers.wait_bucket_ready(bucket, False)
 
-        self.work = RecordedWork(capture, gathers.ag_stream, run)
-        self._buckets = [
-            (gathers.get_bucket_key(bucket, False), buffer, buffer.fetch_bucket().data.data_ptr())
-            for bucket, buffer in zip(buckets, map(gathers.get_fsdp_buffer, buckets), strict=True)
-        ]
-        # An eager gather lets parameters view the bucket, wherever that is then; a replay leaves them as they are.
-        self._views = [(param, param.data_ptr()) for param in (groups[bucket].params[0] for bucket in buckets)]
+        super().__init__(capture, gathers.ag_stream, run)
+        self._keys = [gathers.get_bucket_key(bucket, False) for bucket in buckets]
+        self._fetch = [gathers.get_fsdp_buffer(bucket).fetch_bucket for bucket in buckets]
+        # An eager gather points parameters at the bucket, wherever that is then; a replay leaves them as they are.
+        self._viewing = [groups[bucket].params[0] for bucket in buckets]
+        self._addresses = self._current_addresses()
         for bucket in buckets:
             gathers.release_bucket(bucket, False)
 
+    def _current_addresses(self) -> list[int]:
+        """Return where buckets are, which are allocated first, and where parameters are."""
+        return [
+            *[fetch().data.data_ptr() for fetch in self._fetch],
+            *[param.data_ptr() for param in self._viewing],
+        ]
+
     def launch(self) -> bool:
-        """Start the all-gather; return False if a bucket is gathered or something is not where it was at capture."""
+        """Start the all-gather; return False if a bucket is gathered or something has moved since capture."""
         gathers = self._gathers
         status = gathers.bucket_status
-        for key, _, _ in self._buckets:
+        for key in self._keys:
             if status[key] not in TO_GATHER:
                 return False
         gathers.recycle_unused_buckets()
-        for _, buffer, address in self._buckets:
-            if buffer.fetch_bucket().data.data_ptr() != address:
-                return False
-        for param, address in self._views:
-            if param.data_ptr() != address:
-                return False
-        self.work.launch()
-        for key, _, _ in self._buckets:
+        if self._current_addresses() != self._addresses:
+            return False
+        self._replay()
+        for key in self._keys:
             status[key] = BucketStatus.COMMUNICATING
             gathers.bucket_can_be_released[key] = False
             gathered = partial(status.__setitem__, key, BucketStatus.READY_TO_USE)
-            gathers.param_gather_event_map[key] = (self.work, gathered)
+            gathers.param_gather_event_map[key] = (self, gathered)
         return True
 
 
-class RecordedReduction:
+class RecordedReduction(RecordedCollective):
     """The reduction of one group of gradient buckets: scaling, reduce-scatter, addition to the rank's shard.
 
     Args:
@@ -120,38 +120,37 @@ class RecordedReduction:
     """
 
     def __init__(self, capture: Capture, reductions: Any, buckets: list[int]):
-        self._reductions, self.buckets = reductions, list(buckets)
+        self._reductions, self.buckets = reductions, buckets
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        self._fetch = [partial(reductions.get_fsdp_buffer(bucket).fetch_bucket, dtype=dtype) for bucket in buckets]
-        self._addresses = [fetch().data.data_ptr() for fetch in self._fetch]
-        reduce = partial(reductions._bucket_group_gradient_reduce, self.buckets, async_op=True)
-        self.work = RecordedWork(capture, reductions.rs_stream, reduce)
-        self._queued = [(self.work, free, bucket) for _, free, bucket in reductions.grad_reduce_queue]
+        fetch = [partial(reductions.get_fsdp_buffer(bucket).fetch_bucket, dtype=dtype) for bucket in buckets]
+        names = [f"the gradients of bucket {bucket}" for bucket in buckets]
+
+        def current_addresses() -> list[int]:
+            return [each().data.data_ptr() for each in fetch]
+
+        self._places = Snapshot(ADVICE, Aspect(names, current_addresses, show=hex))
+        reduce = partial(reductions._bucket_group_gradient_reduce, buckets, async_op=True)
+        super().__init__(capture, reductions.rs_stream, reduce)
+        self._queued = [(self, free, bucket) for _, free, bucket in reductions.grad_reduce_queue]
         reductions.grad_reduce_queue.clear()
         for _, free, _ in self._queued:
             free()
 
     def claim(self) -> None:
-        """Claim the buckets, once earlier reductions have read what is in their place.
+        """Claim the buckets, once earlier reductions have read the memory.
 
         Raises:
-            ChangedSinceCaptureError: a bucket cannot go where it was at capture.
+            ChangedSinceCaptureError: A bucket has moved since capture.
         """
         self._reductions._enforce_double_buffer_limit(self.buckets)
-        for bucket, fetch, address in zip(self.buckets, self._fetch, self._addresses, strict=True):
-            now = fetch().data.data_ptr()
-            if now != address:
-                raise ChangedSinceCaptureError(
-                    f"changed since capture: the gradients of bucket {bucket} ({address:#x} at capture, {now:#x} now); "
-                    f"{ADVICE}"
-                )
+        self._places.check()
 
     def launch(self) -> bool:
-        """Start and queue the reduction; return False if a bucket is not where it was at capture."""
-        if [fetch().data.data_ptr() for fetch in self._fetch] != self._addresses:
+        """Start and queue the reduction; return False if a bucket has moved since capture."""
+        if self._places.changed():
             return False
         reductions = self._reductions
-        self.work.launch()
+        self._replay()
         for bucket in self.buckets:
             reductions.bucket_status[bucket] = BucketStatus.COMMUNICATING
         reductions.grad_reduce_queue.extend(self._queued)
@@ -159,7 +158,7 @@ class RecordedReduction:
 
 
 def record(fsdp: Any, buckets: Iterable[int], *, reductions: bool) -> None:
-    """Record the all-gathers of ``buckets``, and their reductions if so asked; none is in use before or after."""
+    """Record the all-gathers of ``buckets``, and optionally their reductions. No bucket is in use before or after."""
     capture = Capture(None, draws=False)
     gathers, reduces = fsdp.all_gather_pipeline, fsdp.grad_reduce_pipeline
     for group in _groups(fsdp, buckets):
@@ -172,18 +171,18 @@ def record(fsdp: Any, buckets: Iterable[int], *, reductions: bool) -> None:
 
 
 def forget(fsdp: Any, buckets: Iterable[int]) -> None:
-    """Free what is recorded for ``buckets``."""
+    """Free the graphs recorded for ``buckets``."""
     for bucket in buckets:
         for recorded in (fsdp.all_gather_pipeline.recorded, fsdp.grad_reduce_pipeline.recorded):
             if bucket in recorded:
-                recorded.pop(bucket).work.reset()
+                recorded.pop(bucket).reset()
 
 
 def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> None:
     """Reduce once in each process group that reduces ``buckets``: captures cannot set up communicators.
 
-    The content of the buckets is reduced; the caller zeroes gradients later. The buckets have their places already,
-    and keep them (``take_places``).
+    This reduces whatever the buckets contain; the caller zeroes gradients later. The buckets have been placed already
+    by ``take_places``.
 
     Args:
         done: The process groups that have reduced; extended by those whose reduction was launched, even if it failed.

@@ -1,26 +1,61 @@
-"""Megatron-FSDP's pipelines around a capture: emptied before and after it, and put back after one that failed.
+"""Training states of modules, and Megatron-FSDP's pipelines around a capture.
 
-What puts them back launches no collective: other ranks may not join it.
+Pipelines are emptied before and after a capture, and restored if it fails. Restoring launches no collective: other
+ranks may not join it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from enum import Enum, auto
+from functools import wraps
+from typing import Any, Literal
 
 import torch
 from torch.distributed import distributed_c10d
 
 from ..param_and_grad_buffer import BucketStatus
-from .unit import TrainingState
+
+Direction = Literal["forward", "backward"]
+
+# The end of errors about moved buffers.
+ADVICE = (
+    "graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
+    "both are set, the order of all-gathers changed (a unit ran out of turn, for example)"
+)
+
+
+class TrainingState(Enum):
+    """State of a module in a training step, in its ``_training_state``."""
+
+    FORWARD = auto()
+    PRE_BACKWARD = auto()  # its parameters are gathered for backward, or its forward pass is recomputed
+    POST_BACKWARD = auto()
+    IDLE = auto()
+
+
+def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
+    """Show the method ``phase`` in profiles, with the name of its module argument or of its owner's module."""
+
+    @wraps(phase)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.autograd._profiler_enabled():
+            return phase(*args, **kwargs)
+        owner: Any = args[0]
+        module = args[1] if len(args) > 1 else getattr(owner, "module", None)
+        name = owner.module_names.get(module, "")
+        with torch.profiler.record_function(f"FSDP::{phase.__name__} ({name})"):
+            return phase(*args, **kwargs)
+
+    return run
 
 
 @contextmanager
 def prepared(fsdp: Any) -> Iterator[None]:
-    """Let the model hold raw parameters, none of them gathered, and no collective be in flight at either end.
+    """Provide the model with raw parameters, no unit gathered and no collective in flight.
 
-    At the end, also after an exception, what was used in between is released, and the model holds the parameters
-    that it held (raw, or the optimizer's ``DTensor``).
+    At the end, also after an exception, everything that was gathered is released, and the model holds the parameters it
+    held before (raw, or the optimizer's ``DTensor``). Parameters outside of units keep their memory and their values.
     """
     distributed = fsdp.is_param_fsdp_distributed
     try:
@@ -39,30 +74,12 @@ def prepared(fsdp: Any) -> Iterator[None]:
                 fsdp._replace_param_with_distributed_if_needed()
 
 
-@contextmanager
-def prepared_for_evaluation(fsdp: Any) -> Iterator[None]:
-    """Let the model hold raw parameters, no unit be gathered and no collective be in flight at either end.
-
-    Gradients stay as they are, and so do gathered parameters outside of units: a backward pass that is still to come
-    may read them.
-    """
-    fsdp._replace_param_with_raw_if_needed()
-    release_units(fsdp)
-    try:
-        yield
-    except BaseException:
-        take_back_unlaunched(fsdp)
-        raise
-    finally:
-        release_units(fsdp)
-
-
 def take_places(fsdp: Any) -> None:
-    """Let each bucket of a double buffer go where it goes in training: where it is put first, it belongs.
+    """Assign each bucket of a double buffer the place it has in training, as its first place becomes permanent.
 
-    In training neighbouring units are in use together, and take the two buffers in turn. A capture before the first
-    step would put them elsewhere: it runs some units only, perhaps, and reduces a bucket while no other is in use. No
-    bucket is in use, before and after.
+    In training neighboring units are in use together and alternate between the two buffers. A capture before the first
+    step would assign other places: it may run some units only, and reduces a bucket while no other is in use. No bucket
+    is in use before or after.
     """
     if not fsdp.ddp_config.fsdp_double_buffer:
         return
@@ -80,7 +97,7 @@ def take_places(fsdp: Any) -> None:
 
 
 def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
-    """Allocate and free the buckets of the buffers of ``units``, each unit while the one before it has its own."""
+    """Allocate and free the buckets of the buffers of ``units``, each unit while the previous one is allocated."""
     before: list[Any] = []
     for unit in [*units, ()]:
         sharded = [buffer for buffer in unit if buffer.is_data_distributed]
@@ -92,7 +109,7 @@ def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = Non
 
 
 def release_captured(fsdp: Any) -> None:
-    """Give back what a capture leaves: gradients, gathered parameters, states."""
+    """Reset gradients and training states after a capture, and release gathered parameters."""
     for param in fsdp.module.parameters():
         param.grad = None  # a failed engine may have left some
         param.grad_added_to_main_grad = False
@@ -109,18 +126,8 @@ def release_all(fsdp: Any) -> None:
         fsdp.all_gather_pipeline.reset()
 
 
-def release_units(fsdp: Any) -> None:
-    """Wait for collectives in flight, and release the parameters of all units that are released after use."""
-    fsdp.all_gather_pipeline.settle()
-    fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
-    if fsdp.data_parallel_sharding_strategy == "optim_grads_params" and fsdp.fsdp_unit_modules:
-        for bucket, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
-            for bwd in (False, True) if group.fsdp_unit_id is not None else ():
-                fsdp.all_gather_pipeline.release_bucket(bucket, bwd)
-
-
 def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:
-    """Free the memory of ``buckets`` of gradients, whose content is lost."""
+    """Free the memory of gradient ``buckets``, whose content is lost."""
     reductions = fsdp.grad_reduce_pipeline
     for bucket in reductions.bucket_status.keys() & buckets:
         main_grads = reductions.get_fsdp_buffer(bucket)
@@ -134,7 +141,7 @@ def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
     """Empty both pipelines: no collective in flight, no gradient bucket in use. Gathered parameters stay gathered.
 
     Args:
-        finished: Whether collectives in flight will come to an end; those of an abandoned graph never run.
+        finished: Whether collectives in flight will finish; collectives of an abandoned graph never run.
     """
     take_back_unlaunched(fsdp)
     gathers, reductions = fsdp.all_gather_pipeline, fsdp.grad_reduce_pipeline
@@ -150,7 +157,7 @@ def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
 
 
 def take_back_unlaunched(fsdp: Any) -> None:
-    """Release the buckets of gathers that failed before they were launched, so that these can be launched again."""
+    """Release the buckets of gathers that failed before launch, so that these can be launched again."""
     gathers = fsdp.all_gather_pipeline
     group_of = [gathers.get_fsdp_buffer(bucket).data_parallel_group for bucket in range(gathers.num_buckets)]
     # torch leaves a coalescing context that failed open: nothing in it was launched.
@@ -159,13 +166,13 @@ def take_back_unlaunched(fsdp: Any) -> None:
         if status is not BucketStatus.COMMUNICATING:
             continue
         event, _ = gathers.param_gather_event_map.get(key, (None, None))
-        # What calls in the context return; it is replaced once they are launched together.
+        # Calls in the context return a placeholder, which is replaced once they are launched together.
         if isinstance(event, distributed_c10d._IllegalWork) or (event is None and group_of[key[0]] in unlaunched):
             gathers.param_gather_event_map.pop(key, None)
             gathers.get_fsdp_buffer(*key).free_bucket_storage()
             gathers.bucket_status[key] = BucketStatus.EMPTY
             gathers.bucket_can_be_released[key] = False
-        elif event is None:  # to wait for it failed
+        elif event is None:  # waiting for it failed
             gathers.bucket_status[key] = BucketStatus.READY_TO_USE
 
 
