@@ -44,7 +44,7 @@ help:
 	@echo "make test-functional  recipes with golden values"
 	@echo "make bench     step times on the GPUs of this machine"
 	@echo "make measure   measure the numbers in the documents on the GPUs of this machine"
-	@echo "make docs      generate docs/compatibility.md"
+	@echo "make docs      generate docs/compatibility.md and docs/results.md"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    format with ruff"
 	@echo "make .venv     create the environment of all targets"
@@ -150,9 +150,10 @@ bench: $(ENVIRONMENT)
 measure: $(ENVIRONMENT)
 	$(PY) benchmarks/measure.py $(MEASURE)
 
-# A unit test fails if this page is out of date.
+# Unit tests fail if these pages are out of date.
 docs: $(ENVIRONMENT)
 	$(PY) -m tests.support.compatibility > docs/compatibility.md
+	$(PY) benchmarks/tables.py
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check $(CHECKED)

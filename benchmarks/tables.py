@@ -1,16 +1,15 @@
-"""Write the tables and figures of the documents from files of results.
+"""Write docs/results.md from ``benchmarks/_tables/results.md`` and the files in ``benchmarks/results``.
 
-    python benchmarks/tables.py            # update all documents
-    python benchmarks/tables.py --check    # exit with 1 if a document is outdated
+    python benchmarks/tables.py            # write the page
+    python benchmarks/tables.py --check    # exit with 1 if the page differs from the results
 
-A table is between two comments. The first one has its kind (``KINDS``) and its files, relative to
-``benchmarks/results``. A figure precedes a comment with its source:
+The template holds placeholders for tables and figures, with files relative to ``benchmarks/results``:
 
-    42.1<!--=release/step_time_a_b_1gpu configurations/A/native/ms-->
+    {{launches: release/step_time_a_b_1gpu release/step_time_c_d_1gpu}}
+    {{.1f: release/step_time_a_b_1gpu configurations/A/native/ms}}
 
-The source is a file and keys, without ``--``, which comments cannot contain. The key of a list element is its
-``variant`` or its index. ``over`` between two sources makes a ratio. A figure keeps its number of decimals. A test
-fails for figures without a source.
+A table is named after a function of ``benchmarks/_tables``. A figure has a format, a file and the keys that lead to it,
+without ``--``; in a list, a key is the variant of an element or its index.
 """
 
 import argparse
@@ -25,78 +24,67 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks._tables import checks, steps  # noqa: E402
 
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/measurements.md", "docs/plan.md", "docs/scale.md")
-RESULTS = "benchmarks/results"
-COMMENT = "<!-- {} by benchmarks/tables.py from: {} -->"
-END = "<!-- end of what tables.py made -->"
-BLOCK = re.compile(COMMENT.format(r"(\w+)", "(.*?)") + "\n(.*?)" + END, re.DOTALL)
-FIGURE = re.compile(r"(\d[\d,]*)(\.\d+)?<!--=(\S+) (.+?)-->", re.DOTALL)
-KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(steps.times, steps.launches, steps.levers, steps.memory, steps.recomputation, steps.growth),
+RESULTS = ROOT / "benchmarks" / "results"
+TEMPLATE = ROOT / "benchmarks" / "_tables" / "results.md"
+PAGE = ROOT / "docs" / "results.md"
+PLACEHOLDER = re.compile(r"\{\{([.\w]+):(.*?)\}\}", re.DOTALL)
+TABLES = {
+    table.__name__: table
+    for table in (
+        *(steps.launches, steps.levers, steps.memory, steps.recomputation, steps.growth),
         *(checks.equality, checks.faults, checks.soaks, checks.repeated),
     )
 }
 
 
-def rewritten(text: str, up: str = "") -> str:
-    """Return a document with updated tables and figures.
+def page() -> str:
+    """Return the page as the results have it."""
+    return PLACEHOLDER.sub(_filled, TEMPLATE.read_text())
+
+
+def _filled(found: re.Match) -> str:
+    kind, (first, *rest) = found[1], found[2].split()
+    if kind not in TABLES:
+        return format(figure(first, " ".join(rest)), kind)
+    header, *rows = TABLES[kind]([_read(name) for name in (first, *rest)])
+    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
+    lines.insert(1, "|---" * len(header) + "|")
+    return "\n".join(lines)
+
+
+def figure(name: str, keys: str) -> float:
+    """Return a figure of a file of results.
 
     Args:
-        text: The document.
-        up: Relative path from its folder to the repository, for links.
+        name: The file, relative to ``benchmarks/results`` and without its ending.
+        keys: Keys separated by slashes, without ``--``; in a list, a variant or an index.
     """
-
-    def block(found: re.Match) -> str:
-        results = {f"{up}{RESULTS}/{name}.json": _read(name) for name in found[2].split()}
-        header, *rows = KINDS[found[1]](results)
-        lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
-        lines.insert(1, "|---" * len(header) + "|")
-        return "\n".join([COMMENT.format(found[1], found[2]), *lines, END])
-
-    def figure(found: re.Match) -> str:
-        whole, digits, name, keys = found.groups(default="")
-        first, _, second = keys.partition(" over ")
-        value = _value(_read(name), first) / (_value(_read(name), second) if second else 1)
-        grouped = "," if "," in whole else ""
-        return f"{value:{grouped}.{max(0, len(digits) - 1)}f}<!--={name} {keys}-->"
-
-    return FIGURE.sub(figure, BLOCK.sub(block, text))
-
-
-def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / RESULTS / f"{name}.json").read_text())
-    return found
-
-
-def _value(found: Any, keys: str) -> float:
+    found = _read(name)
     for key in keys.split("/"):
         if isinstance(found, list):
-            names = (str(each.get("variant")).replace("--", "") for each in found)
-            named = [each for each, own in zip(found, names, strict=True) if key == own]
+            named = [each for each in found if str(each.get("variant")).replace("--", "") == key]
             found = named[0] if named else found[int(key)]
         else:
             found = {name.replace("--", ""): each for name, each in found.items()}[key]
     return float(found)
 
 
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Update or check the documents, and return the exit code."""
+    """Write or check the page; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="only check")
+    parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(arguments)
-    differing = []
-    for name in DOCUMENTS:
-        text = (ROOT / name).read_text()
-        new = rewritten(text, "../" * name.count("/"))
-        if new != text:
-            differing.append(name)
-            if not args.check:
-                (ROOT / name).write_text(new)
-    if args.check and differing:
-        print(f"{', '.join(differing)}: tables or figures differ from results: run python benchmarks/tables.py")
-    return int(args.check and bool(differing))
+    new = page()
+    differs = not PAGE.exists() or PAGE.read_text() != new
+    if args.check and differs:
+        print("docs/results.md differs from the results: run python benchmarks/tables.py")
+    elif differs:
+        PAGE.write_text(new)
+    return int(args.check and differs)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ graphed)
         --cuda-graph-modules attn moe_router moe_preprocess   # all of a layer up to the dispatch of its tokens
     )
     ;;
-whole)  # Hopper or newer; measured with EXPERT_PARALLEL=1 on one GPU (docs/performance.md)
+whole)  # Hopper or newer; measured with EXPERT_PARALLEL=1 on one GPU (docs/results.md)
     GRAPHS=(
         --cuda-graph-impl transformer_engine
         --cuda-graph-warmup-steps 3

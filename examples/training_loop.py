@@ -13,6 +13,7 @@ import os
 
 import torch
 import torch.distributed as dist
+
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel

@@ -17,7 +17,7 @@ def equality(results: Results) -> Iterator[Row]:
     """Yield a row for each kind of comparison with the number of cases equal to eager; adds up shares."""
     yield "what", "engine", "layout", "GPUs", "equal", "others", "commit"
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for found in results.values():
+    for found in results:
         if "results" in found:
             runs.setdefault((gpus(found), found["commit"]), []).append(found)
     for (machine, measured), shares in runs.items():
@@ -35,7 +35,7 @@ def equality(results: Results) -> Iterator[Row]:
         left = sum(share.get("cases", len(share["results"])) - len(share["results"]) for share in shares)
         if left > 0:
             yield "not run", "", "", machine, "", f"{left} cases", measured
-    for found in results.values():
+    for found in results:
         for each in found.get("comparisons", ()):
             yield (
                 *(each["what"], each["engine"], each["layout"], gpus(each)),
@@ -54,7 +54,7 @@ def _outcome(case: Mapping[str, Any]) -> str:
 def faults(results: Results) -> Iterator[Row]:
     """Yield a row for each case with injected faults."""
     yield "case", "on", "passed", "commit"
-    for found in results.values():
+    for found in results:
         for each in found["results"]:
             passed, attempts = (
                 sum(each[key].values()) if isinstance(each[key], dict) else each[key] for key in ("passed", "attempts")
@@ -71,7 +71,7 @@ def soaks(results: Results) -> Iterator[Row]:
         "moe": "parts of MoE layers",
         "grouped": "dropless experts in graphs of the whole model, tokens unbalanced anew in each micro-batch",
     }
-    for found in results.values():
+    for found in results:
         for name, said in names.items():
             if name in found:
                 each = found[name]
@@ -86,7 +86,7 @@ def soaks(results: Results) -> Iterator[Row]:
 def repeated(results: Results) -> Iterator[Row]:
     """Yield a row for each variant of a repeated training, without common flags."""
     yield "model", "GPUs", "trained", "runs equal", "different results", "commit"
-    for found in results.values():
+    for found in results:
         by_model: dict[str, list[list[str]]] = {}
         for row in found["rows"]:
             name, _, flags = row["configuration"].partition(":")

@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks._step_time.configurations import DESCRIPTIONS
 from benchmarks._step_time.variants import parts
 
 Row = tuple[str, ...]
-Results = Mapping[str, Mapping[str, Any]]
+Results = Sequence[Mapping[str, Any]]
 NAMES = {
     "eager": "eager",
     "native": "graphs",
@@ -22,36 +21,13 @@ FLAGS = {
 }
 
 
-def times(results: Results) -> Iterator[Row]:
-    """Yield a row for each configuration trained eagerly and with graphs."""
-    yield (
-        *("model", "GPUs, results", "eager: ms", "graphs: ms", "time / eager", "time / full iteration"),
-        *("memory / eager", "steps equal to eager's", "commit"),
-    )
-    for path, found, model, variants in _trained(results, described=True):
-        eager, graphs = variants["eager"], variants["native"]
-        if FLAGS["+optimizer"] in model or FLAGS["+checks"] in model:
-            continue
-        yield (
-            model,
-            f"[{gpus(found)}]({path})",
-            _ms(eager),
-            _ms(graphs),
-            f"{graphs['ms'] / eager['ms']:.2f}",
-            _spread(graphs, "ratio_to_full_iteration", variants.get("full_iteration")),
-            f"{graphs['reserved_mib'] / eager['reserved_mib']:.2f}",
-            f"{graphs['equal_steps']} of {graphs['steps']}",
-            commit(found, graphs),
-        )
-
-
 def launches(results: Results) -> Iterator[Row]:
     """Yield a row for each configuration: medians over launches, and ranges."""
     yield (
         *("model", "GPUs", "eager: ms", "graphs: ms", "full iteration: ms", "compute alone: ms"),
         *("graphs / full iteration", "graphs / compute alone", "commit"),
     )
-    for _, found, model, variants in _trained(results, needed=("native",)):
+    for found, model, variants in _trained(results, needed=("native",)):
         graphs, whole, alone = (variants.get(name, {}) for name in ("native", "full_iteration", "compute_alone"))
         yield (
             model,
@@ -72,7 +48,7 @@ def levers(results: Results) -> Iterator[Row]:
         *("model", "GPUs", "settings of both", "graphs: ms", "full iteration: ms", "graphs / full iteration"),
         *("steps equal to eager's", "commit"),
     )
-    for found in results.values():
+    for found in results:
         for configuration, rows in found["configurations"].items():
             variants = {row["variant"]: row for row in rows}
             for name, row in variants.items():
@@ -97,7 +73,7 @@ def _settings(variant: str) -> str:
 def memory(results: Results) -> Iterator[Row]:
     """Yield a row for each variant of a configuration."""
     yield "model", "GPUs", "", "reserved: MiB", "tensors at their peak: MiB", "pools of graphs: MiB", "capture: s"
-    for _, found, model, variants in _trained(results):
+    for found, model, variants in _trained(results):
         for name, said in NAMES.items():
             row = variants.get(name, {})
             if "reserved_mib" in row:
@@ -114,7 +90,7 @@ def memory(results: Results) -> Iterator[Row]:
 def recomputation(results: Results) -> Iterator[Row]:
     """Yield a row for each configuration: times, and memory with graphs."""
     yield "model", "GPUs", "eager: ms", "graphs: ms", "reserved: MiB", "pools of graphs: MiB", "commit"
-    for found in results.values():
+    for found in results:
         for configuration, rows in found["configurations"].items():
             eager, graphs = ({row["variant"]: row for row in rows}.get(name, {}) for name in ("eager", "native"))
             figures = (f"{graphs[key]:.0f}" for key in ("reserved_mib", "graph_pools_mib"))
@@ -127,7 +103,7 @@ def growth(results: Results) -> Iterator[Row]:
         *("layers", "micro-batches", "GPUs", "eager: ms", "graphs: ms", "eager: MiB reserved", "graphs: MiB reserved"),
         *("capture: s", "steps equal to eager's", "commit"),
     )
-    for found in results.values():
+    for found in results:
         models: dict[tuple[int, int], dict[str, Any]] = {}
         for row in found["models"]:
             models.setdefault((row["layers"], row["micro_batches"]), {})[row["variant"]] = row
@@ -157,7 +133,7 @@ def _trained(
 
     Variants with an addition in ``FLAGS`` count as another model, under their plain names.
     """
-    for path, found in results.items():
+    for found in results:
         for configuration, rows in found.get("configurations", {}).items():
             all_variants = {row["variant"]: row for row in rows}
             for suffix in ("", *FLAGS):
@@ -166,13 +142,12 @@ def _trained(
                     name[: len(name) - ending]: row for name, row in all_variants.items() if name.endswith(suffix)
                 }
                 if all("ms" in variants.get(name, {}) for name in needed):
-                    yield path, found, _model(configuration, suffix, described=described), variants
+                    yield found, _model(configuration, suffix), variants
 
 
-def _model(configuration: str, suffix: str, *, described: bool = False) -> str:
+def _model(configuration: str, suffix: str) -> str:
     name, _, flags = configuration.partition(":")
-    head = f"{name}: {DESCRIPTIONS[name]}" if described else name
-    return ", ".join(filter(None, [head, f"`{flags}`" * bool(flags), FLAGS.get(suffix, "")]))
+    return ", ".join(filter(None, [name, f"`{flags}`" * bool(flags), FLAGS.get(suffix, "")]))
 
 
 def _ms(row: Mapping[str, Any]) -> str:

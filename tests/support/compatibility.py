@@ -287,8 +287,8 @@ This page is about `--cuda-graph-impl transformer_engine` with `--use-megatron-f
 a row says so.
 
 - **works**: the same bits as without graphs, shown by the test behind the link. What ran on which GPUs is in
-  [measurements.md](measurements.md). Behind it what a graph holds at most: the whole `model`, one of its `layers`, or
-  `parts` of a layer; all else is eager ([using.md](using.md#how-much-one-graph-holds)).
+  [results.md](results.md#equal-to-eager-training). Behind it what a graph holds at most: the whole `model`, one of its `layers`, or
+  `parts` of a layer; all else is eager ([guide.md](guide.md#choose-how-much-one-graph-holds)).
 - **refused**: an error with these words before anything runs. All refused flags of a job are listed at once.
 - **no effect**, **not tried**: a warning with these words.
 

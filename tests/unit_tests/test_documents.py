@@ -46,7 +46,7 @@ def test_links_resolve():
 
 
 def test_a_broken_link_is_found():
-    assert broken_links(PAGES[0], "[a](docs/no.md) [b](#no-heading) [c](docs/using.md)") == [
+    assert broken_links(PAGES[0], "[a](docs/no.md) [b](#no-heading) [c](docs/guide.md)") == [
         "docs/no.md",
         "#no-heading",
     ]

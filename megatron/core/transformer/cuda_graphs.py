@@ -1,7 +1,6 @@
 """Replace ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper``, and the names of ``_cuda_graphs``.
 
-``docs/cuda_graphs_names.md`` lists where each name is defined. Assigning to a name, or patching it, affects every
-function in ``_cuda_graphs`` that uses it (``_Face``).
+Assigning to a name, or patching it, affects every function in ``_cuda_graphs`` that uses it (``_Face``).
 """
 
 import gc

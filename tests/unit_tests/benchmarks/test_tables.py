@@ -1,6 +1,7 @@
-"""tables: writes tables and figures of documents from files of results; figures here are made up."""
+"""The results page is generated from files of results, and README quotes their figures."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -14,11 +15,7 @@ GRAPHS |= {"graph_pools_mib": 300, "capture_seconds": 0.512, "steps": 30, "equal
 GRAPHS |= {"ratio_to_full_iteration": 1.25, "ratio_to_compute_alone": 1.5}
 WHOLE = GRAPHS | {"variant": "full_iteration", "ms": 8.0, "reserved_mib": 2100}
 ALONE = GRAPHS | {"variant": "compute_alone", "ms": 7.0}
-EMPTY = (
-    "# A project\n\n<!-- times by benchmarks/tables.py from: z a -->\n<!-- end of what tables.py made -->\n\n"
-    "It takes 3.1<!--=z configurations/A/native/ms--> ms, 9.99<!--=z configurations/A/eager/ms over "
-    "configurations/A/native/ms--> of it, 7,000<!--=z configurations/A/native/reserved_mib--> MiB.\n"
-)
+README = (tables.ROOT / "README.md").read_text()
 
 
 def results(*rows: dict[str, Any], name: str = "A:--num-layers 3") -> dict[str, Any]:
@@ -26,35 +23,14 @@ def results(*rows: dict[str, Any], name: str = "A:--num-layers 3") -> dict[str, 
     return found | {"configurations": {name: list(rows)}}
 
 
-def cells(kind: str, *files: dict[str, Any]) -> list[dict[str, str]]:
-    names = ["one", *(f"other_{number}" for number in range(1, len(files)))]
-    written = {
-        f"results/{name}.json": {"commit": "a1", "hardware": "1 x NVIDIA H200"} | found
-        for name, found in zip(names, files, strict=True)
-    }
-    header, *rows = tables.KINDS[kind](written)
+def cells(table: str, *files: dict[str, Any]) -> list[dict[str, str]]:
+    header, *rows = tables.TABLES[table]([{"commit": "a1", "hardware": "1 x NVIDIA H200"} | found for found in files])
     return [dict(zip(header, row, strict=True)) for row in rows]
-
-
-def test_times_lists_ratios_memory_and_equal_steps():
-    assert cells("times", results(EAGER, GRAPHS, WHOLE)) == [
-        {
-            "model": "A: 16 layers, hidden 2048, sequence 2048, `--num-layers 3`",
-            "GPUs, results": "[2 x H100](results/one.json)",
-            "eager: ms": "40.0",
-            "graphs: ms": "10.0",
-            "time / eager": "0.25",
-            "time / full iteration": "1.25",
-            "memory / eager": "1.10",
-            "steps equal to eager's": "29 of 30",
-            "commit": "a1",
-        }
-    ]
 
 
 def test_graphs_are_compared_with_eager_runs_of_equal_flags():
     grouped = [row | {"variant": f"{row['variant']}+grouped", "ms": row["ms"] / 2} for row in (EAGER, GRAPHS)]
-    plain, flagged = cells("times", results(EAGER, GRAPHS, *grouped, name="C"))
+    plain, flagged = cells("launches", results(EAGER, GRAPHS, *grouped, name="C"))
     assert (plain["eager: ms"], flagged["eager: ms"]) == ("40.0", "20.0")
     assert flagged["model"] == f"{plain['model']}, `--moe-use-grouped-tensor`"
 
@@ -98,44 +74,78 @@ def test_soaks_and_faults_count_successes():
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A repository with results and a document with an empty table."""
-    folder = tmp_path / tables.RESULTS
-    folder.mkdir(parents=True)
-    for name, configuration in (("z", "A"), ("a", "B")):
-        (folder / f"{name}.json").write_text(json.dumps(results(EAGER, GRAPHS, name=configuration)))
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/page.md").write_text(EMPTY)
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "DOCUMENTS", ("docs/page.md",))
-    return tmp_path / "docs/page.md"
+    """A folder with results and a template; the page that it becomes."""
+    (tmp_path / "one.json").write_text(json.dumps(results(EAGER, GRAPHS, name="A")))
+    (tmp_path / "template").write_text(
+        "# Results\n\n{{launches: one}}\n\nIt takes {{.1f: one configurations/A/native/ms}} ms.\n"
+    )
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "TEMPLATE", tmp_path / "template")
+    monkeypatch.setattr(tables, "PAGE", tmp_path / "page.md")
+    return tmp_path / "page.md"
 
 
-def test_writing_a_document_twice_changes_nothing(project):
+def test_page_is_written_from_template_and_results(project):
     assert tables.main([]) == 0
-    written = project.read_text()
-    assert written.startswith("# A project\n")
-    rows = [line for line in written.splitlines() if line.startswith("| ")][1:]
-    assert [row[2] for row in rows] == ["A", "B"]
-    assert f"(../{tables.RESULTS}/z.json)" in rows[0]
-    assert "It takes 10.0<!--" in written
-    assert " ms, 3.98<!--" in written
-    assert " of it, 2,200<!--" in written
-    assert tables.main([]) == 0
-    assert project.read_text() == written
+    title, header, _, row, text = filter(None, project.read_text().splitlines())
+    assert title == "# Results"
+    assert header.startswith("| model | GPUs |")
+    assert row.startswith("| A | 2 x H100 | 40.0 | 10.0 |")
+    assert text == "It takes 10.0 ms."
 
 
-def test_manual_changes_are_found_and_overwritten(project):
+def test_manual_changes_of_the_page_are_found(project):
+    assert tables.main(["--check"]) == 1
+    assert not project.exists()
     tables.main([])
-    written = project.read_text()
     assert tables.main(["--check"]) == 0
-    for figure in "| 10.0 |", "takes 10.0":
-        project.write_text(written.replace(figure, figure.replace("10.0", "9.9"), 1))
-        assert tables.main(["--check"]) == 1
-        assert "9.9" in project.read_text()
-        assert tables.main([]) == 0
-        assert project.read_text() == written
+    project.write_text(project.read_text().replace("takes 10.0", "takes 9.9"))
+    assert tables.main(["--check"]) == 1
 
 
-def test_documents_match_their_files():
+def test_results_page_matches_its_files():
     assert tables.main(["--check"]) == 0
-    assert all(tables.BLOCK.search((tables.ROOT / name).read_text()) for name in tables.DOCUMENTS[:1])
+
+
+STEPS = "release/step_time_{}_2gpu configurations/{}/{}/{}"
+# The figures that README quotes, and where they come from.
+QUOTED = {
+    "144.5": STEPS.format("a_b", "A", "eager", "ms"),
+    "40.5": STEPS.format("a_b", "A", "native", "ms"),
+    "0.99": STEPS.format("a_b", "A", "native", "ratio_to_full_iteration"),
+    "79.9": STEPS.format("a_b", "B", "eager", "ms"),
+    "5.8": STEPS.format("a_b", "B", "native", "ms"),
+    "0.98": STEPS.format("a_b", "B", "native", "ratio_to_full_iteration"),
+    "115.6": STEPS.format("c_d", "C", "eager+grouped", "ms"),
+    "35.6": STEPS.format("c_d", "C", "native+grouped", "ms"),
+    "141.0": STEPS.format("c_d", "D", "eager+grouped", "ms"),
+    "14.8": STEPS.format("c_d", "D", "native+grouped", "ms"),
+    "178.3": STEPS.format("c_d", "D", "eager", "ms"),
+    "65.9": STEPS.format("c_d", "D", "native", "ms"),
+}
+# Reserved memory of graphs relative to eager training, by row of README's table.
+MEMORY = {"A": ("a_b", ""), "B": ("a_b", ""), "C": ("c_d", "+grouped"), "D": ("c_d", "+grouped")}
+
+
+@pytest.mark.parametrize(("quoted", "source"), QUOTED.items())
+def test_figure_of_readme_matches_its_source(quoted, source):
+    assert re.search(rf"(?<![\d.]){re.escape(quoted)}(?![\d.])", README)
+    assert format(tables.figure(*source.split(maxsplit=1)), f".{len(quoted.partition('.')[2])}f") == quoted
+
+
+@pytest.mark.parametrize("model", MEMORY)
+def test_memory_of_readme_matches_its_source(model):
+    part, suffix = MEMORY[model]
+    graphs, eager = (
+        tables.figure(*STEPS.format(part, model, f"{variant}{suffix}", "reserved_mib").split(maxsplit=1))
+        for variant in ("native", "eager")
+    )
+    (row,) = re.findall(rf"^\| {model}: .*\|$", README, re.MULTILINE)
+    assert row.split("|")[-2].strip() == f"{graphs / eager:.2f}"
+
+
+def test_readme_quotes_no_other_figure_in_its_table():
+    figures = {
+        cell.strip() for row in re.findall(r"^\| [A-D]\b.*$", README, re.MULTILINE) for cell in row.split("|")[2:5]
+    }
+    assert figures - {"", "not possible"} <= {*QUOTED}

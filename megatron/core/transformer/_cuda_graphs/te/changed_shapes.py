@@ -13,7 +13,7 @@ from ..flags.options import CAPTURES_FLAG, max_captures
 from .stage import Stage
 
 # Ranks agree on a new shape once so many steps in succession had it, in all micro-batches. It is about the number of
-# steps after which a capture has gained what it cost (docs/performance.md: 0.9 s for 0.11 s a step), and
+# steps after which a capture has gained what it cost (docs/results.md: 0.9 s for 0.11 s a step), and
 # shapes that take turns are not captured again and again.
 STEPS = 10
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
