@@ -28,7 +28,7 @@ def without_transposes() -> Iterator[None]:
 
     ``cast_master_weights_to_fp8`` casts a shard as one row of millions of elements into a temporary tensor, and also
     computes its transpose, which GPUs need for whole parameters only. On Hopper the transpose takes thirty times as
-    long as the cast (``docs/performance.md``). Tensors that hold a transpose still get both. Without TransformerEngine
+    long as the cast (``docs/results.md``). Tensors that hold a transpose still get both. Without TransformerEngine
     this does nothing.
     """
     try:
