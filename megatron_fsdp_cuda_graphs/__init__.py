@@ -1,3 +1,3 @@
 """Installs, inspects and tests the patch to Megatron-Core for CUDA graphs under Megatron-FSDP."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
