@@ -255,7 +255,6 @@ WORKING = (
         "--context-parallel-size",
         _GPU_FLAGS,
         "!transformer-impl --context-parallel-size 2",
-        "graphs of the whole model were tried on the CPU backend only, with another attention than TransformerEngine's",
     ),
     Working(
         "torch fsdp2",
@@ -281,21 +280,19 @@ WORKING = (
     Working("latent attention", "--multi-latent-attention", _CPU, "--multi-latent-attention"),
 )
 HEAD = """\
-# Which flags work with CUDA graphs
+# What works: Megatron's flags with CUDA graphs
 
-This page is about `--cuda-graph-impl transformer_engine` with `--use-megatron-fsdp`, or with `--use-torch-fsdp2` where
-a row says so.
+This page covers `--cuda-graph-impl transformer_engine` with `--use-megatron-fsdp`, or with `--use-torch-fsdp2` where a
+row names it.
 
-- **works**: the same bits as without graphs, shown by the test behind the link. What ran on which GPUs is in
-  [results.md](results.md#equal-to-eager-training). Behind it what a graph holds at most: the whole `model`, one of its `layers`, or
-  `parts` of a layer; all else is eager ([guide.md](guide.md#choose-how-much-one-graph-holds)).
-- **refused**: an error with these words before anything runs. All refused flags of a job are listed at once.
-- **no effect**, **not tried**: a warning with these words.
+- **works**: bit-identical to training without graphs, as the linked test shows. The scope follows: a graph can hold the
+  whole `model`, `layers`, or `parts` of layers; everything else runs eagerly
+  ([Guide](guide.md#choose-how-much-one-graph-holds)). [Results](results.md#equal-to-eager-training) lists the hardware.
+- **refused**: an error with this text before training. All refused flags of a job are listed at once.
+- **no effect**, **not tried**: a warning with this text.
 
-A flag without a row is passed through untested.
-
-`make docs` writes this page from `megatron/core/transformer/_cuda_graphs/flags/table.py`, which the checks of arguments
-read too, and, of what works, from `tests/support/compatibility.py`.
+A flag without a row is passed through untested. `make docs` generates this page from
+`megatron/core/transformer/_cuda_graphs/flags/table.py` and `tests/support/compatibility.py`.
 """
 ROWS: tuple[Row | Working, ...] = (*WORKING, *TABLE)
 # Topics by the beginning of a row's flags; the first match counts.

@@ -6,7 +6,6 @@ Each change is made to a training with graphs and to its eager twin, in this pro
 import functools
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
