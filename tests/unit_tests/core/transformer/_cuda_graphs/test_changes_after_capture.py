@@ -221,7 +221,7 @@ def test_mixed_backward_pass_is_refused(one_rank, scope):
     training = CapturedTraining(scope)
     with torch.cuda.stream(training.stream):
         loss = losses_of(training, 7) + of_another_length(training, 8)
-        with pytest.raises(RuntimeError, match="Call backward\\(\\) for each loss by itself"):
+        with pytest.raises(RuntimeError, match="Call backward\\(\\) for each loss separately"):
             loss.backward()
     training.delete()
 
