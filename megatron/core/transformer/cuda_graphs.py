@@ -185,8 +185,7 @@ class TECudaGraphHelper:
         self.stage = self._new_stage()
         self.stage.log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
         models = [chunk.model for chunk in self.stage.chunks if chunk.layers]
-        decoders = (getattr(model, "decoder", None) for model in models)
-        self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
+        self._calls = TrainingCalls(filter(None, models))
         self._state = self._new_state()
         self._recaptures = Recaptures(self.stage)
         self._captures = self._replays_before = 0  # successful captures; replays of deleted graphs
@@ -401,7 +400,7 @@ class TECudaGraphHelper:
         agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language)
         with agreement.together(self._drop_graphs), self._capture_mode() as start_time:
             shape = self.seq_length, self.micro_batch_size
-            graphs.choose(agreement, *shape)  # stages without layers vote, too
+            graphs.choose(agreement)  # stages without layers vote, too
             if not stage.layers:
                 logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                 graphs.eager_because = NO_LAYERS

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.trainings.training import train
-
 from .captured_training import CapturedTraining
 from .fsdp_variants import Variant, small
 
@@ -118,19 +116,3 @@ def test_steps_that_read_between_layers_run_eagerly(one_rank, caplog):
     assert traces[0].differences(traces[1]) == []
     assert traces[1].step_replays[1:] == [0, 2]
     assert "captured without extract_layer_indices" in caplog.text
-
-
-def use_in_hooks(model):
-    """Change the output of the decoder of ``model`` in a hook."""
-    model.decoder.register_forward_hook(lambda _, args, output: output + 1)
-
-
-@pytest.mark.parametrize(("change", "graphs"), [(read_in_hooks, COUNT), (use_in_hooks, 1)])
-def test_training_that_reads_between_layers_gets_layer_graphs(one_rank, caplog, change, graphs):
-    case = small(layers=COUNT, holds=None, warmup=1, steps=3)
-    with caplog.at_level("INFO"), Variant(case, change=change).in_place(upstream=False):
-        eager, graphed = train(case, False), train(case, True)
-    assert eager.differences(graphed) == []
-    assert graphed.replays == 2 * graphs
-    logged = [each.message for each in caplog.records if "a graph of its own, because training reads" in each.message]
-    assert len(logged) == (graphs == COUNT)

@@ -58,7 +58,7 @@ class CaptureSession:
         """
         choice = self.graphs.choice
         if choice.holds is Holds.MODEL:
-            self._capture_model(choice.needs_warmup)
+            self._capture_model()
         else:
             self.graphs.kept = kept_parameters(self.stage.chunks)
             if choice.holds is Holds.DECODER:
@@ -76,12 +76,12 @@ class CaptureSession:
 
     # ------------------------------------------------------------------------------------------------ several layers
 
-    def _capture_model(self, needs_warmup: bool) -> None:
+    def _capture_model(self) -> None:
         stage, chunks = self.stage, self.stage.chunks
         models = [chunk.model for chunk in chunks]
         names = ["the whole model"] if stage.one_graph_serves_all else [f"chunk {i}" for i in range(len(chunks))]
         order = CaptureArguments(stage, [[model] for model in models], *self.shape).order()
-        warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if needs_warmup else 0
+        warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches)
         owners = [
             chunk.fsdp.graphs.recorded_passes(partial(self.agreement.begin, name))
             for chunk, name in zip(chunks, names, strict=True)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -14,7 +14,6 @@ from ..engine.rng import GraphStates
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import calls_weakly, has_other_hooks
 from .attached_graphs import detach_graphs
-from .capture_arguments import WARMUP_ITERATIONS
 from .changed_shapes import ChangedShapes
 from .layers import _layer_is_graphable, decoder_layers, language_layers, layer_name
 from .model import PassGraphs
@@ -181,7 +180,6 @@ class Choice:
         not_decoder: Why not all layers of the decoder; empty if these or the whole model are.
         why_nothing: Why nothing is captured; empty if something is.
         eager_because: The same as scalars name it.
-        needs_warmup: Whether training has not warmed up the whole model on all ranks.
     """
 
     holds: Holds | None
@@ -189,7 +187,6 @@ class Choice:
     not_decoder: str = ""
     why_nothing: str = ""
     eager_because: str = ""
-    needs_warmup: bool = True
 
 
 def choose(stage: Stage, ruled_out: Callable[[Holds], str]) -> Choice:
@@ -278,22 +275,20 @@ class CaptureState:
 
     # ---------------------------------------------------------------------------------------------------- decision
 
-    def choose(self, agreement: CaptureAgreement, seq_length: int, micro_batch_size: int) -> None:
+    def choose(self, agreement: CaptureAgreement) -> None:
         """Set ``choice``, the same on all ranks, and log why graphs hold no more.
 
         All pipeline stages hold the same, so that a capture that fails on one is followed by the same on all.
         """
-        stage, wanted, calls = self._stage, layers_per_graph(self._stage.config), self._calls
-        tokens = seq_length // stage.config.context_parallel_size
-        not_warm = "" if calls.have_run(micro_batch_size, tokens, WARMUP_ITERATIONS) else "it is not warmed up"
-        calls.stop()
+        stage, wanted = self._stage, layers_per_graph(self._stage.config)
+        self._calls.stop()
         asked = {Holds.MODEL: wanted in (None, WHOLE_MODEL), Holds.DECODER: wanted != 1}
         own = {holds.name: self._blocker(holds) if asks else "" for holds, asks in asked.items()}
-        agreed = agreement.objections({"INTERLEAVED": self._interleaved(), "COLD": not_warm, **own})
+        agreed = agreement.objections({"INTERLEAVED": self._interleaved(), **own})
         if reason := agreed["INTERLEAVED"]:
             choice = Choice(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
         else:
-            choice = replace(choose(stage, lambda holds: agreed[holds.name]), needs_warmup=bool(agreed["COLD"]))
+            choice = choose(stage, lambda holds: agreed[holds.name])
         self.choice = choice
         if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
@@ -320,8 +315,6 @@ class CaptureState:
         reason = blocker(self._stage, holds)
         if reason or layers_per_graph(self._stage.config) is not None:
             return reason
-        if self._calls.reads_hidden_states:
-            return "training reads hidden states between layers (extract_layer_indices)"
         if holds is not Holds.MODEL:
             return ""
         if self._not_model:

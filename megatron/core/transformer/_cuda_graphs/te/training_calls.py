@@ -1,8 +1,7 @@
 """How a model is called in training: with what graphs of all of it, or of several layers, take, or otherwise."""
 
 import inspect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -98,64 +97,40 @@ def arguments_by_name(order: Iterable[str], args: tuple, kwargs: Mapping[str, An
 
 
 class TrainingCalls:
-    """Watches training until ``stop``: its calls of a model, which have the arguments that graphs would get.
+    """Observes training's calls of a model until ``stop``, to predict whether graphs fit later ones.
 
     Args:
-        models: The model, or the chunks of it that a pipeline stage has.
-        decoders: A ``TransformerBlock``, or what stands in its place, of each chunk of the model.
+        models: The model, or its chunks in a pipeline stage.
 
     Attributes:
-        reads_hidden_states: Whether a decoder was asked for hidden states between its layers.
-        interleaved: Whether a backward pass has run whose forward pass was not the last one, as in pipelines. Replays
-            of a graph that serves one forward pass at a time would have overwritten what it reads.
+        interleaved: Whether a backward pass has run after a further forward pass, as in pipelines. A graph that serves
+            one forward pass at a time would have overwritten what that backward pass reads.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module], decoders: Iterable[torch.nn.Module]):
-        self.reads_hidden_states = self.interleaved = False
+    def __init__(self, models: Iterable[torch.nn.Module]):
+        self.interleaved = False
         self._blockers = dict.fromkeys(models, _UNCALLED)
-        self._shapes: dict[torch.nn.Module, Counter[tuple[int, int] | None]] = defaultdict(Counter)
         self._passes = 0
         self._orders = {model: list(inspect.signature(model.forward).parameters) for model in self._blockers}
-        watched: list[tuple[torch.nn.Module, Callable]] = [(decoder, self._watch_decoder) for decoder in decoders]
-        watched += [(model, self._watch_model) for model in self._blockers]
-        # After the call: other hooks may have changed its arguments. They are no reason against a graph.
-        self._handles = [
-            module.register_forward_hook(runs_outside_graphs(calls_weakly(watch)), with_kwargs=True)
-            for module, watch in watched
-        ]
+        # After the call: other hooks may have changed its arguments. They do not rule out a graph.
+        observe = runs_outside_graphs(calls_weakly(self._observe))
+        self._handles = [model.register_forward_hook(observe, with_kwargs=True) for model in self._blockers]
 
     @property
     def blocker(self) -> str:
-        """Why graphs of the whole model would not be replayed in such calls; empty if they would."""
+        """Why graphs of the whole model do not fit the calls so far; empty if they do."""
         return next(filter(None, self._blockers.values()), "")
-
-    def have_run(self, sequences: int, tokens: int, passes: int) -> bool:
-        """Whether passes of this shape have run so often that they set up nothing but what they do each time.
-
-        Args:
-            sequences: Sequences in a micro-batch.
-            tokens: Tokens of a sequence on this rank.
-            passes: How many count as enough.
-        """
-        if not self._blockers:
-            return True
-        # They do not count any more after ``stop``, nor on the legacy default stream (see ``refuse_legacy_stream``).
-        if not self._handles or torch.cuda.current_stream() == torch.cuda.default_stream():
-            return False
-        return min(self._shapes[model][sequences, tokens] for model in self._blockers) >= passes
 
     def stop(self) -> None:
         """Stop observing calls."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _watch_model(self, model: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+    def _observe(self, model: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         if not is_training(model):
             return
-        given = arguments_by_name(self._orders[model], args, kwargs)
-        self._shapes[model][shape_of(model, given)] += 1
         if self._blockers[model] in ("", _UNCALLED):  # one call that graphs do not fit is enough
-            self._blockers[model] = call_blocker(model, given)
+            self._blockers[model] = call_blocker(model, arguments_by_name(self._orders[model], args, kwargs))
         self._passes += 1
         own = self._passes
 
@@ -165,10 +140,6 @@ class TrainingCalls:
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(backward_begins)
-
-    def _watch_decoder(self, decoder: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-        if kwargs.get("extract_layer_indices") and is_training(decoder):
-            self.reads_hidden_states = True
 
 
 def call_blocker(model: Any, given: dict[str, Any]) -> str:

@@ -95,7 +95,7 @@ def stage_of(*layers, modules=None, stages=1, **options):
 
 def capture(stage, order, engine=capture_session.make_graphed_callables):  # type: ignore[attr-defined]
     """Capture the layers of ``stage`` for one micro-batch in ``order`` with ``engine``."""
-    graphs = CaptureState(stage, TrainingCalls((), ()))
+    graphs = CaptureState(stage, TrainingCalls(()))
     graphs.choice = Choice(Holds.LAYER)
     arguments = CaptureArguments(stage, graphs.layers_apart, 2, 1)
 

@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture
 def calls(model):
-    return TrainingCalls([model], [])
+    return TrainingCalls([model])
 
 
 def test_calls_with_labels_fit(model, calls):
@@ -121,49 +121,9 @@ def test_the_watch_ends(model, calls):
     assert calls.blocker == ""
 
 
-@pytest.fixture
-def other_stream(monkeypatch):
-    """The current stream is not the legacy default one."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "another")
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "the default")
-
-
-def test_passes_of_a_shape_count_in_training_only(model, calls, other_stream):
-    assert not calls.have_run(2, 4, passes=1)
-    model(*FITTING)
-    model(*(tensor if tensor is None else tensor[:1] for tensor in FITTING))
-    with torch.no_grad():
-        model(*FITTING)
-    assert calls.have_run(2, 4, passes=1) and not calls.have_run(2, 4, passes=2)
-    model(*FITTING)
-    assert calls.have_run(2, 4, passes=2)
-    assert calls.have_run(1, 4, passes=1) and not calls.have_run(1, 4, passes=2)
-
-
-def test_what_was_trained_before_somebody_stopped_watching_does_not_count(model, calls, other_stream):
-    model(*FITTING)
-    assert calls.have_run(2, 4, passes=1)
-    calls.stop()
-    assert not calls.have_run(2, 4, passes=1)
-
-
 class Decoder(torch.nn.Module):
     def forward(self, hidden_states, extract_layer_indices=None):
         return hidden_states
-
-
-@pytest.mark.parametrize(
-    ("indices", "training", "grad", "read"),
-    [({1}, True, True, True), (set(), True, True, False), ({1}, False, True, False), ({1}, True, False, False)],
-)
-def test_training_that_asks_for_hidden_states_between_layers_is_noticed(indices, training, grad, read):
-    decoders = [Decoder(), Decoder()]
-    reads = TrainingCalls([], decoders)
-    decoders[0](TOKENS)
-    with torch.set_grad_enabled(grad):
-        decoders[1].train(training)(TOKENS, extract_layer_indices=indices)
-    decoders[1].train()(TOKENS)
-    assert reads.reads_hidden_states == read
 
 
 # ----------------------------------------------------------------------------------------------- interleaved passes
@@ -193,7 +153,7 @@ def scaled(request):
 
 
 def test_passes_in_turn(scaled):
-    passes = TrainingCalls([scaled], [])
+    passes = TrainingCalls([scaled])
     for _ in range(3):
         loss(scaled(2)).backward()
     assert not passes.interleaved
@@ -201,7 +161,7 @@ def test_passes_in_turn(scaled):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_two_forward_passes_before_their_backward_passes(scaled, together):
-    passes = TrainingCalls([scaled], [])
+    passes = TrainingCalls([scaled])
     first, second = loss(scaled(2)), loss(scaled(3))
     if together:
         (first + second).backward()
@@ -213,7 +173,7 @@ def test_two_forward_passes_before_their_backward_passes(scaled, together):
 
 def test_evaluation_between_forward_and_backward_is_no_training():
     model = Scaled()
-    passes = TrainingCalls([model], [])
+    passes = TrainingCalls([model])
     first = loss(model(2))
     with torch.no_grad():
         model(3)
@@ -255,7 +215,7 @@ FIRST, BETWEEN, LAST = ((True, False), (False, False), (False, True))
 def test_a_chunk_is_called_with_what_it_reads(place, args, reason):
     first, last = place
     chunk = Chunk(first, last, None if first else HIDDEN)
-    calls = TrainingCalls([chunk], [])
+    calls = TrainingCalls([chunk])
     chunk(*args)
     assert calls.blocker == reason
 
