@@ -1,7 +1,7 @@
-"""Ranks that agree on what their hosts know, by messages between the hosts.
+"""Agreement of all ranks on flags, by messages between the hosts.
 
-A collective on the device can keep hosts waiting: while it runs the graph of a model's backward pass, which has several
-streams, it may begin nothing that others hold, a copy of four bytes included, until it has taken in almost all of it.
+A collective on the device would keep hosts waiting. While the device runs the graph of a model's backward pass, which
+has several streams, it may not start other work, even a copy of four bytes, until it has started almost all of it.
 """
 
 import sys
@@ -15,30 +15,30 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 
-TAG = 0x4A71  # of messages, plus their distance: others may send by the same group, most with tag 0
+TAG = 0x4A71  # plus the distance; others may send through the same group, mostly with tag 0
 
 
 class HostAgreement:
     """Agreement of all ranks, which must call ``any`` equally often and with as many flags.
 
-    A rank sends and receives ceil(log2(ranks)) messages: in round k it tells the rank 2^k after it all that it knows,
-    and hears from the rank 2^k before it. That is the dissemination barrier of Hensgen, Finkel and Manber ("Two
-    algorithms for barrier synchronization", 1988), whose messages carry flags here.
+    A rank sends and receives ceil(log2(ranks)) messages: in round k it sends all flags it has seen to the rank 2^k
+    after it, and receives those of the rank 2^k before it. This is the dissemination barrier of Hensgen, Finkel and
+    Manber ("Two algorithms for barrier synchronization", 1988), with messages that carry flags.
 
     Args:
-        group: A process group of all ranks, of the gloo backend. Its timeout is how long a rank is waited for.
+        group: A gloo process group of all ranks. Its timeout limits the wait for each message.
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self._group: Any = weakref.proxy(group)  # which may be destroyed before its agreement
+        self._group: Any = weakref.proxy(group)  # the group may be destroyed first
         self._options = group._get_backend(torch.device("cpu")).options
         self._expected: dict[int, tuple[torch.Tensor, Any]] = {}  # by distance
 
     def expect(self) -> None:
-        """Make ready to hear from other ranks; optional. What they tell then travels before this rank calls ``any``.
+        """Post the receives of the next ``any``, so that messages arrive before this rank calls it; optional.
 
-        gloo sends a message when it is expected, so the last rank would wait for those of all others. If one is gone,
-        ``any`` says so.
+        gloo sends a message once its receive is posted, so the last rank would otherwise wait for all messages. If a
+        rank is gone, ``any`` raises the error.
         """
         for distance in self._distances():
             if distance not in self._expected:
@@ -62,7 +62,7 @@ class HostAgreement:
         """Return for each of ``flags``, at most 63, whether it is True on any rank.
 
         Raises:
-            RuntimeError: another rank is gone, or did not answer in time.
+            RuntimeError: Another rank is gone, or did not answer in time.
         """
         known = sum(flag << place for place, flag in enumerate(flags))
         for distance in self._distances():
@@ -70,7 +70,7 @@ class HostAgreement:
         return tuple(bool(known >> place & 1) for place in range(len(flags)))
 
     def _exchange(self, known: int, distance: int) -> int:
-        """Tell the rank that is ``distance`` after this one, and return what the one as far before it tells."""
+        """Send ``known`` to the rank ``distance`` after this one; return what the rank ``distance`` before it sent."""
         timeout = self._options._timeout
         after, before = self._peer(distance), self._peer(-distance)
         told = torch.tensor([known], dtype=torch.int64, device="cpu")
@@ -84,8 +84,8 @@ class HostAgreement:
             sent.wait(timeout)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {peer} did not answer as ranks agreed on whether to run the step again: {error}. Look for "
-                f"its error, or for that of a rank it waits for. If one was only late, for more than {timeout}, raise "
+                f"rank {peer} did not answer when ranks agreed on whether to run the step again: {error}. Look for its "
+                f"error, or for the error of a rank it waits for. If it was only slow, for more than {timeout}, raise "
                 "--distributed-timeout-minutes (--distributed-timeout-seconds-after-init)."
             ) from error
         return int(heard)
@@ -95,19 +95,19 @@ _agreements: MutableMapping[dist.ProcessGroup, HostAgreement] = weakref.WeakKeyD
 
 
 def agreement_of_all_ranks() -> HostAgreement | None:
-    """Return how all ranks agree through Megatron's gloo group of data-parallel ranks; None where they cannot.
+    """Return the agreement of all ranks through Megatron's data-parallel gloo group; None if it cannot be used.
 
-    They cannot where Megatron made no such group (``--disable-gloo-process-groups``, GTP weight rematerialization,
-    before ``initialize_model_parallel``), nor under tensor or pipeline parallelism, where it lacks ranks. They do not
-    with ``--inprocess-restart``, which ends waits for devices, but not those for hosts.
+    Without such a group (``--disable-gloo-process-groups``, GTP weight rematerialization, before
+    ``initialize_model_parallel``) or under tensor or pipeline parallelism, where it lacks ranks, there is none. With
+    ``--inprocess-restart`` it is not used: that ends waits for devices, not for hosts.
     """
     group = parallel_state._DATA_PARALLEL_GROUP_WITH_CP_GLOO
-    if group is None or group not in dist.distributed_c10d._world.pg_map:  # which a new world leaves behind
+    if group is None or group not in dist.distributed_c10d._world.pg_map:  # left over from an earlier world
         return None
     if dist.get_backend(group) != "gloo" or group.size() < dist.get_world_size():
         return None
     if "nvidia_resiliency_ext.inprocess" in sys.modules:
         return None
-    if group not in _agreements:  # one for all, as each hears what was told first
+    if group not in _agreements:  # one object for all callers: messages arrive in order
         _agreements[group] = HostAgreement(group)
     return _agreements[group]

@@ -280,7 +280,7 @@ class TECudaGraphHelper:
         """
         self._log_step()
         graphs = self._state
-        graphs.before_step()
+        graphs.adopt_rng_states()
         if graphs.microbatches not in (None, get_num_microbatches()):
             self._change_microbatches(get_num_microbatches())
         elif graphs.shapes is not None:

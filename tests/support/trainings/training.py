@@ -418,7 +418,7 @@ def standing_in(helper: Any) -> list[Any]:
 
 def _evaluation_graphs(helper: Any) -> list[Any]:
     graphs = [getattr(graphs, "evaluation", None) for graphs in standing_in(helper)]
-    return [graph.passes.forward_graph for graph in graphs if graph is not None]
+    return [graph.slots[0].forward_graph for graph in graphs if graph is not None]
 
 
 def _number_of(replayed: list[Any], graphs: list[Any]) -> int:

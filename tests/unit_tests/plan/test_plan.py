@@ -66,8 +66,7 @@ def test_long_lists_of_graphs_are_shortened(capsys, flags):
 
 
 def test_reason_against_the_whole_model(capsys, flags, monkeypatch):
-    row = (capture_state.MODEL, "{} failed", lambda stage, chunk: "a test")
-    monkeypatch.setattr(capture_state, "_TABLE", (row,))
+    monkeypatch.setattr(capture_state, "_model_blockers", lambda stage, chunk: ["a test failed"])
     code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --mtp-num-layers 1 --world-size 2"))
     assert code == 0
     assert "forward of MTP layer 1" in graphs(lines)

@@ -1,9 +1,9 @@
-"""Agreement of the ranks of a capture: all capture, or all raise the same error.
+"""Agreement of the ranks of a capture: all ranks capture, or all raise the same error.
 
-A rank that fails would leave the others waiting in its next collective. So ranks vote before a capture on what it
-holds, then before each collective that is not recorded (those of Megatron-FSDP's hooks and, in warm-up, of layers under
+A rank that fails would leave the others waiting in its next collective. So ranks vote before a capture on what graphs
+hold, then before each collective that is not recorded (those of Megatron-FSDP's hooks and, in warm-up, of layers under
 tensor, expert or context parallelism), and after the capture. They vote on the host, through the store of the process
-groups: a device may be busy with a collective, and nothing may be enqueued on a stream that is captured.
+groups: the device may be busy with a collective, and a stream under capture accepts no other work.
 """
 
 import json
@@ -26,7 +26,7 @@ from .replacements import Replacements
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
-# The methods through which Python launches work, of torch 2.11 to 2.15.
+# The methods of ProcessGroup that launch collectives, in torch 2.11 to 2.15.
 _LAUNCHING = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
     *("all_gather_single", "all_gather_single_coalesced", "gather", "gather_into_tensor", "gather_single"),
@@ -46,8 +46,9 @@ class Failure:
 
     Attributes:
         rank: The global rank that failed.
+        where: The pass or phase that failed.
         cause: The type of the exception and its text.
-        interrupted: Whether the exception is not an ``Exception``: KeyboardInterrupt or SystemExit.
+        interrupted: Whether it is KeyboardInterrupt or SystemExit.
     """
 
     rank: int
@@ -56,7 +57,7 @@ class Failure:
     interrupted: bool = False
 
     def error(self) -> CaptureFailedError | CaptureInterruptedError:
-        """Return the exception that all ranks raise; an interrupted one raises its own instead."""
+        """Return the exception that all ranks raise; an interrupted rank raises its own instead."""
         if self.interrupted:
             return CaptureInterruptedError(
                 f"CUDA graph capture was interrupted on rank {self.rank}, {self.where}: {self.cause}"
@@ -67,11 +68,11 @@ class Failure:
 class Ballot:
     """Votes of the ranks of ``group`` in one capture. All ranks create it and call ``vote`` equally often.
 
-    A rank waits for the others as long as for a collective of the group (``--distributed-timeout-minutes``). A group of
-    one rank, or of ranks that cannot communicate (torch's ``fake`` backend), communicates nothing.
+    The timeout of a vote is that of the group's collectives (``--distributed-timeout-minutes``). Nothing is
+    communicated in a group of one rank or of torch's ``fake`` backend.
 
     Attributes:
-        failure: The failure that its ranks have agreed on; None so far.
+        failure: The failure that the ranks have agreed on; None if there is none yet.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -81,7 +82,7 @@ class Ballot:
         self._store: Store | None = None
         if self._size > 1:
             store = PrefixStore(f"cuda_graph_capture/{group.group_name}", distributed_c10d._get_default_store())
-            # Each rank counts for itself: one that fails early may begin its next capture before others begin this one.
+            # Each rank counts its own captures: after an early failure it may begin the next one before the others.
             self._capture = store.add(f"captures of rank {group.rank()}", 1)
             self._places, self._store = store, PrefixStore(str(self._capture), store)
             backend: Any = group._get_backend(torch.device(distributed_c10d._get_object_coll_device(group)))
@@ -89,17 +90,17 @@ class Ballot:
             self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
 
     def vote(self, failure: Failure | None = None, objections: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Vote; wait for all ranks, or for a rank's failure, which is then ``failure``.
+        """Vote, and wait until all ranks have voted or one rank has failed; then ``failure`` is set.
 
         Args:
-            failure: This rank's failure. Its vote decides for all ranks at once.
-            objections: By topic what this rank objects to; empty if nothing. All ranks give the same topics.
+            failure: This rank's failure. It decides the vote at once.
+            objections: This rank's objection to each topic; empty if it has none. All ranks give the same topics.
 
         Returns:
-            By topic the objection of some rank; empty if no rank has one.
+            For each topic, the objection of one rank; empty if no rank objects.
 
         Raises:
-            RuntimeError: ranks have not voted within the timeout of the group, or the store is gone.
+            RuntimeError: Ranks have not voted within the timeout of the group, or the store is gone.
         """
         if self._store is None:
             self.failure = self.failure or failure
@@ -109,16 +110,16 @@ class Ballot:
             while self.failure is None:
                 agreed = self._cast(self._store, failure, objections or {})
                 if failure is None:
-                    break  # otherwise Ctrl-C may have come in a vote that had counted
+                    break  # a failure is cast again if Ctrl-C came during a vote that had counted
         except torch.distributed.DistNetworkError as error:
             raise RuntimeError(
-                f"the store over which ranks agree on a CUDA graph capture is gone ({error}): the process that has it, "
-                "rank 0 or torchrun's on its host, has ended"
+                f"the store through which ranks agree on a CUDA graph capture is gone ({error}): its process (rank 0, "
+                "or torchrun on that host) has ended"
             ) from error
         return agreed
 
     def _cast(self, store: Store, failure: Failure | None, objections: Mapping[str, str]) -> dict[str, str]:
-        """Cast one vote, which does not count if it is interrupted: the next one takes its place."""
+        """Cast one vote. If it is interrupted, it does not count, and the next one replaces it."""
         verdict, voters, readers = (f"{self._votes}{kind}" for kind in ("", " voters", " readers"))
         topics = {topic: f"{self._votes} {topic}" for topic in objections}
         self._places.set(f"place of rank {self._rank}", self._place())
@@ -135,9 +136,9 @@ class Ballot:
         except torch.distributed.DistStoreError as error:
             late = [rank for rank in self._ranks if not self._is_here(rank)]
             raise RuntimeError(
-                f"rank {' and '.join(map(str, late))} did not come to where rank {self._rank} waited for it in a "
-                f"CUDA graph capture, for {self._timeout}: it died, waits for another rank, or launches fewer "
-                "collectives. If it was only late, raise --distributed-timeout-minutes."
+                f"rank {self._rank} waited {self._timeout} in a CUDA graph capture for rank "
+                f"{' and '.join(map(str, late))}, which died, waits for another rank, or launches fewer collectives. "
+                "If it was only slow, raise --distributed-timeout-minutes."
             ) from error
         failed, agreed = json.loads(store.get(verdict))
         self._votes += 1
@@ -151,7 +152,7 @@ class Ballot:
         return f"vote {self._votes} of capture {self._capture}"
 
     def _is_here(self, rank: int) -> bool:
-        """Whether ``rank`` has cast the vote that this rank waits in."""
+        """Whether ``rank`` has cast the vote in which this rank waits."""
         key = f"place of rank {rank}"
         return self._places.check([key]) and self._places.get(key).decode() == self._place()
 
@@ -160,9 +161,9 @@ class CaptureAgreement:
     """The agreement of the ranks of one capture.
 
     Args:
-        groups: Those of the ranks that capture. Collectives of a capture connect ranks of one pipeline stage, which are
-            those of ``tp_dp_cp``, or of ``tp`` and ``dp_cp`` if there is no such group. With two groups, ranks may
-            raise different ones of several failures.
+        groups: The process groups. Collectives of a capture connect the ranks of a pipeline stage: those of
+            ``tp_dp_cp``, or of ``tp`` and ``dp_cp`` if it is missing. With two groups, ranks may raise different errors
+            if several ranks fail.
         with_other_stages: Whether all pipeline stages capture together.
     """
 
@@ -173,15 +174,15 @@ class CaptureAgreement:
         self._where = "before the first layer"
 
     def begin(self, where: str, phase: str = "") -> None:
-        """Note what is captured from now on; errors name it.
+        """Record that the capture of ``where`` begins; errors name it.
 
         Args:
-            phase: ``forward`` or ``backward`` if it is a pass.
+            phase: ``forward`` or ``backward`` for a pass.
         """
         self._where = f"{where}, {phase}" if phase else where
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Return capture-time ``hooks`` of a layer, by kind, with a first one that notes which of its passes begins."""
+        """Return a layer's capture-time ``hooks`` by kind, with a first hook that calls ``begin`` with ``name``."""
         kinds: dict[str, Any] = {**hooks}
         for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
             begin: Callable[..., None] = lambda *call, phase=phase: self.begin(name, phase)  # noqa: E731
@@ -189,13 +190,13 @@ class CaptureAgreement:
         return kinds
 
     def objections(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return by topic why ranks object to it; empty where no rank does.
+        """Return, for each topic, the objection of one rank; empty if no rank objects.
 
         Args:
-            own: By topic why this rank objects; empty if it does not. All ranks give the same topics.
+            own: This rank's objection to each topic; empty if it has none. All ranks give the same topics.
 
         Raises:
-            CaptureFailedError, CaptureInterruptedError: a rank failed.
+            CaptureFailedError, CaptureInterruptedError: A rank failed.
         """
         on_rank = f" (on rank {torch.distributed.get_rank()})"
         agreed = self._vote(self._ballots, {topic: why and why + on_rank for topic, why in own.items()})
@@ -203,11 +204,11 @@ class CaptureAgreement:
 
     @contextmanager
     def together(self, undo: Callable[[], object]) -> Iterator[None]:
-        """The context of a capture: at its end all ranks have captured, or ``undo`` has run and all raise one error.
+        """Capture in this context: at its end all ranks have captured, or have called ``undo`` and raise one error.
 
         Raises:
-            CaptureFailedError: the capture failed on a rank, with an ``Exception``.
-            CaptureInterruptedError: another rank was interrupted. That rank raises its own exception.
+            CaptureFailedError: The capture failed on a rank, with an ``Exception``.
+            CaptureInterruptedError: Another rank was interrupted. That rank raises its own exception.
         """
         try:
             with _before_each_collective(lambda: self._vote(self._of_stage)):
@@ -215,7 +216,7 @@ class CaptureAgreement:
             self._where = "after the last layer"
             self._vote(self._ballots)
         except BaseException as error:
-            failed = self._failed(error)  # first: undoing can fail too, and others wait for this rank
+            failed = self._failed(error)  # before ``undo``, which can fail: other ranks are waiting
             undo()
             if isinstance(error, Exception):
                 raise failed from error
@@ -223,20 +224,20 @@ class CaptureAgreement:
 
     def _vote(self, ballots: Sequence[Ballot], objections: Mapping[str, str] | None = None) -> dict[str, str]:
         agreed = dict(objections or {})
-        for ballot in ballots:  # what a rank learns in one group, it says in the next
+        for ballot in ballots:  # objections of one group are passed on to the next
             agreed = ballot.vote(objections=agreed)
             if ballot.failure is not None:
                 raise ballot.failure.error()
         return agreed
 
     def _failed(self, error: BaseException) -> CaptureFailedError | CaptureInterruptedError:
-        """Let all ranks know that this one failed with ``error``; return what every rank raises."""
+        """Tell all ranks that this one failed with ``error``; return the exception that every rank raises."""
         agreed = next((ballot.failure for ballot in self._ballots if ballot.failure is not None), None)
         if agreed is None or not isinstance(error, Exception):
             cause = f"{type(error).__name__}: {error}".removesuffix(": ")
             agreed = Failure(torch.distributed.get_rank(), self._where, cause, not isinstance(error, Exception))
         for ballot in self._ballots:
-            with suppress(RuntimeError):  # the store is gone, and the others learn that by themselves
+            with suppress(RuntimeError):  # the store is gone, which the other ranks notice themselves
                 ballot.vote(agreed)
                 if not agreed.interrupted:
                     agreed = ballot.failure or agreed
@@ -248,15 +249,15 @@ def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
     """Call ``join`` before each collective that is launched in this context outside of stream captures.
 
     Python launches collectives through the methods of ``ProcessGroup``, which are replaced here. A
-    ``TorchDispatchMode`` would not see where a batch of sends and receives begins, and ``torch.compile`` compiles
-    nothing under one. Not covered: functional collectives, which neither megatron-core nor TransformerEngine has in
-    layers, and communication without process groups (TransformerEngine's userbuffers, DeepEP).
+    ``TorchDispatchMode`` would not see the beginning of a batch of sends and receives, and it disables
+    ``torch.compile``. Not covered: functional collectives, which layers of megatron-core and TransformerEngine do not
+    use, and communication without process groups (TransformerEngine's userbuffers, DeepEP).
     """
-    batches: set[ProcessGroup] = set()  # groups with an open batch, which is launched as a whole
+    batches: set[ProcessGroup] = set()  # groups with an open batch, which is launched when it closes
     thread = threading.get_ident()
 
     def joins(group: ProcessGroup) -> bool:
-        # Other threads than this one and autograd's have nothing to do with the capture.
+        # The capture runs in this thread and in autograd's.
         of_capture = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
         return of_capture and group.size() > 1 and not torch.cuda.is_current_stream_capturing()
 
@@ -280,13 +281,13 @@ def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
     try:
         with methods:
             yield
-    finally:  # torch must forget batches that an exception left open, or it would collect later collectives in them
+    finally:  # torch would add later collectives to batches that an exception left open
         for group in batches:
             distributed_c10d._world.pg_coalesce_state.pop(group, None)
 
 
 def warn_of_failure(failed: CaptureFailedError, outlook: str) -> None:
-    """Log a failed capture and what follows; with the exception, on the rank that it failed on."""
+    """Warn of a failed capture and what follows; on the rank that failed, with the exception."""
     message = f"{failed}. {outlook}."
     if isinstance(failed.__cause__, CaptureFailedError):  # another rank's
         log_single_rank(logger, logging.WARNING, message)

@@ -1,4 +1,4 @@
-"""Attributes and modes that have another value for a time."""
+"""Temporary replacements of attributes and modes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ _ABSENT = object()
 
 
 class Replacements:
-    """Attributes of objects, classes and modules that have another value in its context.
+    """Context in which attributes of objects, classes and modules have other values.
 
-    Other than with ``mock.patch.object``, an attribute of a tensor (``grad``) comes back too, and ``torch.nn.Module``
-    is not asked to register what is set.
+    Unlike ``mock.patch.object``, it also restores attributes of tensors (``grad``), and it bypasses the registration of
+    ``torch.nn.Module``.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Replacements:
         self._computed: set[tuple[type, str]] = set()
 
     def add(self, owner: Any, name: str, value: Any) -> None:
-        """Give ``owner`` the attribute ``name`` of this ``value`` in the context."""
+        """Set the attribute ``name`` of ``owner`` to ``value`` in the context."""
         kind = type(owner)
         # Set by a descriptor, as a tensor's ``grad`` is.
         if hasattr(type(getattr(kind, name, None)), "__set__"):
@@ -52,7 +52,7 @@ class Replacements:
 
 
 def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any], Any]) -> Replacements:
-    """Return a context in which the attribute ``name`` of each owner is what ``value_of`` makes of its value."""
+    """Return a context in which the attribute ``name`` of each owner is ``value_of`` its own value."""
     replacements = Replacements()
     for owner in owners:
         replacements.add(owner, name, value_of(getattr(owner, name)))
@@ -60,10 +60,9 @@ def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any
 
 
 class TakenForward:
-    """Lets the calls of a module run ``forward`` until ``end``, with the module's hooks around it.
+    """Replaces ``module.forward`` until ``end``; the module's hooks still run around it.
 
-    The one way in which graphs take the place of a module's code. What a user sets as ``module.forward`` meanwhile
-    stays, so that its calls run that.
+    Graphs replace a module's code in no other way. A ``module.forward`` that the user sets meanwhile stays.
     """
 
     def __init__(self, module: Any, forward: Callable[..., Any]):
@@ -72,7 +71,7 @@ class TakenForward:
         self._own["forward"] = forward
 
     def end(self) -> None:
-        """Give the module its own ``forward`` back."""
+        """Restore the module's own ``forward``."""
         if self._own.get("forward") is not self._forward:
             return
         if self._before is _ABSENT:
@@ -83,7 +82,7 @@ class TakenForward:
 
 @contextmanager
 def between(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
-    """Call ``begin`` now, and ``end`` when this context ends, also after an exception."""
+    """Call ``begin``, and ``end`` when this context ends, also after an exception."""
     begin()
     try:
         yield

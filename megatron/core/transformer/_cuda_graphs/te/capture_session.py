@@ -36,10 +36,11 @@ InputData = tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]
 
 @dataclass
 class CaptureSession:
-    """Captures ``stage`` once. If that fails, ``graphs`` are to be deleted: nothing else is left to undo.
+    """Captures the passes of ``stage`` into ``graphs``. If that fails, delete ``graphs``: nothing else is left to undo.
 
     Attributes:
-        recaptures: Says which passes of other shapes are watched.
+        agreement: Told which pass begins; errors name it.
+        recaptures: Makes the object that watches passes of other shapes.
         shape: Tokens of a sequence, before any parallel division, and sequences in a micro-batch.
     """
 
@@ -50,11 +51,11 @@ class CaptureSession:
     shape: tuple[int, int]
 
     def capture(self, input_data: Callable[[], InputData]) -> None:
-        """Capture.
+        """Capture as ``graphs.choice`` demands.
 
         Args:
             input_data: Returns the positional inputs and the keyword arguments of ``make_graphed_callables`` for the
-                layers that have graphs of their own.
+                layers with graphs of their own.
         """
         choice = self.graphs.choice
         if choice.holds is Holds.MODEL:
@@ -95,7 +96,7 @@ class CaptureSession:
         self._warn_of_hooks((model, named(model)) for model in models)
 
     def _capture_decoder(self) -> None:
-        """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""
+        """Capture all layers of the decoder in one graph for each direction."""
         stage, chunk = self.stage, self.stage.chunks[0]
         decoder = chunk.model.decoder
         layers = list(decoder.layers)
@@ -105,17 +106,16 @@ class CaptureSession:
         eager_passes = self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others)
         quantized = recorded_quantization(stage, decoder.layers)
         with self._several_layers([decoder]):
-            graphs = capture_decoder(
+            self.graphs.whole = capture_decoder(
                 decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), eager_passes, quantized
             )
-            self.graphs.whole = [graphs]
         self._warn_of_hooks([(decoder, named(decoder, parts=[decoder.layers]))])
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """The context of graphs of several layers: in capture mode layers return other things, and hooks do nothing.
+        """Leave capture mode while several layers are captured: it changes outputs of layers and disables hooks.
 
-        Captures restore generators and buffers; here once more, if that fails within.
+        Generators and buffers are restored a second time, in case the capture fails to restore them.
         """
         self._free_gradients()
         outside = between(state._set_capture_end, state._set_capture_start)
@@ -127,19 +127,19 @@ class CaptureSession:
         return self.graphs.shapes.passes
 
     def _warn_of_hooks(self, captured: Iterable[tuple[torch.nn.Module, dict[torch.nn.Module, str]]]) -> None:
-        """Warn of third-party hooks that are in graphs, given each captured module and the names of those in it."""
+        """Warn of third-party hooks in graphs, given each captured module and the names of the modules in it."""
         names = ", ".join(name for root, held in captured for name in recorded_hooks(root, held))
         if names:
             self.stage.log(
                 logging.WARNING,
-                f"hooks of {names} are in CUDA graphs: replays repeat what they did on the GPU, and do not call them. "
-                "Hooks that are registered after the capture are called, as their layers then run eagerly",
+                f"hooks of {names} are part of CUDA graphs: replays repeat their work on the GPU and do not call them. "
+                "Hooks registered after the capture are called, as their layers then run eagerly",
             )
 
     # --------------------------------------------------------------------------------------------------- single layers
 
     def _capture_layers(self, input_data: Callable[[], InputData]) -> None:
-        """Capture each layer that is not in a graph with others."""
+        """Capture graphs of each layer that the decoder's graphs do not hold."""
         stage = self.stage
         apart = self.graphs.layers_apart
         layers = tuple(layer for own in apart for layer in own)
@@ -148,7 +148,7 @@ class CaptureSession:
         plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(layers))
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
-        elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # have other parameters in calls
+        sharded = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # FSDP2 exchanges their parameters
         with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
             with refuse_changed_attributes(layers), extracted_hooks(layers) as hooks, rng:
                 arguments["capture_time_hooks"] = [
@@ -164,7 +164,7 @@ class CaptureSession:
             snapshots = [
                 Snapshot(
                     "change it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()",
-                    *module_aspects(modules, around=layer, parameters=layer not in elsewhere),
+                    *module_aspects(modules, around=layer, parameters=layer not in sharded),
                 )
                 for layer, modules in zip(layers, held, strict=True)
             ]
@@ -179,7 +179,7 @@ class CaptureSession:
         return self._watch_shapes(tokens, len(self.stage.layers)) if self.stage.may_change_shape else None
 
     def _gradient_sinks(self) -> list[Any]:
-        """Return what takes the gradients of each layer, which Megatron-FSDP is capturing."""
+        """Return the gradient sinks of the layers that Megatron-FSDP is capturing; see ``gradient_sinks``."""
         whole = not self.stage.config.cuda_graph_modules
         sinks: list[Any] = []
         for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
@@ -196,7 +196,7 @@ class CaptureSession:
             yield
 
     def _free_gradients(self) -> None:
-        """Zero gradients before capture, as after it: those that the optimizer reads then take no memory."""
+        """Zero gradients before the capture, as after it, so that the optimizer's take no memory."""
         wrappers = [chunk.fsdp for chunk in self.stage.chunks if chunk.fsdp is not None]
         if wrappers and self.stage.role.language:
             for fsdp in wrappers:

@@ -1,7 +1,7 @@
 """What graphs of a pipeline stage hold: the whole model, all layers of its decoder, or one layer; and the graphs."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,7 +22,7 @@ from .stage import Chunk, Layers, Stage
 from .torch_fsdp import KeptParameters
 from .training_calls import TrainingCalls
 
-# Why steps run eagerly, as scalars are named.
+# Names of scalars: why steps run eagerly.
 BEFORE_CAPTURE, OTHER_INPUTS = "before-capture", "other-inputs"
 NO_LAYERS, CAPTURE_FAILED, CAPTURES_USED_UP = "no-layers", "capture-failed", "captures-used-up"
 INTERLEAVED_PASSES, RECOMPUTED_LAYERS = "interleaved-passes", "recomputed-layers"
@@ -37,32 +37,72 @@ class Holds(Enum):
 
 
 def blocker(stage: Stage, holds: Holds) -> str:
-    """Say why this rank cannot capture the model, or its decoder, in one graph; empty if it can.
+    """Return why this rank cannot capture the model, or its decoder, in one graph; empty if it can.
 
-    In a pipeline that is a graph of each chunk and micro-batch.
+    In a pipeline each chunk and micro-batch has a graph of its own.
     """
-    for chunk in stage.chunks:
-        for rules_out, reason, applies in _TABLE:
-            found = applies(stage, chunk) if holds in rules_out else None
-            if found:
-                return reason.format(found)
-    return ""
+    blockers = _model_blockers if holds is Holds.MODEL else _decoder_blockers
+    return next((reason for chunk in stage.chunks for reason in blockers(stage, chunk) if reason), "")
 
 
-def _is_larger_than_model(chunk: Chunk) -> str:
-    differ = chunk.model is not None and {*chunk.fsdp.parameters()} != {*chunk.model.parameters()}
-    return type(chunk.model).__name__ if differ else ""
+def _model_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
+    """Yield why the model of ``chunk`` cannot be captured; later reasons assume that earlier ones do not apply."""
+    config, model = stage.config, chunk.model
+    if chunk.fsdp is None:
+        yield "the model is not under Megatron-FSDP"
+    if model is not None and {*chunk.fsdp.parameters()} != {*model.parameters()}:
+        yield f"there are parameters outside of {type(model).__name__}"
+    if known_class(model) is None:
+        yield f"{type(model).__name__} is not a GPTModel or HybridModel with its own forward"
+    repeated = {*language_layers(model)} - {*chunk.every_layer}
+    captured = {*chunk.every_layer} <= {*chunk.layers} and all(_layer_is_graphable(each, config) for each in repeated)
+    if not (decoder_layers(model) and captured):
+        yield _NOT_ALL_LAYERS
+    yield from _common_blockers(stage, chunk)
+    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
+        yield "TransformerEngine's cross entropy reads values on the host: use --cross-entropy-fusion-impl native"
+    # Hooks inside a layer are recorded with it, as in a graph of its own.
+    inside = {child for layer in language_layers(model) for child in layer.modules() if child is not layer}
+    yield _hooked((name, module) for name, module in model.named_modules() if name and module not in inside)
+    yield chunk.fsdp.graphs.whole_model_blocker()
 
 
-def _leaves_out_layers(chunk: Chunk, config: Any) -> bool:
-    if not {*chunk.every_layer} <= {*chunk.layers}:
-        return True
-    repeated = {*language_layers(chunk.model)} - {*chunk.every_layer}
-    return not all(_layer_is_graphable(layer, config) for layer in repeated)
+def _decoder_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
+    """Yield why the layers of the decoder cannot be captured together; see ``_model_blockers``."""
+    layers = decoder_layers(chunk.model)
+    if not stage.one_graph_serves_all:
+        yield "several micro-batches are in flight at a time"
+    if chunk.fsdp is None:
+        yield "the model is not under Megatron-FSDP"
+    yield _other_decoder(getattr(chunk.model, "decoder", None))
+    if len(layers) < 2 or not {*layers} <= {*chunk.layers}:
+        yield _NOT_ALL_LAYERS
+    yield from _common_blockers(stage, chunk)
+    if Options(stage.config).recomputes_layers and not {*chunk.layers} <= {*layers}:
+        yield "layers of multi-token prediction are computed again (--recompute-granularity full)"
+    yield _hooked((layer_name(layer, index), layer) for index, layer in enumerate(layers))
+    yield chunk.fsdp.graphs.recording_blocker(layers)
+
+
+_NOT_ALL_LAYERS = "not all of its layers can be captured"
+
+
+def _common_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
+    config = stage.config
+    if len({*map(attention_mask_type, language_layers(chunk.model))} - {None}) > 1:
+        yield "its layers have different attention masks"
+    if config.cuda_graph_modules:
+        yield "only modules of layers are captured (--cuda-graph-modules)"
+    if Options(config).quantizes_otherwise:
+        yield "FP4, or FP8 with another --fp8-recipe than delayed or tensorwise, is used"
+    if config.fine_grained_activation_offloading or config.cpu_offloading:
+        yield "activations are offloaded"
+    if config.cuda_graph_retain_backward_graph:
+        yield "the backward pass keeps autograd's graph (cuda_graph_retain_backward_graph)"
 
 
 def known_class(model: Any) -> type | None:
-    """Return megatron-core's class that ``model`` has its ``forward`` of, ``GPTModel`` or ``HybridModel``, or None."""
+    """Return ``GPTModel`` or ``HybridModel``, whichever class ``model`` has its ``forward`` from; None otherwise."""
     from megatron.core.models.gpt.gpt_model import GPTModel  # these import cuda_graphs, which imports this module
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -71,9 +111,9 @@ def known_class(model: Any) -> type | None:
 
 
 def other_method(model: Any) -> str:
-    """Say which method of its class of megatron-core's ``model`` has another one of; empty if there is none.
+    """Return which method of megatron-core's class ``model`` overrides; empty if none.
 
-    Those that save checkpoints do not count. Another one may read what changes from step to step.
+    An override may read state that changes from step to step. Methods that save checkpoints do not count.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -86,100 +126,31 @@ def other_method(model: Any) -> str:
     return ""
 
 
-def _is_other_model(model: Any) -> str:
-    return "" if known_class(model) else type(model).__name__
-
-
-def _is_other_decoder(decoder: Any) -> str:
+def _other_decoder(decoder: Any) -> str:
     from megatron.core.models.hybrid.hybrid_block import HybridStack  # these import cuda_graphs
     from megatron.core.transformer.transformer_block import TransformerBlock
 
     known = getattr(type(decoder), "forward", None) in (TransformerBlock.forward, HybridStack.forward)
-    return "" if known and "forward" not in vars(decoder) else type(decoder).__name__
+    if known and "forward" not in vars(decoder):
+        return ""
+    return f"{type(decoder).__name__} is not an unmodified TransformerBlock or HybridStack"
 
 
 def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
-    return next((name for name, module in modules if has_other_hooks(module)), "")
-
-
-def _hooked_beside_layers(model: Any) -> str:
-    # Hooks inside a layer are recorded with it, as in a graph of its own.
-    inside = {child for layer in language_layers(model) for child in layer.modules() if child is not layer}
-    return _hooked((name, module) for name, module in model.named_modules() if name and module not in inside)
-
-
-def _hooked_layer(layers: Iterable[torch.nn.Module]) -> str:
-    return _hooked((layer_name(layer, index), layer) for index, layer in enumerate(layers))
-
-
-BOTH, MODEL, DECODER = (Holds.MODEL, Holds.DECODER), (Holds.MODEL,), (Holds.DECODER,)
-
-# What a row rules out, why, and whether it applies to a chunk of the stage: what this returns stands in the reason's
-# place for it. The first row that applies counts, and later ones rely on that.
-_TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], ...] = (
-    (DECODER, "several micro-batches are in flight at a time", lambda s, c: not s.one_graph_serves_all),
-    (BOTH, "the model is not under Megatron-FSDP", lambda s, c: c.fsdp is None),
-    (MODEL, "there are parameters outside of {}", lambda s, c: _is_larger_than_model(c)),
-    (MODEL, "{} is no GPTModel or HybridModel with its own forward", lambda s, c: _is_other_model(c.model)),
-    (
-        DECODER,
-        "{} is not an unmodified TransformerBlock or HybridStack",
-        lambda s, c: _is_other_decoder(getattr(c.model, "decoder", None)),
-    ),
-    (
-        MODEL,
-        "not all of its layers can be captured",
-        lambda s, c: not decoder_layers(c.model) or _leaves_out_layers(c, s.config),
-    ),
-    (
-        DECODER,
-        "not all of its layers can be captured",
-        lambda s, c: len(decoder_layers(c.model)) < 2 or not {*decoder_layers(c.model)} <= {*c.layers},
-    ),
-    (
-        BOTH,
-        "its layers have different attention masks",
-        lambda s, c: len({*map(attention_mask_type, language_layers(c.model))} - {None}) > 1,
-    ),
-    (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s, c: s.config.cuda_graph_modules),
-    (
-        BOTH,
-        "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise",
-        lambda s, c: Options(s.config).quantizes_otherwise,
-    ),
-    (
-        DECODER,
-        "layers of multi-token prediction are computed again (--recompute-granularity full)",
-        lambda s, c: Options(s.config).recomputes_layers and not {*c.layers} <= {*decoder_layers(c.model)},
-    ),
-    (
-        BOTH,
-        "activations are offloaded",
-        lambda s, c: s.config.fine_grained_activation_offloading or s.config.cpu_offloading,
-    ),
-    (
-        MODEL,
-        "TransformerEngine's cross entropy reads values on the host (--cross-entropy-fusion-impl native does not)",
-        lambda s, c: s.config.cross_entropy_loss_fusion and s.config.cross_entropy_fusion_impl == "te",
-    ),
-    (BOTH, "backward keeps autograd's graph", lambda s, c: s.config.cuda_graph_retain_backward_graph),
-    (MODEL, "{} has hooks, which do not run in replays", lambda s, c: _hooked_beside_layers(c.model)),
-    (DECODER, "{} has hooks, which do not run in replays", lambda s, c: _hooked_layer(decoder_layers(c.model))),
-    (MODEL, "{}", lambda s, c: c.fsdp.graphs.whole_model_blocker()),
-    (DECODER, "{}", lambda s, c: c.fsdp.graphs.recording_blocker(decoder_layers(c.model))),
-)
+    names = (name for name, module in modules if has_other_hooks(module))
+    return next((f"{name} has hooks, which do not run in replays" for name in names), "")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What graphs of a pipeline stage hold, and why no more.
+    """What graphs of a pipeline stage hold, and why they do not hold more.
 
     Attributes:
         holds: None if nothing is captured.
-        not_model: Why not the whole model; empty if it is, or if it is not to be.
-        not_decoder: Why not all layers of the decoder; empty if these or the whole model are.
+        not_model: Why graphs do not hold the whole model; empty if they do or were not asked to.
+        not_decoder: Why graphs hold single layers or nothing; empty otherwise.
         why_nothing: Why nothing is captured; empty if something is.
-        eager_because: The same as scalars name it.
+        eager_because: The name of this reason in scalars.
     """
 
     holds: Holds | None
@@ -189,18 +160,18 @@ class Choice:
     eager_because: str = ""
 
 
-def choose(stage: Stage, ruled_out: Callable[[Holds], str]) -> Choice:
+def choose(stage: Stage, blocker_of: Callable[[Holds], str]) -> Choice:
     """Choose the largest graphs of ``stage`` that --cuda-graph-layers-per-graph allows and nothing rules out.
 
     Args:
-        ruled_out: Says why a graph cannot hold this; empty if it can. It is asked about the larger first.
+        blocker_of: Returns why a graph cannot hold its argument; empty if it can.
     """
     wanted, not_model = layers_per_graph(stage.config), ""
     if wanted in (None, WHOLE_MODEL):
-        not_model = ruled_out(Holds.MODEL)
+        not_model = blocker_of(Holds.MODEL)
         if not not_model:
             return Choice(Holds.MODEL)
-    not_decoder = f"{LAYERS_FLAG} is 1" if wanted == 1 else ruled_out(Holds.DECODER)
+    not_decoder = f"{LAYERS_FLAG} is 1" if wanted == 1 else blocker_of(Holds.DECODER)
     if not not_decoder:
         return Choice(Holds.DECODER, not_model)
     if not Options(stage.config).recomputes_layers:
@@ -214,10 +185,9 @@ class GraphUse:
     """Graph usage counters of this rank, since the helper was made.
 
     Attributes:
-        replays: How often forward graphs of training were replayed.
-        captures: How often training was captured.
-        pool_bytes: The memory pools of the graphs that there are, those for evaluation included; None where the engine
-            does not show them.
+        replays: The number of replays of forward graphs in training.
+        captures: The number of successful captures of training.
+        pool_bytes: The size of the graphs' memory pools, including evaluation's; None if the engine does not show it.
     """
 
     replays: int
@@ -226,22 +196,22 @@ class GraphUse:
 
 
 class CaptureState:
-    """Decides what graphs of a pipeline stage hold, and keeps them, or why there are none.
+    """Chooses what the graphs of a pipeline stage hold, and owns them.
 
-    One object serves one capture and the graphs it leaves.
+    One object serves one capture and its graphs.
 
     Args:
-        calls: Watches training until the first capture.
+        calls: Observes training until the first capture.
         eager_because: Why steps run eagerly.
-        not_model: Why the whole model is not captured by default; empty if nothing is known against it.
+        not_model: Why the whole model is not captured by default; empty if nothing rules it out yet.
 
     Attributes:
-        choice: What graphs hold; nothing until ``choose``.
+        choice: What graphs hold; nothing before ``choose``.
         eager_because: The argument; empty once there are graphs.
         whole: The graphs of whole passes: of each chunk of the model, or of the decoder's layers.
         kept: By chunk, the parameters that FSDP2 keeps for the graphs of its layers.
-        microbatches: Micro-batches of the steps that the capture was for; None for any number.
-        shapes: The passes of other shapes; None where these may not run eagerly.
+        microbatches: The number of micro-batches that steps must have; None for any number.
+        shapes: The passes of other shapes; None if these are errors.
     """
 
     def __init__(self, stage: Stage, calls: TrainingCalls, eager_because: str = BEFORE_CAPTURE, not_model: str = ""):
@@ -255,7 +225,7 @@ class CaptureState:
         self._rng_states: GraphStates | None = None
         self._rng_hooks: Sequence[Any] = ()
         self._eager_passes_seen = 0
-        self._pools: tuple[int, int | None] = 0, 0  # the number of graphs and the bytes of their pools
+        self._pools: tuple[int, int | None] = 0, 0  # the number of graphs, and the bytes of their pools
 
     @property
     def models(self) -> Sequence[Any]:
@@ -269,21 +239,21 @@ class CaptureState:
 
     @property
     def layers_apart(self) -> list[Layers]:
-        """The layers of each chunk that have graphs of their own, or are to have them."""
+        """The layers of each chunk that have, or will have, graphs of their own."""
         together = {*(() if self.decoder is None else self.decoder.module.layers)}
         return [[layer for layer in chunk.layers if layer not in together] for chunk in self._stage.chunks]
 
     # ---------------------------------------------------------------------------------------------------- decision
 
     def choose(self, agreement: CaptureAgreement) -> None:
-        """Set ``choice``, the same on all ranks, and log why graphs hold no more.
+        """Set ``choice``, the same on all ranks, and log why graphs do not hold more.
 
-        All pipeline stages hold the same, so that a capture that fails on one is followed by the same on all.
+        All pipeline stages make the same choice, so that they also fall back together if a capture fails on one.
         """
         stage, wanted = self._stage, layers_per_graph(self._stage.config)
         self._calls.stop()
-        asked = {Holds.MODEL: wanted in (None, WHOLE_MODEL), Holds.DECODER: wanted != 1}
-        own = {holds.name: self._blocker(holds) if asks else "" for holds, asks in asked.items()}
+        candidates = {Holds.MODEL: wanted in (None, WHOLE_MODEL), Holds.DECODER: wanted != 1}
+        own = {holds.name: self._blocker(holds) if candidate else "" for holds, candidate in candidates.items()}
         agreed = agreement.objections({"INTERLEAVED": self._interleaved(), **own})
         if reason := agreed["INTERLEAVED"]:
             choice = Choice(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
@@ -292,31 +262,28 @@ class CaptureState:
         self.choice = choice
         if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
-            stage.log(level, f"instead of the whole model its layers are captured, because {choice.not_model}")
-        if choice.why_nothing:
-            why = choice.why_nothing
-            stage.log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {why}")
+            stage.log(level, f"layers are captured instead of the whole model, because {choice.not_model}")
+        if reason := choice.why_nothing:
+            stage.log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {reason}")
         elif choice.holds is Holds.LAYER and wanted != 1 and choice.not_decoder != choice.not_model:
             stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {choice.not_decoder}")
 
     def captures_layers_instead(self) -> bool:
-        """Whether layers are captured if the whole model, chosen by default, cannot be."""
+        """Whether layers are captured if the capture of the whole model, chosen by default, fails."""
         return self.choice.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
 
     def _interleaved(self) -> str:
         if not (self._stage.one_graph_serves_all and self._calls.interleaved):
             return ""
         return (
-            "a backward pass followed a further forward pass in training so far, and a graph serves one forward pass "
-            "at a time: run each backward pass before the next forward pass to have graphs"
+            "training ran a backward pass after a further forward pass, and a graph serves one forward pass at a time: "
+            "run each backward pass before the next forward pass"
         )
 
     def _blocker(self, holds: Holds) -> str:
         reason = blocker(self._stage, holds)
-        if reason or layers_per_graph(self._stage.config) is not None:
+        if reason or layers_per_graph(self._stage.config) is not None or holds is not Holds.MODEL:
             return reason
-        if holds is not Holds.MODEL:
-            return ""
         if self._not_model:
             return self._not_model
         for method in filter(None, (other_method(chunk.model) for chunk in self._stage.chunks)):
@@ -326,48 +293,48 @@ class CaptureState:
     # ------------------------------------------------------------------------------------------------ random numbers
 
     def follow_rng_tracker(self) -> None:
-        """Let graphs draw from what Megatron's RNG tracker has when a model is called: no fork is open then."""
+        """Make graphs draw from the RNG tracker's states as they are when a model is called, outside of any fork."""
         self._rng_states = GraphStates()
         adopt = calls_weakly(self._rng_states.adopt)
         models = [chunk.model for chunk in self._stage.chunks if chunk.layers and chunk.model is not None]
         self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
 
-    def before_step(self) -> None:
-        """Do the same before a step: some schedules call layers, not the model."""
+    def adopt_rng_states(self) -> None:
+        """Make graphs draw from the RNG tracker's current states: some schedules call layers, not the model."""
         if self._rng_states is not None:
             self._rng_states.adopt()
 
     # ----------------------------------------------------------------------------------------------------------- use
 
     def eager_reason(self) -> str:
-        """Say why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
+        """Return why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
         if self.eager_because or self.shapes is None:
             return self.eager_because
         seen, self._eager_passes_seen = self._eager_passes_seen, self.shapes.passes.total
         return OTHER_INPUTS if seen != self._eager_passes_seen else ""
 
     def replays(self) -> int:
-        """How often forward graphs of training were replayed."""
-        return sum(getattr(graphed, "replays", 0) for graphed in self._of_training())
+        """Return the number of replays of forward graphs in training."""
+        return sum(getattr(graphed, "replays", 0) for graphed in self._graphed())
 
     def pool_bytes(self) -> int | None:
-        """The memory pools of all graphs; None where the engine does not show them."""
-        graphs = [*self._of_training()]
-        graphs += [each.evaluation.passes for each in self.models if each.evaluation is not None]
-        if len(graphs) != self._pools[0]:  # a look at the allocator takes long, and pools do not grow after capture
+        """Return the size of all graphs' memory pools; None if the engine does not show it."""
+        graphs = self._graphed()
+        graphs += [each.evaluation.slots[0] for each in self.models if each.evaluation is not None]
+        if len(graphs) != self._pools[0]:  # reading the allocator is slow, and pools do not grow after the capture
             sizes = [size for _, size in pools_of(graphs)]
             self._pools = len(graphs), sum(sizes) if sizes else None
         return self._pools[1]
 
-    def _of_training(self) -> Iterable[Any]:
-        """The engine's callables that are replayed in training."""
-        whole = [passes for graphs in self.whole for passes in graphs.slots]
+    def _graphed(self) -> list[Any]:
+        """Return the engine's callables for training."""
+        whole = [slot for graphs in self.whole for slot in graphs.slots]
         return whole + [getattr(graph, "graphed", graph) for each in self._stage.layers for graph in each.cuda_graphs]
 
     # ---------------------------------------------------------------------------------------------------- deletion
 
     def delete(self) -> None:
-        """Free all graphs, as far as there are any; nothing else may be called afterwards."""
+        """Free all graphs, if any; nothing else may be called afterwards."""
         for hook in self._rng_hooks:
             hook.remove()
         for graphs in self.whole:
@@ -377,16 +344,16 @@ class CaptureState:
         detach_graphs(self._stage.chunks)
 
 
-def pools_of(graphs: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the number of graphs and the size in bytes of each memory pool of an engine's callables."""
+def pools_of(graphed: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the number of graphs and the size in bytes of each memory pool of the engine's callables."""
     of_pool: dict[tuple, list[torch.cuda.CUDAGraph]] = {}
-    for graphed in graphs:
-        for graph in filter(None, graphs_of(graphed)):
+    for each in graphed:
+        for graph in filter(None, graphs_of(each)):
             of_pool.setdefault(tuple(graph.pool()), []).append(graph)
     return [(len(own), PoolMemory.of(own[0]).size()) for own in of_pool.values()]
 
 
 def graphs_of(graphed: Any) -> list[torch.cuda.CUDAGraph | None]:
-    """The forward, backward and weight-gradient graph of an engine's callable, or of whole passes; None without one."""
+    """Return the forward, backward and weight-gradient graphs of the engine's callable; None for each it lacks."""
     names = ("forward_graph", "backward_graph", "weight_gradient_graph")
     return [getattr(graphed, name, None) for name in names]

@@ -1,7 +1,7 @@
 """Graphs of whole passes: of a language model, of a chunk of it in a pipeline, or of all layers of its decoder.
 
-One graph holds a forward pass and another its backward pass, with their collectives. In a pipeline each micro-batch of
-a step has graphs of its own.
+One graph holds a forward pass and another its backward pass, both with their collectives. In a pipeline each
+micro-batch of a step has its own graphs.
 """
 
 import inspect
@@ -53,19 +53,20 @@ logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 class PassGraphs:
-    """Replaces ``module.forward`` while graphs of its passes, or of a part of them, exist.
+    """Replaces ``module.forward`` while graphs of the module's passes, or of a part of them, exist.
 
-    A call replays if it has tensors as at capture and nothing else, and nothing that the graphs rely on has changed. In
-    calls without an attention mask the graphs read the mask of the capture. Other calls run eagerly.
+    A call replays if its tensors have the shapes and dtypes of the capture, it has no other arguments, and nothing that
+    the graphs rely on has changed. Other calls run eagerly. Without an attention mask the graphs read the mask of the
+    capture.
 
     Args:
         slots: The captured graphs: one pair, or one for each micro-batch of a step. Their static inputs have the names
             of arguments of ``forward``.
-        eager_passes: Counts calls for training that the graphs do not fit.
+        eager_passes: Counts training calls that the graphs do not fit.
         snapshot: What the graphs rely on.
-        unused: Arguments that what is captured does not depend on.
-        kept: Tensors that the graphs read and others may let go of.
-        stands: Whether the module's calls come here.
+        unused: Arguments that the captured passes do not read.
+        kept: Tensors that the graphs read and that nothing else may keep alive.
+        training: Whether the graphs replace ``forward``; graphs for evaluation are reached through those for training.
 
     Attributes:
         evaluation: The graph of the forward pass in evaluation; None without one.
@@ -82,7 +83,7 @@ class PassGraphs:
         *,
         unused: Collection[str] = (),
         kept: Sequence[Any] = (),
-        stands: bool = True,
+        training: bool = True,
     ):
         self.module, self.slots = module, slots
         self._eager_passes, self._snapshot, self._kept = eager_passes, snapshot, kept
@@ -94,28 +95,7 @@ class PassGraphs:
         self._expected = InputSignature(type(module).__name__, list(inputs.values()), self._names.__getitem__)
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
-        self._taken = TakenForward(module, self) if stands else None
-
-    # What depends on the kind of module.
-
-    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the tokens of a sequence on this rank and the sequences of a micro-batch, given arguments by name."""
-        raise NotImplementedError
-
-    def _passes_of(self, given: dict[str, Any]) -> GraphedCallable | None:
-        """Return the graphs for a call with the arguments ``given``, which may be completed; None without any."""
-        return self.slots[0]
-
-    def _replay(self, passes: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a call by a replay."""
-        return passes.replay(inputs)
-
-    # What does not.
-
-    @property
-    def passes(self) -> GraphedCallable:
-        """The graphs of the first slot."""
-        return self.slots[0]
+        self._taken = TakenForward(module, self) if training else None
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
@@ -130,31 +110,44 @@ class PassGraphs:
             graphs = self.evaluation
         if graphs is not None:
             given = self.by_name(args, kwargs)
-            passes = graphs._passes_of(given)
-            inputs = None if passes is None else graphs.inputs_of(given, passes)
-            if passes is not None and inputs is not None:
-                return graphs._replay(passes, inputs, args, kwargs)
+            slot = graphs._slot_of(given)
+            inputs = None if slot is None else graphs.inputs_of(given, slot)
+            if slot is not None and inputs is not None:
+                return graphs._replay(slot, inputs, args, kwargs)
         if graphs is not None or torch.is_grad_enabled():
             (graphs or self).before_eager_forward()
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def before_eager_forward(self) -> None:
         """Prepare a forward pass with grad that runs eagerly."""
-        if self.passes.owner is not None:
-            self.passes.owner.before_eager_forward()
+        owner = self.slots[0].owner
+        if owner is not None:
+            owner.before_eager_forward()
 
-    def inputs_of(self, given: dict[str, Any], passes: GraphedCallable) -> list[torch.Tensor] | None:
-        """Return the inputs of a replay, in the order of the static ones; None if the graphs do not fit this call.
+    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
+        """Return a sequence's tokens on this rank and the sequences in a micro-batch, given arguments by name."""
+        raise NotImplementedError
 
-        Why they do not is logged, once for each reason.
+    def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
+        """Return the graphs for a call with the arguments ``given``, which may be completed; None if there are none."""
+        return self.slots[0]
+
+    def _replay(self, slot: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the output of a call by a replay."""
+        return slot.replay(inputs)
+
+    def inputs_of(self, given: dict[str, Any], slot: GraphedCallable) -> list[torch.Tensor] | None:
+        """Return the inputs of a replay, in the order of the static inputs; None if the graphs do not fit this call.
+
+        Each reason is logged once.
 
         Args:
-            given: The arguments of the call by name; gets offsets in the place of packed sequences.
+            given: The arguments of the call by name; offsets replace packed sequences in it.
         """
         packed_otherwise = ""
         if self._packed_tokens:
             packed_otherwise = unpack(given, self._packed_tokens * self.shape_of(given)[0] // self._shape[0])
-        mask = passes.kwargs.get(_MASK)
+        mask = slot.kwargs.get(_MASK)
         unmasked = given.get(_MASK) is None
         inputs: list[Any] = [mask if unmasked and name == _MASK else given.get(name) for name in self._names]
         others = [name for name, value in given.items() if value is not None and name not in self._known]
@@ -173,45 +166,46 @@ class PassGraphs:
         elif missing := [name for name, value in zip(self._names, inputs, strict=True) if value is None]:
             reason = f"it was captured with {', '.join(missing)}"
         else:
-            reason = "other tensors than at capture" + (self._eager_passes.outlook if shape != self._shape else "")
+            reason = "its tensors have other shapes, dtypes or devices than at capture"
+            reason += self._eager_passes.outlook if shape != self._shape else ""
         self._note_eager_pass(reason, shape if not others and shape != self._shape else None)
         return None
 
     def _note_eager_pass(self, reason: str, shape: tuple[int, int] | None = None) -> None:
-        """Count a call for training that runs eagerly, and log ``reason`` if it is new; see ``EagerPasses.note``."""
+        """Count a training call that runs eagerly, and log ``reason`` if it is new; see ``EagerPasses.note``."""
         name = type(self.module).__name__
-        reason = f"{name} runs eagerly where its CUDA graphs do not fit the call: {reason}"
+        reason = f"{name} runs eagerly because its CUDA graphs do not fit the call: {reason}"
         if self._eager_passes.note(reason, shape):
             logger.warning(reason)
 
     def reset(self) -> None:
-        """Free the graphs, those for evaluation too, and give the module its ``forward`` back."""
+        """Free the graphs, including those for evaluation, and restore ``module.forward``."""
         if self.evaluation is not None:
             self.evaluation.reset()
             self.evaluation = None
         if self._taken is not None:
             self._taken.end()
-            self._taken = None  # which refers to these graphs
-        for passes in self.slots:
-            passes.reset()
+            self._taken = None  # it refers to these graphs
+        for slot in self.slots:
+            slot.reset()
         self._kept = ()
         self._snapshot.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """A copied module runs eagerly."""
+        """Return the copied module's own ``forward``: a copy runs eagerly."""
         copied = memo[id(self.module)]
         return MethodType(type(copied).forward, copied)
 
 
 def _may_replay_evaluation() -> bool:
-    """Whether the current modes allow it. A backward pass that calls the model may be using what a replay releases."""
+    """Whether evaluation may replay now: not in a backward pass, whose gradients may be what a replay frees."""
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 
 class ModelGraphs(PassGraphs):
     """Graphs of a language model, or of a chunk of it: from tokens or hidden states to losses or hidden states.
 
-    They fit calls that give labels (where there are losses), in steps that have as many micro-batches as at capture.
+    They fit calls with labels (where the model computes losses), in steps with as many micro-batches as at capture.
     """
 
     def __init__(self, model: Any, slots: Sequence[GraphedCallable], *more: Any, **options: Any):
@@ -224,13 +218,13 @@ class ModelGraphs(PassGraphs):
         assert shape is not None
         return shape[::-1]
 
-    def _passes_of(self, given: dict[str, Any]) -> GraphedCallable | None:
-        """Return the graphs of the micro-batch; None in a step of another number of them, whose order is another.
+    def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
+        """Return the graphs of the current micro-batch; None if the step has another number of micro-batches.
 
-        Those of evaluation serve each: no backward pass reads what one has left.
+        One graph for evaluation serves all micro-batches, as no backward pass reads its output.
         """
         model = self.module
-        if HIDDEN_STATES in self.passes.kwargs:
+        if HIDDEN_STATES in self.slots[0].kwargs:
             given[HIDDEN_STATES] = model.decoder.input_tensor
         if shape_of(model, given) is None:
             return None
@@ -245,21 +239,21 @@ class ModelGraphs(PassGraphs):
 
 
 class DecoderGraphs(PassGraphs):
-    """Graphs of all layers of a decoder, in the loop over them that its ``forward`` runs."""
+    """Graphs of all layers of a decoder, whose own ``forward`` runs around them."""
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         tokens, sequences, _ = given["hidden_states"].shape
         return tokens, sequences
 
-    def _passes_of(self, given: dict[str, Any]) -> GraphedCallable:
+    def _slot_of(self, given: dict[str, Any]) -> GraphedCallable:
         if not given.get("extract_layer_indices"):
             given.pop("extract_layer_indices", None)
         return self.slots[0]
 
-    def _replay(self, passes: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _replay(self, slot: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         own, config = self.module.__dict__, self.module.config
-        own["layers"] = (_Replayed(passes, inputs[1:]),)  # found before the module of this name
-        if config.recompute_granularity == "full":  # which the graphs do
+        own["layers"] = (_ReplayedLayers(slot, inputs[1:]),)  # found before the module of this name
+        if config.recompute_granularity == "full":  # the graphs recompute
             own["config"] = copy(config)
             own["config"].recompute_granularity = None
         try:
@@ -269,26 +263,26 @@ class DecoderGraphs(PassGraphs):
             del own["layers"]
 
 
-class _Replayed:
-    """Replaces all layers of a decoder in the loop over them.
+class _ReplayedLayers:
+    """Replaces all layers of a decoder in the loop of its ``forward``.
 
     Attributes:
-        layer_number: Read by decoders; that of the first layer.
+        layer_number: The number of the first layer, which decoders read.
     """
 
     layer_number = 1
 
-    def __init__(self, passes: GraphedCallable, inputs: Sequence[torch.Tensor]):
-        self._passes, self._inputs = passes, inputs
+    def __init__(self, slot: GraphedCallable, inputs: Sequence[torch.Tensor]):
+        self._slot, self._inputs = slot, inputs
 
     def __call__(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        return self._passes.replay([hidden_states, *self._inputs]), None
+        return self._slot.replay([hidden_states, *self._inputs]), None
 
 
 # ------------------------------------------------------------------------------------------------------------- capture
 
 
-def whole_passes(
+def _graphed(
     name: str,
     func: Callable[..., torch.Tensor],
     inputs: dict[str, torch.Tensor],
@@ -297,10 +291,10 @@ def whole_passes(
     quantized: RecordedQuantization | None,
     copies_results: bool = True,
 ) -> GraphedCallable:
-    """Return ``func``, which uses ``module``, as a callable whose graphs will hold all that its passes do.
+    """Return a callable whose graphs will hold everything that passes of ``func``, which uses ``module``, do.
 
     Args:
-        inputs: Static inputs, by keyword. Those that require grad must be leaves.
+        inputs: Static inputs by keyword. Those that require grad must be leaves.
         quantized: How the module is quantized; None if it is not.
     """
     return GraphedCallable(
@@ -318,27 +312,33 @@ def whole_passes(
     )
 
 
-@contextmanager
-def _captured(
+def _capture(
+    kind: type[PassGraphs],
     slots: Mapping[torch.nn.Module, Sequence[GraphedCallable]],
     owners: Sequence[Any],
     plan: Plan,
     num_warmup_iters: int,
+    eager_passes: EagerPasses,
     around: AbstractContextManager[None],
     training: bool = True,
-) -> Iterator[dict[torch.nn.Module, Snapshot]]:
-    """Capture passes, and yield a snapshot for each module; reset them after an exception.
+    **options: Any,
+) -> list[Any]:
+    """Capture passes, and return the graphs of each module; free all after an exception.
 
     Args:
-        slots: The passes of each module whose ``forward`` they will replace, in the order of the plan's slots.
-        owners: Megatron-FSDP's ``RecordedPasses`` of what is captured.
+        kind: The class of the graphs.
+        slots: The passes of each module, in the order of the plan's slots.
+        owners: Megatron-FSDP's ``RecordedPasses`` of the modules.
         plan: The order of passes.
-        num_warmup_iters: How often all of them run before.
-        around: The context in which they run.
-        training: Whether backward passes are captured.
+        num_warmup_iters: Iterations of the whole plan before the capture.
+        eager_passes: Counts training calls that the graphs do not fit.
+        around: The context of warm-up and capture.
+        training: Whether to capture backward passes, and replace ``forward`` of each module.
+        options: Further keyword arguments of ``kind``.
     """
-    every = [passes for own in slots.values() for passes in own]
+    every = [slot for own in slots.values() for slot in own]
     quantized = dict.fromkeys(each.quantized for each in every if isinstance(each.quantized, RecordedQuantization))
+    graphs: list[PassGraphs] = []
     try:
         with ExitStack() as capturing:
             for owner in owners:
@@ -352,20 +352,25 @@ def _captured(
                     shares_memory=True,
                     contexts=[each.capturing() for each in quantized],
                 )
-            snapshots = {}
-            for module, (passes, *_) in slots.items():
-                recorded = passes.quantized if isinstance(passes.quantized, RecordedQuantization) else None
-                modules = named(module, parts=None if passes.module in (None, module) else [passes.module])
-                snapshots[module] = Snapshot(
+            snapshots = []
+            for module, (slot, *_) in slots.items():
+                recorded = slot.quantized if isinstance(slot.quantized, RecordedQuantization) else None
+                modules = named(module, parts=None if slot.module in (None, module) else [slot.module])
+                snapshot = Snapshot(
                     "replays go on once it is changed back",
                     *module_aspects(modules, around=module, replaced=module),
                     *(() if recorded is None else [quantized_aspect(recorded.tensors)]),
                 )
-        yield snapshots
+                snapshots.append(snapshot)
+        for (module, own), snapshot in zip(slots.items(), snapshots, strict=True):
+            graphs.append(kind(module, own, eager_passes, snapshot, training=training, **options))
     except BaseException:
-        for passes in every:
-            passes.reset()
+        for made in graphs:
+            made.reset()
+        for slot in every:
+            slot.reset()
         raise
+    return graphs
 
 
 def capture_models(
@@ -379,13 +384,12 @@ def capture_models(
     *,
     training: bool = True,
 ) -> list[ModelGraphs]:
-    """Capture the passes of ``models``; in ``training`` their calls replay them from then on. See ``_captured``.
+    """Capture the passes of ``models``; in ``training`` their calls then replay them. See ``_capture``.
 
     Args:
-        models: The language model, or the chunks of it in a pipeline stage.
-        plan: The order of their passes, each of them being a callable.
+        models: The language model, or its chunks in a pipeline stage.
+        plan: The order of their passes; each model is a callable of it.
         shape: Tokens of a sequence, before any parallel division, and sequences in a micro-batch.
-        eager_passes: Counts calls for training with tensors of another shape.
         quantized: How each model is quantized; None if it is not.
         training: Whether there are backward passes. Otherwise models are in evaluation mode.
     """
@@ -396,18 +400,10 @@ def capture_models(
         if len(plan.slots_of_callables[index]) > 1:
             name += f" (chunk {index}, micro-batch {len(own)})"
         forward = partial(_forward, model, shape[0])
-        own.append(whole_passes(name, forward, inputs, model, owners[index], quantized[index]))
+        own.append(_graphed(name, forward, inputs, model, owners[index], quantized[index]))
     kept: list[Any] = []
-    with _captured(slots, owners, plan, num_warmup_iters, _around_passes(models, kept), training) as snapshots:
-        graphs: list[ModelGraphs] = []
-        try:
-            for model, own in slots.items():
-                graphs.append(ModelGraphs(model, own, eager_passes, snapshots[model], kept=kept, stands=training))
-        except BaseException:
-            for made in graphs:  # gives their models' own forward back
-                made.reset()
-            raise
-        return graphs
+    around = _around_passes(models, kept)
+    return _capture(ModelGraphs, slots, owners, plan, num_warmup_iters, eager_passes, around, training, kept=kept)
 
 
 def inputs_of_slots(
@@ -415,21 +411,21 @@ def inputs_of_slots(
 ) -> list[dict[str, torch.Tensor]]:
     """Return the static inputs of each slot of ``plan``, whose callables are ``models``.
 
-    Slots of a model share them once nothing reads them any more.
+    Slots of a model share them where their lifetimes do not overlap.
     """
     samples = sample_arguments(
         plan,
         lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size)),
-        lambda index: index,  # of two models one may be given a mask and the other none
+        lambda index: index,  # one model may get a mask where another gets none
     )
     return [inputs for _, inputs in samples]
 
 
 def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
-    """Make static inputs of ``model``, by the keywords of its ``forward``, and ``hidden_states`` of another stage.
+    """Make static inputs of ``model`` by the keywords of ``forward``, and ``hidden_states`` of the stage before it.
 
-    Shapes and dtypes are those of ``expected_inputs``, and of the first layer's hidden states. The attention mask is
-    the one that layers apply where none is given; there is none without attention.
+    Shapes and dtypes are those of ``expected_inputs`` and of the first layer's hidden states. The attention mask is the
+    one that layers apply by default; a model without attention gets none.
 
     Args:
         model: The language model, or a chunk of it.
@@ -450,9 +446,9 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
 
 @contextmanager
 def _around_passes(models: Iterable[Any], kept: list[Any]) -> Iterator[None]:
-    """The context in which ``models`` are captured; rotary embeddings, which may leave their cache, go to ``kept``.
+    """Append outputs of rotary embeddings to ``kept`` in this context: their cache may evict them later.
 
-    At its end the inputs of chunks are those of the call in which evaluation captures.
+    At its end, restore the hidden states given to later chunks: evaluation is captured within a call.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -484,14 +480,13 @@ def capture_decoder(
     num_warmup_iters: int,
     eager_passes: EagerPasses,
     quantized: RecordedQuantization | None,
-) -> DecoderGraphs:
-    """Capture the passes of all layers of ``decoder``, whose calls replay them from then on; see ``_captured``.
+) -> list[DecoderGraphs]:
+    """Capture the passes of all layers of ``decoder``, whose calls then replay them; see ``_capture``.
 
     Args:
         decoder: The block of a model that runs its layers one after the other.
         inputs: Static inputs by keyword, ``hidden_states`` first.
-        read: For each layer which of the other inputs it reads.
-        eager_passes: Counts calls for training with tensors of another shape.
+        read: For each layer, the other inputs that it reads.
         quantized: How the layers are quantized; None if they are not.
     """
     from megatron.core.fp8_utils import get_fp8_context  # imports cuda_graphs, which imports this module
@@ -510,18 +505,20 @@ def capture_decoder(
                 hidden_states = output[0] if isinstance(output, tuple) else output
         return hidden_states
 
-    passes = whole_passes(type(decoder).__name__, run, inputs, decoder.layers, owner, quantized, copies_results=False)
+    slot = _graphed(type(decoder).__name__, run, inputs, decoder.layers, owner, quantized, copies_results=False)
     unused = () if any(map(captures_attention, decoder.layers)) else ATTENTION_INPUTS
-    with _captured({decoder: [passes]}, [owner], unordered_plan(1), num_warmup_iters, nullcontext()) as snapshots:
-        return DecoderGraphs(decoder, [passes], eager_passes, snapshots[decoder], unused=unused)
+    of_slots, plan = {decoder: [slot]}, unordered_plan(1)
+    return _capture(
+        DecoderGraphs, of_slots, [owner], plan, num_warmup_iters, eager_passes, nullcontext(), unused=unused
+    )
 
 
 def _recomputed(
     decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, torch.Tensor], quantizes: bool
 ) -> torch.Tensor:
-    """Run all layers of ``decoder``, which are computed again in their backward pass, as it does.
+    """Run all layers of ``decoder`` as it does, to be recomputed in their backward pass.
 
-    With ``quantizes`` each layer enters the context of FP8, if it is in FP8.
+    With ``quantizes`` each FP8 layer enters its own FP8 context.
     """
     from megatron.core.recompute import checkpointed_forward  # imports cuda_graphs, which imports this module
 
@@ -537,14 +534,14 @@ def _recomputed(
 
 
 def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> None:
-    """Capture the forward pass of ``chunk``, which is in evaluation mode; if that is impossible, log why.
+    """Capture the forward pass of ``chunk``, which is in evaluation mode; log why if that is impossible.
 
-    All ranks of the pipeline stage must call it together. The graph has static inputs and a memory pool of its own, and
-    its output is copied, so evaluation changes nothing that graphs or backward passes of training read.
+    All ranks of the pipeline stage must call it together. The graph has its own static inputs and memory pool, and its
+    output is copied: evaluation changes nothing that training's graphs or backward passes read.
 
     Args:
-        training: The graphs of the chunk's training passes. After their deletion nothing is captured.
-        args, kwargs: Arguments of the model in the evaluation that begins. The graph is for their shapes.
+        training: The graphs of the chunk's training passes. Nothing is captured after their deletion.
+        args, kwargs: Arguments of the model in the evaluation that begins. The graph fits their shapes.
 
     Raises:
         CaptureInterruptedError: another rank was interrupted.
@@ -552,7 +549,7 @@ def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, ar
     if vars(training.module).get("forward") is not training:
         return
     try:
-        refused = _capture(stage, chunk, training, args, kwargs)
+        refused = _capture_evaluation(stage, chunk, training, args, kwargs)
     except CaptureFailedError as failed:
         warn_of_failure(failed, "Evaluation runs eagerly")
         return
@@ -560,7 +557,7 @@ def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, ar
     log_single_rank(logger, logging.WARNING if refused else logging.INFO, message)
 
 
-def _capture(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> str:
+def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> str:
     """Capture on all ranks, or return why on none; raise the same error on every rank."""
     model, given = training.module, training.by_name(args, kwargs)
     agreement = CaptureAgreement(stage.groups, with_other_stages=False)  # later stages wait for this one's output
@@ -572,7 +569,7 @@ def _capture(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwa
 
     with agreement.together(undo):
         hooked = any(has_other_hooks(module) for layer in chunk.layers for module in layer.modules())
-        reason = "layers, or modules in them, have hooks of others" if hooked else call_blocker(model, given)
+        reason = "layers, or modules in them, have third-party hooks" if hooked else call_blocker(model, given)
         if refused := agreement.objections({"evaluation": reason})["evaluation"]:
             return refused
         sequences, tokens = shape_of(model, given) or (0, 0)

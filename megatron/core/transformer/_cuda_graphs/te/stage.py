@@ -1,4 +1,4 @@
-"""What a helper captures: the chunks of a model in one pipeline stage, and their layers."""
+"""A pipeline stage to capture: the chunks of the model, and their layers."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ Layers = list[torch.nn.Module]
 
 @dataclass(frozen=True)
 class Role:
-    """What a helper does beside others of the same training.
+    """The part of a training that a helper captures.
 
     Attributes:
-        language: Whether it is that of the language model, which each pipeline stage has. Only that one logs steps,
-            zeroes gradients, captures for evaluation and again for other shapes; only its layers get rotary embeddings.
+        language: Whether this is the language model, which each pipeline stage has. Only its helper logs steps, zeroes
+            gradients, captures evaluation and recaptures for other shapes; only its layers get rotary embeddings.
         model_of: Returns the model with the layers inside the wrappers of a chunk, or None.
-        report: What the files of its report are called.
+        report: The file name of the report, without suffix.
         wrap: Wraps a callable of the engine; replays run the result.
     """
 
@@ -42,8 +42,8 @@ class Chunk:
 
     Attributes:
         module: The chunk in its wrappers.
-        model: The model in it that has layers; None if it has no such model.
-        layers: Its layers that can be captured.
+        model: The model with layers inside them; None if there is none.
+        layers: The layers that can be captured.
     """
 
     module: Any
@@ -52,7 +52,7 @@ class Chunk:
 
     @property
     def every_layer(self) -> Layers:
-        """All layers of the model that run once for each micro-batch, in the order in which they run."""
+        """All layers of the model that run once per micro-batch, in the order in which they run."""
         return single_run_layers(self.model)
 
     @property
@@ -67,8 +67,8 @@ class Stage:
 
     Attributes:
         config: The model's ``TransformerConfig``.
-        p2p_communicator: Megatron's, of this stage.
-        role: What its helper does beside others.
+        p2p_communicator: Megatron's communicator of this stage.
+        role: The part of the training that the helper captures.
     """
 
     config: Any
@@ -79,7 +79,7 @@ class Stage:
 
     @property
     def layers(self) -> Layers:
-        """The layers that can be captured, of all chunks."""
+        """The layers of all chunks that can be captured."""
         return [layer for chunk in self.chunks for layer in chunk.layers]
 
     @property
@@ -89,15 +89,15 @@ class Stage:
 
     @property
     def may_skip_replays(self) -> bool:
-        """Whether a pass between replays may run eagerly: not where these hand on state that replays then lack."""
+        """Whether passes may run eagerly between replays: not where replays need state that each pass hands on."""
         config = self.config
         stateful = (config.fp8, config.fp4, config.delay_wgrad_compute, config.fine_grained_activation_offloading)
         return self.one_graph_serves_all and not any(stateful)
 
     @property
     def may_change_shape(self) -> bool:
-        """Whether such a pass may have another shape, too."""
-        # The token dispatcher keeps the shapes of its last pass, which the part after the graph reads.
+        """Whether such passes may have another shape than at capture."""
+        # The part after the graph reads the shapes of the last pass from the token dispatcher.
         dispatches = {CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess} & {*self.config.cuda_graph_modules}
         return self.may_skip_replays and not dispatches
 

@@ -1,9 +1,9 @@
-"""Layers that torch's FSDP2 shards (``--use-torch-fsdp2``), in graphs.
+"""Fixed parameter addresses for graphs of layers that torch's FSDP2 shards (``--use-torch-fsdp2``).
 
-FSDP2 gathers the parameters of a layer in hooks around its passes, and frees their memory after each. A graph reads
-them at one address, so this memory is kept for layers with graphs: they are still gathered before each pass, to the
-same place. Replays run through the layer's own call, with FSDP2's hooks around them, and backward graphs give gradients
-to the gathered parameters, from which FSDP2 reduces them.
+FSDP2's hooks gather a layer's parameters before each pass and free their memory after it. A graph reads them at fixed
+addresses, so the memory of layers with graphs is kept: each gather writes to the same place. Replays run through the
+layer's own call, with FSDP2's hooks around them. Backward graphs give gradients to the gathered parameters, and FSDP2
+reduces them from there.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from .stage import Chunk
 
 
 def kept_parameters(chunks: Sequence[Chunk]) -> dict[torch.nn.Module, "KeptParameters"]:
-    """Return for each of the model's ``chunks`` that FSDP2 shards the parameters of its layers."""
+    """Return the parameters of the layers of each chunk that FSDP2 shards."""
     found = {}
     for chunk in chunks:
         sharded = [module for module in chunk.module.modules() if isinstance(module, FSDPModule)]
@@ -27,16 +27,16 @@ def kept_parameters(chunks: Sequence[Chunk]) -> dict[torch.nn.Module, "KeptParam
 
 
 class KeptParameters:
-    """Those parameters of layers that FSDP2 shards.
+    """Keeps the memory of gathered parameters of one chunk's layers.
 
     Args:
-        sharded: Its modules that FSDP2 shards, the root first.
-        layers: Layers in it; FSDP2 may shard them with other modules.
+        sharded: The chunk's modules that FSDP2 shards, the root first.
+        layers: The layers; FSDP2 may shard them together with other modules.
     """
 
     def __init__(self, sharded: Sequence[Any], layers: Sequence[torch.nn.Module]):
-        self._params: dict[Any, list[Any]] = {}  # FSDP2's own objects, by the module that is gathered with them
-        # Before the first step no module is the root yet, and the first to run would be.
+        self._params: dict[Any, list[Any]] = {}  # FSDP2's objects, by the module they are gathered with
+        # Before the first step no module is the root yet, and the first module to run would become it.
         sharded[0]._get_fsdp_state()._lazy_init()
         inside = {module for layer in layers for module in layer.modules()}
         for module in sharded:
@@ -47,7 +47,7 @@ class KeptParameters:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """The context of a capture, in which they are gathered; until ``release`` their memory is kept."""
+        """Gather the parameters for a capture; their memory is kept until ``release``."""
         try:
             for module, params in self._params.items():
                 self._gather(module)
@@ -63,12 +63,12 @@ class KeptParameters:
         try:
             module.unshard()
         except BaseException:
-            # Or the next pass would take it for its own.
+            # The next pass would take the failed gather for its own.
             module._get_fsdp_state()._fsdp_param_group._all_gather_result = None
             raise
 
     def release(self) -> None:
-        """Let FSDP2 free their memory after each pass again."""
+        """Make FSDP2 free the memory after each pass again."""
         for module, params in self._params.items():
             for param in params:
                 vars(param).pop("free_unsharded_param", None)

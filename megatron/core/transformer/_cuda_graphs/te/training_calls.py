@@ -1,4 +1,4 @@
-"""How a model is called in training: with what graphs of all of it, or of several layers, take, or otherwise."""
+"""Observation of training calls before a capture, and the arguments that graphs of a model take."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -11,15 +11,15 @@ from ..flags.options import packed_sequences
 from ..hooks import calls_weakly, runs_outside_graphs
 from ..inputs import OFFSETS, unpack
 
-# What a model chunk is given by ``set_input_tensor`` where another pipeline stage runs before it.
+# The argument that ``set_input_tensor`` gives a model chunk after another pipeline stage.
 HIDDEN_STATES = "hidden_states"
 _UNCALLED = "it has not been called for training so far"
 
 
 def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of each argument of ``model`` that its output depends on, by name.
+    """Return the shape and dtype of each argument that the output of ``model`` depends on, by name.
 
-    In the place of packed sequences there are their offsets.
+    Packed sequences are represented by their offsets.
 
     Args:
         model: A language model, or a chunk of it.
@@ -32,7 +32,7 @@ def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[
     mask = (sequences, 1, tokens, whole), torch.bool
     expected = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, "labels": ids}
     if getattr(model, "position_embedding_type", None) == "mrope":
-        expected["position_ids"] = (3, sequences, whole), torch.int64  # which it divides among the ranks itself
+        expected["position_ids"] = (3, sequences, whole), torch.int64  # the model divides them among ranks
     if predicts_tokens(model):
         expected["loss_mask"] = (sequences, tokens), torch.float32
     if (packed := packed_sequences(config)) is not None:
@@ -48,51 +48,44 @@ def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[
 
 
 def is_first(model: Any) -> bool:
-    """Whether ``model`` takes tokens, not the hidden states of the pipeline stage before it."""
+    """Whether ``model`` reads tokens, not hidden states of another pipeline stage."""
     return bool(getattr(model, "pre_process", True))
 
 
 def is_last(model: Any) -> bool:
-    """Whether ``model`` returns losses, not hidden states for the pipeline stage after it."""
+    """Whether ``model`` returns losses, not hidden states for another pipeline stage."""
     return bool(getattr(model, "post_process", True))
 
 
 def predicts_tokens(model: Any) -> bool:
-    """Whether ``model`` has layers of multi-token prediction, which embed tokens too."""
+    """Whether ``model`` has layers of multi-token prediction, which also embed tokens."""
     return hasattr(model, "mtp")
 
 
 def unused_by(model: Any) -> set[str]:
-    """Return the arguments that ``model``, a chunk perhaps, does not read and others like it do."""
+    """Return the arguments that other chunks read and ``model`` does not."""
     return {"input_ids", "position_ids", "labels", "loss_mask"}.difference(expected_inputs(model, 1, 1))
 
 
 def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return sequences and their tokens on this rank of a call of ``model``, a chunk perhaps; None where none is given.
+    """Return the number of sequences, and of tokens of each on this rank, in a call of ``model``; None if unknown.
 
-    Labels show it where the model computes losses.
+    The shape is read from the labels if the model computes losses.
     """
     if not is_first(model) and not is_last(model):
-        found = given.get(HIDDEN_STATES, model.decoder.input_tensor)
-        return shape_of_hidden_states(model, found)
+        tokens, sequences, _ = given.get(HIDDEN_STATES, model.decoder.input_tensor).shape
+        return sequences, tokens * (model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1)
     shown = given.get("labels" if is_last(model) else "input_ids")
     return None if getattr(shown, "ndim", None) != 2 else tuple(shown.shape)  # type: ignore[union-attr]
 
 
-def shape_of_hidden_states(model: Any, hidden_states: torch.Tensor) -> tuple[int, int]:
-    """Return sequences and their tokens on this context-parallel rank, of which ``hidden_states`` may be parts."""
-    tokens, sequences, _ = hidden_states.shape
-    config = model.config
-    return sequences, tokens * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-
-
 def is_training(model: torch.nn.Module) -> bool:
-    """Whether a forward pass of ``model`` now is one that a backward pass follows."""
+    """Whether a backward pass will follow a forward pass of ``model`` in the current modes."""
     return torch.is_grad_enabled() and model.training
 
 
 def arguments_by_name(order: Iterable[str], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; ``order`` has the names of positional ones."""
+    """Return the arguments of a call by name, given the names of positional arguments in order."""
     return dict(zip(order, args, strict=False)) | dict(kwargs)
 
 
@@ -143,7 +136,7 @@ class TrainingCalls:
 
 
 def call_blocker(model: Any, given: dict[str, Any]) -> str:
-    """Say why graphs of ``model`` would not be replayed with the arguments ``given``, however long sequences are."""
+    """Return why graphs of ``model`` do not fit calls with the arguments ``given``, whatever their length; or empty."""
     rows_and_length = shape_of(model, given)
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"

@@ -61,7 +61,7 @@ def test_passes_in_evaluation_mode_compute_gradients(ranks, monkeypatch, called)
     with captured(graphed(MODEL)) as training:
         training.step()
         assert training.helper.model_graphs is not None
-        passes = training.helper.model_graphs.passes
+        passes = training.helper.model_graphs.slots[0]
         replayed, replays = main_grads(training), passes.replays
         training.model.eval()
         if called == "the model inside":
@@ -180,7 +180,7 @@ def test_deleted_graphs_leave_nothing_behind(ranks):
         hooks, graphs = training.fsdp.fsdp_hooks, training.helper.model_graphs
         assert graphs is not None
         training.step()
-        gone = [weakref.ref(graph) for graph in (graphs.passes.forward_graph, graphs.passes.backward_graph, graphs)]
+        gone = [weakref.ref(graph) for graph in (graphs.slots[0].forward_graph, graphs.slots[0].backward_graph, graphs)]
         assert hooks.graphs.model_passes is not None
         del graphs
         training.helper.delete_cuda_graphs()
@@ -219,7 +219,7 @@ def with_own_forward(model):
         ({}, with_hook, "decoder.final_layernorm has hooks"),
         ({}, with_parameter_hook, "parameter embedding.word_embeddings.weight has hooks"),
         ({}, with_gradient_hook, "parameter embedding.word_embeddings.weight has hooks"),
-        ({}, with_own_forward, "GPTModel is no GPTModel or HybridModel with its own forward"),
+        ({}, with_own_forward, "GPTModel is not a GPTModel or HybridModel with its own forward"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -242,5 +242,5 @@ def test_layers_are_captured_if_the_whole_model_cannot_be(ranks, caplog, case, c
         assert (training.helper.decoder_graphs is not None) == together
         assert [bool(layer.cuda_graphs) for layer in training.layers] == [not together] * 3
         assert training.fsdp.graphs.model_passes is None
-    (message,) = [record.message for record in caplog.records if "its layers are captured" in record.message]
-    assert f"instead of the whole model its layers are captured, because {reason}" in message
+    (message,) = [record.message for record in caplog.records if "layers are captured instead" in record.message]
+    assert f"layers are captured instead of the whole model, because {reason}" in message

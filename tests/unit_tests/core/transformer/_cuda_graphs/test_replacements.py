@@ -1,4 +1,4 @@
-"""What ``Replacements`` sets comes back, wherever the attribute was."""
+"""Tests of temporary replacements of attributes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ def former(*args: object) -> str:
     return "former"
 
 
-def test_an_attribute_of_a_class_is_not_left_on_the_object():
+def test_class_attribute_is_not_left_on_the_object():
     module = torch.nn.Linear(2, 2)
     with replaced_attribute([module], "forward", lambda forward: former):
         assert module(torch.zeros(2)) == "former"
@@ -18,14 +18,14 @@ def test_an_attribute_of_a_class_is_not_left_on_the_object():
     assert module(torch.zeros(2)).shape == (2,)
 
 
-def test_a_module_in_place_of_another_is_not_registered():
+def test_replacement_module_is_not_registered():
     module, child = torch.nn.Module(), torch.nn.Linear(2, 2)
     with replaced_attribute([module], "dump_patches", lambda value: child):
         assert list(module.children()) == []
 
 
 @pytest.mark.parametrize("grad", [None, torch.ones(2)])
-def test_the_gradient_of_a_tensor_comes_back(grad):
+def test_tensor_gradient_is_restored(grad):
     tensor = torch.zeros(2, requires_grad=True)
     tensor.grad = grad
     with replaced_attribute([tensor], "grad", lambda former: torch.zeros(2)):
@@ -33,7 +33,7 @@ def test_the_gradient_of_a_tensor_comes_back(grad):
     assert tensor.grad is grad
 
 
-def test_everything_comes_back_after_an_exception_at_the_second():
+def test_all_is_restored_after_a_failed_replacement():
     class Fixed:
         value = 1
 
@@ -58,7 +58,7 @@ def test_everything_comes_back_after_an_exception_at_the_second():
     assert first.value == 1
 
 
-def test_classes_get_back_what_they_had_themselves():
+def test_classes_keep_inherited_attributes():
     class Base:
         def name(self):
             return "base"
@@ -76,7 +76,7 @@ def test_classes_get_back_what_they_had_themselves():
     assert vars(Base)["name"] is before
 
 
-def test_what_is_between_two_calls_ends_with_the_second_also_after_an_exception():
+def test_between_calls_end_after_an_exception():
     calls = []
 
     def fail():

@@ -228,8 +228,8 @@ def test_memory_is_freed_with_the_graphs(one_rank):
     training.evaluate()
     graphs = training.helper.model_graphs.evaluation
     assert training.helper.graph_use().pool_bytes > before
-    assert graphs.passes.forward_graph.pool() != training.helper.model_graphs.passes.forward_graph.pool()
-    gone = weakref.ref(graphs.passes.forward_graph), weakref.ref(graphs)
+    assert graphs.slots[0].forward_graph.pool() != training.helper.model_graphs.slots[0].forward_graph.pool()
+    gone = weakref.ref(graphs.slots[0].forward_graph), weakref.ref(graphs)
     del graphs
     training.delete()
     assert [reference() for reference in gone] == [None] * 2
@@ -243,7 +243,7 @@ def test_layers_with_hooks_of_others_are_not_captured(one_rank, caplog):
         training.evaluate()
     assert len(seen) == 1
     assert training.evaluation_replays == [0]
-    reason = "layers, or modules in them, have hooks of others"
+    reason = "layers, or modules in them, have third-party hooks"
     assert f"Evaluation runs eagerly, because {reason}" in caplog.messages
     training.delete()
 

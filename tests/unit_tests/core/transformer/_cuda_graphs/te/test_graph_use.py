@@ -1,4 +1,4 @@
-"""What a helper says of the use of its graphs: replays, why steps ran eagerly, captures and memory.
+"""Tests of graph usage counters: replays, eager steps, captures and memory.
 
 One rank on the CPU backend, three layers.
 """
@@ -20,13 +20,13 @@ from tests.unit_tests.core.distributed.fsdp_variants import small
 
 pytestmark = pytest.mark.usefixtures("side_stream")
 
-FORWARD_REPLAYS = {"decoder": 1, "layer": 3, "model": 1}  # of a micro-batch, by what a graph holds
+FORWARD_REPLAYS = {"decoder": 1, "layer": 3, "model": 1}  # per micro-batch, by what a graph holds
 MICROBATCHES = 2
 
 
 @pytest.fixture
 def training(one_rank):
-    """A function that captures a case; the graphs are freed at the end."""
+    """Return a function that captures a case; its graphs are freed at the end."""
     made = []
 
     def make(case):
@@ -39,7 +39,7 @@ def training(one_rank):
 
 
 def pools():
-    """The bytes of each memory pool."""
+    """Return the bytes of each memory pool."""
     sizes: Counter[tuple] = Counter()
     for segment in torch.cuda.memory_snapshot():
         sizes[tuple(segment["segment_pool_id"])] += segment["total_size"]
@@ -47,7 +47,7 @@ def pools():
 
 
 @pytest.mark.parametrize("holds", FORWARD_REPLAYS)
-def test_replays_are_those_of_forward_graphs(training, holds):
+def test_replays_count_forward_graphs(training, holds):
     trained = training(graphed(holds, microbatches=MICROBATCHES))
     helper = trained.helper
     assert (helper.graph_use().replays, helper.eager_reason()) == (0, "")
@@ -58,7 +58,7 @@ def test_replays_are_those_of_forward_graphs(training, holds):
 
 
 @pytest.mark.parametrize("holds", ["decoder", "model"])
-def test_counts_go_on_over_another_capture(training, holds):
+def test_counters_continue_after_recapture(training, holds):
     trained = training(graphed(holds))
     helper = trained.helper
     trained.step()
@@ -73,7 +73,7 @@ def test_counts_go_on_over_another_capture(training, holds):
 
 
 @pytest.mark.parametrize("holds", ["decoder", "model"])
-def test_a_step_of_another_shape_runs_eagerly_for_its_inputs(training, holds):
+def test_step_of_another_shape_has_other_inputs(training, holds):
     trained = training(small(layers=3, warmup=0, sequences_later=(8, 16), holds=holds))
     seen = []
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_a_step_of_another_shape_runs_eagerly_for_its_inputs(training, holds):
     assert seen == [(OTHER_INPUTS, 0), ("", 1), (OTHER_INPUTS, 1)]
 
 
-def test_after_a_failed_capture_that_is_the_reason(training, monkeypatch):
+def test_failed_capture_is_the_eager_reason(training, monkeypatch):
     trained = training(graphed())
     helper = trained.helper
     helper.delete_cuda_graphs()
@@ -94,7 +94,7 @@ def test_after_a_failed_capture_that_is_the_reason(training, monkeypatch):
     assert helper.graph_use() == GraphUse(replays=0, captures=1, pool_bytes=0)
 
 
-def test_memory_is_that_of_the_pools_and_is_looked_for_once(training, monkeypatch):
+def test_pool_bytes_are_read_once(training, monkeypatch):
     others = pools().keys() | {(0, 0)}  # the allocator's own, and those of graphs that an earlier test has left
 
     def of_graphs():

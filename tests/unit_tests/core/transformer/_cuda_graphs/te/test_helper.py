@@ -307,7 +307,7 @@ def test_stateful_replays_allow_no_other_shape(changes, stages, allowed):
 
 
 @pytest.mark.parametrize("layers", [0, 1])
-def test_a_stage_captures_for_each_number_of_micro_batches_with_the_others_even_without_layers(two_stages, layers):
+def test_stage_recaptures_for_each_micro_batch_count(two_stages, layers):
     capturing = helper_of(layers=layers, cuda_graph_max_captures=2)
     set_microbatches(2)
     capturing.create_cudagraphs()
@@ -325,7 +325,7 @@ def fail():
     raise Failure
 
 
-def test_after_a_failed_capture_there_is_no_other(two_stages):
+def test_no_recapture_after_a_failed_capture(two_stages):
     capturing = helper_of(fail, cuda_graph_fallback="eager")
     capturing.create_cudagraphs()
     set_microbatches(4)
@@ -387,7 +387,7 @@ def test_an_earlier_number_of_micro_batches_is_captured_again(two_stages):
     assert seen == [(False, "capture-failed")] * 2 + [(True, "")]
 
 
-def test_a_failed_recapture_for_micro_batches_is_an_error(two_stages):
+def test_failed_recapture_is_an_error_by_default(two_stages):
     capturing = helper_of(failing_at(2))
     set_microbatches(2)
     capturing.create_cudagraphs()

@@ -1,4 +1,4 @@
-"""training_calls: whether training calls a model as its graphs can be replayed."""
+"""Tests of TrainingCalls: whether graphs fit the calls that training makes."""
 
 from types import SimpleNamespace
 
@@ -29,13 +29,13 @@ def calls(model):
     return TrainingCalls([model])
 
 
-def test_calls_with_labels_fit(model, calls):
+def test_calls_with_labels_fit_graphs(model, calls):
     model(*FITTING, loss_mask=TOKENS)
     model(TOKENS, position_ids=TOKENS, attention_mask=MASK, labels=TOKENS, packed_seq_params=None)
     assert calls.blocker == ""
 
 
-def test_without_a_call_nothing_is_known(calls):
+def test_no_call_is_a_blocker(calls):
     assert calls.blocker == "it has not been called for training so far"
 
 
@@ -51,7 +51,7 @@ def test_without_a_call_nothing_is_known(calls):
         ((TOKENS, TOKENS, MASK[:1], TOKENS), {}, "its attention_mask are not of shape [2, 1, 4, 4] and torch.bool"),
     ],
 )
-def test_one_call_that_does_not_fit_is_enough(model, calls, args, kwargs, reason, unfit_is_first):
+def test_one_unfit_call_is_a_blocker(model, calls, args, kwargs, reason, unfit_is_first):
     if not unfit_is_first:
         model(*FITTING)
     model(*args, **kwargs)
@@ -103,7 +103,7 @@ def packed(**changed):
         ((2, 4), "mrope", None, {}, "its position_ids are not of shape [3, 2, 4] and torch.int64"),
     ],
 )
-def test_what_a_call_must_have_depends_on_the_model(model, calls, positions, options, mask, kwargs, reason):
+def test_expected_arguments_depend_on_the_model(model, calls, positions, options, mask, kwargs, reason):
     if len(positions) == 3 or options == "mrope":
         model.position_embedding_type = "mrope"
     if options == PREDICTING:
@@ -113,7 +113,7 @@ def test_what_a_call_must_have_depends_on_the_model(model, calls, positions, opt
     assert calls.blocker == reason
 
 
-def test_the_watch_ends(model, calls):
+def test_stop_removes_hooks(model, calls):
     model(*FITTING)
     calls.stop()
     assert not model._forward_hooks
@@ -130,7 +130,7 @@ class Decoder(torch.nn.Module):
 
 
 class Scaled(torch.nn.Module):
-    """Returns what a key of ``kinds`` names: its output alone, or among others."""
+    """Returns its output alone or inside a container, as a key of ``kinds`` names."""
 
     kinds = {"tensor": lambda out: out, "tuple": lambda out: (None, out), "dict": lambda out: {"losses": [out]}}
 
@@ -152,7 +152,7 @@ def scaled(request):
     return Scaled(request.param)
 
 
-def test_passes_in_turn(scaled):
+def test_alternating_passes_are_not_interleaved(scaled):
     passes = TrainingCalls([scaled])
     for _ in range(3):
         loss(scaled(2)).backward()
@@ -160,7 +160,7 @@ def test_passes_in_turn(scaled):
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_two_forward_passes_before_their_backward_passes(scaled, together):
+def test_two_forward_passes_in_a_row_are_interleaved(scaled, together):
     passes = TrainingCalls([scaled])
     first, second = loss(scaled(2)), loss(scaled(3))
     if together:
@@ -171,7 +171,7 @@ def test_two_forward_passes_before_their_backward_passes(scaled, together):
     assert passes.interleaved
 
 
-def test_evaluation_between_forward_and_backward_is_no_training():
+def test_evaluation_does_not_interleave_passes():
     model = Scaled()
     passes = TrainingCalls([model])
     first = loss(model(2))
@@ -183,7 +183,7 @@ def test_evaluation_between_forward_and_backward_is_no_training():
 
 
 class Chunk(Model):
-    """A chunk of a pipeline's model: the first, the last, or one between them."""
+    """A first, middle or last pipeline chunk."""
 
     def __init__(self, first, last, hidden_states=None):
         super().__init__()
@@ -212,7 +212,7 @@ FIRST, BETWEEN, LAST = ((True, False), (False, False), (False, True))
         (LAST, (TOKENS, TOKENS, None), "it was called without labels"),
     ],
 )
-def test_a_chunk_is_called_with_what_it_reads(place, args, reason):
+def test_chunk_blocker_checks_what_the_chunk_reads(place, args, reason):
     first, last = place
     chunk = Chunk(first, last, None if first else HIDDEN)
     calls = TrainingCalls([chunk])
@@ -228,7 +228,7 @@ def test_a_chunk_is_called_with_what_it_reads(place, args, reason):
         (LAST, {"attention_mask", "labels"}),
     ],
 )
-def test_what_a_chunk_reads(place, read):
+def test_expected_and_unused_inputs_of_a_chunk(place, read):
     chunk = Chunk(*place)
     assert expected_inputs(chunk, 2, 4).keys() == read
     assert unused_by(chunk) == {"input_ids", "position_ids", "labels", "loss_mask"} - read

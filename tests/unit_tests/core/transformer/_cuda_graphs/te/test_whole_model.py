@@ -1,4 +1,4 @@
-"""ModelGraphs: which calls of a model replay its graphs, and what it is without them."""
+"""Tests of ModelGraphs and DecoderGraphs: which calls replay, and static inputs."""
 
 import copy
 import logging
@@ -23,7 +23,7 @@ SHAPE = 2, 8
 
 
 class Model(torch.nn.Module):
-    """Takes the arguments of a language model, and notes its calls."""
+    """Takes a language model's arguments and counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Model(torch.nn.Module):
 
 
 class Passes:
-    """Notes what is replayed."""
+    """Records the inputs of replays."""
 
     def __init__(self, inputs):
         self.kwargs, self.owner = inputs, None
@@ -70,7 +70,7 @@ def mask(size=SHAPE[1]):
 
 
 def graphed(with_mask=True, eager_passes=None, more=None):
-    """A model with graphs, and their static inputs."""
+    """Return a model with graphs, the graphs, and their static inputs."""
     model = Model()
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
@@ -87,17 +87,17 @@ def replays(model, *args, **kwargs):
     return replayed
 
 
-def test_a_call_for_training_replays():
+def test_training_call_replays():
     model, graphs, _ = graphed()
     tokens, positions, given, labels = ids() + 1, ids() + 2, ~mask(), ids() + 3
     assert replays(model, tokens, positions, given, labels=labels)
     assert replays(model, tokens, attention_mask=given, labels=labels, position_ids=positions)
     assert replays(model, tokens, positions, given, None, labels)
-    for inputs in graphs.passes.replayed:
+    for inputs in graphs.slots[0].replayed:
         assert [id(tensor) for tensor in inputs] == list(map(id, (tokens, positions, given, labels)))
 
 
-def test_a_call_without_a_mask_reads_the_mask_of_the_capture():
+def test_missing_mask_defaults_to_captured_mask():
     model, _, static = graphed()
     for _ in range(2):
         assert replays(model, ids(), ids(), ~mask(), labels=ids())
@@ -106,7 +106,7 @@ def test_a_call_without_a_mask_reads_the_mask_of_the_capture():
         assert torch.equal(static["attention_mask"], mask())
 
 
-def test_a_call_that_does_not_fit_leaves_the_mask_as_it_is():
+def test_eager_call_keeps_overwritten_mask():
     model, _, static = graphed()
     assert replays(model, ids(), ids(), ~mask(), labels=ids())
     static["attention_mask"].copy_(~mask())  # as a replay does, whose backward pass may read it
@@ -114,7 +114,7 @@ def test_a_call_that_does_not_fit_leaves_the_mask_as_it_is():
     assert torch.equal(static["attention_mask"], ~mask())
 
 
-def test_a_mask_is_ignored_where_no_layer_has_attention():
+def test_model_without_attention_ignores_mask():
     model, _, _ = graphed(with_mask=False)
     assert replays(model, ids(), ids(), None, labels=ids())
     assert replays(model, ids(), ids(), mask(), labels=ids())
@@ -134,7 +134,7 @@ def test_a_mask_is_ignored_where_no_layer_has_attention():
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_another_call_runs_eagerly(changed):
+def test_call_with_other_arguments_runs_eagerly(changed):
     model, _, _ = graphed()
     arguments = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     assert replays(model, **arguments)
@@ -142,25 +142,25 @@ def test_another_call_runs_eagerly(changed):
     assert replays(model, **arguments)
 
 
-def test_training_calls_that_do_not_fit_are_logged_once(caplog):
+def test_unfit_training_calls_are_logged_once(caplog):
     model, _, _ = graphed()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             model(ids(), ids(), mask(), torch.zeros(8, 2, 4), ids())
     (record,) = caplog.records
-    assert "Model runs eagerly where its CUDA graphs do not fit the call" in record.message
+    assert "Model runs eagerly because its CUDA graphs do not fit the call" in record.message
     assert "captured without decoder_input" in record.message
 
 
-def test_after_reset_the_model_is_as_it_was():
+def test_reset_restores_forward():
     model, graphs, _ = graphed()
     graphs.reset()
     assert "forward" not in vars(model)
     assert not replays(model, ids(), ids(), mask(), labels=ids())
-    assert graphs.passes.replayed is None
+    assert graphs.slots[0].replayed is None
 
 
-def test_a_copied_model_runs_eagerly():
+def test_copied_model_runs_eagerly():
     model, _, _ = graphed()
     copied = copy.deepcopy(model)
     assert not replays(copied, ids(), ids(), mask(), labels=ids())
@@ -168,11 +168,11 @@ def test_a_copied_model_runs_eagerly():
     assert copied.forward.__self__ is copied
 
 
-def test_a_loss_mask_that_losses_depend_on_is_an_input(caplog):
+def test_loss_mask_is_a_static_input(caplog):
     model, graphs, _ = graphed(more={"loss_mask": torch.ones(SHAPE)})
     given = torch.zeros(SHAPE)
     assert replays(model, ids(), ids(), None, labels=ids(), loss_mask=given)
-    assert graphs.passes.replayed[0][-1] is given
+    assert graphs.slots[0].replayed[0][-1] is given
     assert not replays(model, ids(), ids(), None, labels=ids())
     (record,) = caplog.records
     assert record.message.endswith("do not fit the call: it was captured with loss_mask")
@@ -196,11 +196,11 @@ def graphed_for_packed():
     return graphed(with_mask=False, more=dict.fromkeys(OFFSETS, offsets(8, 8)))
 
 
-def test_offsets_are_inputs_in_the_place_of_packed_sequences():
+def test_packed_sequences_become_offsets():
     model, graphs, _ = graphed_for_packed()
     params = packed(3, 8)
     assert replays(model, ids(), ids(), None, labels=ids(), packed_seq_params=params)
-    assert [id(tensor) for tensor in graphs.passes.replayed[0][-2:]] == [id(params.cu_seqlens_q)] * 2
+    assert [id(tensor) for tensor in graphs.slots[0].replayed[0][-2:]] == [id(params.cu_seqlens_q)] * 2
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_offsets_are_inputs_in_the_place_of_packed_sequences():
             packed(8, 8, max_seqlen_q=3),
             "captured for packed sequences with max_seqlen_q 8, got 3. With --cuda",
         ),
-        (packed(3, 4, 8), "other tensors than at capture"),
+        (packed(3, 4, 8), "other shapes, dtypes or devices than at capture"),
     ],
     ids=["none", "not padded", "more of them"],
 )
@@ -245,7 +245,7 @@ MASKED = {"input_ids": IDS, "position_ids": IDS, "labels": IDS, "attention_mask"
 
 
 @pytest.mark.usefixtures("cpu_backend")
-def test_static_inputs_are_what_losses_depend_on():
+def test_static_inputs_match_the_model():
     assert shapes(language_model(MaskedLayer())) == MASKED
     with_mask = {"loss_mask": ([1, 8], torch.float32)}
     assert shapes(language_model(MaskedLayer(), predicts=True)) == MASKED | with_mask
@@ -262,7 +262,7 @@ class NoAttention(MaskedLayer):
 
 
 @pytest.mark.usefixtures("cpu_backend")
-def test_the_mask_is_that_of_the_first_layer_with_attention():
+def test_static_mask_follows_first_attention_layer():
     assert "attention_mask" not in shapes(language_model(NoAttention()))
     unmasked = language_model(NoAttention(), MaskedLayer(AttnMaskType.padding))
     assert sample_inputs(unmasked, 8, 1)["attention_mask"].tolist() == [0.0]
@@ -270,7 +270,11 @@ def test_the_mask_is_that_of_the_first_layer_with_attention():
 
 
 class Chunk(Model):
-    """A chunk between two others: it reads hidden states. Steps have as many micro-batches as it says."""
+    """A middle pipeline chunk, which reads hidden states.
+
+    Attributes:
+        microbatches: The number of micro-batches of a step.
+    """
 
     microbatches = 2
 
@@ -293,7 +297,7 @@ def hidden(length=SHAPE[1], value=0.0):
 
 @pytest.fixture
 def chunk(monkeypatch):
-    """A chunk with graphs for steps of two micro-batches, and the passes of each."""
+    """Return a chunk with graphs for steps of two micro-batches, and the slot of each."""
     chunk = Chunk()
     monkeypatch.setattr(te_model, "get_num_microbatches", lambda: chunk.microbatches)
     slots = [Passes({"attention_mask": mask(), "hidden_states": hidden()}) for _ in range(2)]
@@ -302,13 +306,13 @@ def chunk(monkeypatch):
 
 
 def call(chunk, microbatch, hidden_states, *args):
-    """Call a chunk as a schedule does; return whether it has replayed."""
+    """Call a chunk as a schedule does; return whether it replayed."""
     vars(chunk.decoder.layers[0])["current_microbatch"] = microbatch
     chunk.decoder.input_tensor = hidden_states
     return replays(chunk, *args) if args else replays(chunk, None, None, None)
 
 
-def test_each_micro_batch_replays_its_own_graphs_on_its_hidden_states(chunk):
+def test_each_micro_batch_replays_its_own_slot(chunk):
     chunk, slots = chunk
     given = [hidden(value=1.0), hidden(value=2.0)]
     assert all(call(chunk, number, given[number]) for number in (0, 1))
@@ -318,7 +322,7 @@ def test_each_micro_batch_replays_its_own_graphs_on_its_hidden_states(chunk):
 
 
 @pytest.mark.parametrize(("microbatch", "microbatches"), [(0, 3), (2, 2), (None, 2)])
-def test_steps_of_another_number_of_micro_batches_run_eagerly(chunk, caplog, microbatch, microbatches):
+def test_other_micro_batch_count_runs_eagerly(chunk, caplog, microbatch, microbatches):
     chunk, _ = chunk
     chunk.microbatches = microbatches
     with caplog.at_level(logging.WARNING):
@@ -327,7 +331,7 @@ def test_steps_of_another_number_of_micro_batches_run_eagerly(chunk, caplog, mic
     assert "captured for steps of 2 micro-batches" in record.message
 
 
-def test_a_decoder_call_without_packed_sequences_runs_eagerly():
+def test_decoder_without_packed_sequences_runs_eagerly():
     class Decoder(torch.nn.Module):
         def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
             return hidden_states
@@ -335,6 +339,6 @@ def test_a_decoder_call_without_packed_sequences_runs_eagerly():
     decoder = Decoder()
     passes = Passes({"hidden_states": torch.zeros(8, 1, 4)} | dict.fromkeys(OFFSETS, offsets(8, 8)))
     graphs = DecoderGraphs(decoder, [cast(Any, passes)], EagerPasses(), Snapshot(""))
-    assert graphs.inputs_of({"hidden_states": torch.zeros(8, 1, 4)}, graphs.passes) is None
+    assert graphs.inputs_of({"hidden_states": torch.zeros(8, 1, 4)}, graphs.slots[0]) is None
     given = {"hidden_states": torch.zeros(8, 1, 4), "packed_seq_params": packed(3, 8)}
-    assert graphs.inputs_of(given, graphs.passes) is not None
+    assert graphs.inputs_of(given, graphs.slots[0]) is not None
