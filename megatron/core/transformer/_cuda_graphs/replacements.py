@@ -15,40 +15,33 @@ class Replacements:
     """
 
     def __init__(self) -> None:
-        self._all: list[tuple[Any, str, Any, Any]] = []
-        self._computed: set[tuple[type, str]] = set()
+        self._all: list[tuple[Callable[[Any, str, Any], None], Any, str, Any, Any]] = []
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Set the attribute ``name`` of ``owner`` to ``value`` in the context."""
-        kind = type(owner)
-        # Set by a descriptor, as a tensor's ``grad`` is.
-        if hasattr(type(getattr(kind, name, None)), "__set__"):
-            self._computed.add((kind, name))
-            before = getattr(owner, name)
-        else:
-            before = vars(owner).get(name, _ABSENT)
-        self._all.append((owner, name, value, before))
+        computed = hasattr(type(getattr(type(owner), name, None)), "__set__")  # by a descriptor, like a tensor's grad
+        before = getattr(owner, name) if computed else vars(owner).get(name, _ABSENT)
+        write = setattr if computed or isinstance(owner, type) else _write
+        self._all.append((write, owner, name, value, before))
 
     def __enter__(self) -> None:
         try:
-            for owner, name, value, _ in self._all:
-                self._set(owner, name, value)
+            for write, owner, name, value, _ in self._all:
+                write(owner, name, value)
         except BaseException:  # Ctrl-C
             self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
-        for owner, name, _, before in reversed(self._all):
+        for write, owner, name, _, before in reversed(self._all):
             if before is not _ABSENT:
-                self._set(owner, name, before)
+                write(owner, name, before)
             elif name in vars(owner):
                 delattr(owner, name)
 
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        if isinstance(owner, type) or (type(owner), name) in self._computed:
-            setattr(owner, name, value)
-        else:
-            vars(owner)[name] = value
+
+def _write(owner: Any, name: str, value: Any) -> None:
+    vars(owner)[name] = value
 
 
 def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any], Any]) -> Replacements:

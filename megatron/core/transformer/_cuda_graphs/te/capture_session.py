@@ -39,7 +39,7 @@ class CaptureSession:
     """Captures the passes of ``stage`` into ``graphs``. If that fails, delete ``graphs``: nothing else is left to undo.
 
     Attributes:
-        agreement: Told which pass begins; errors name it.
+        agreement: Records which pass begins, for errors.
         recaptures: Makes the object that watches passes of other shapes.
         shape: Tokens of a sequence, before any parallel division, and sequences in a micro-batch.
     """
