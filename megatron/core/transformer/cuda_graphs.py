@@ -351,7 +351,7 @@ class TECudaGraphHelper:
 
         All ranks must call it together.
 
-        Nothing is captured where training so far ran a backward pass after a further forward pass (without pipeline
+        Nothing is captured where training so far ran two forward passes before their backward passes (without pipeline
         stages): the log says so, and it trains on eagerly.
 
         Gradients are zero afterwards. Where graphs hold the whole model, the next evaluation captures one of its own

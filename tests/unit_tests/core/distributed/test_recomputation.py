@@ -84,7 +84,7 @@ def test_the_pool_keeps_no_recomputed_activations(one_rank):
     ("changes", "change", "reason"),
     [
         ({}, hook_layers, "layer 1 (TransformerLayer) has hooks, which do not run in replays"),
-        ({"mtp": 1}, lambda model: None, "layers of multi-token prediction are computed again"),
+        ({"mtp": 1}, lambda model: None, "layers of multi-token prediction are recomputed"),
         ({"holds": "layer", "unchecked": True}, lambda model: None, "--cuda-graph-layers-per-graph is 1"),
     ],
     ids=["hooks", "multi-token prediction", "a layer in a graph"],
@@ -96,7 +96,7 @@ def test_training_is_eager_without_graphs_of_all_layers(one_rank, caplog, change
     with caplog.at_level(logging.WARNING):
         training = CapturedTraining(case, variant=variant)
     (line,) = (record.message for record in caplog.records if "no CUDA graphs are captured" in record.message)
-    assert "training goes on eagerly, because layers are computed again in their backward pass, and " in line
+    assert "training goes on eagerly, because layers are recomputed in their backward pass, and " in line
     assert reason in line
     assert training.helper.eager_reason() == "recomputed-layers"
     for _ in range(2):

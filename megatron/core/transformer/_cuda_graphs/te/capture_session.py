@@ -1,4 +1,4 @@
-"""One capture of a pipeline stage."""
+"""Capture the graphs of a pipeline stage."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,7 +51,7 @@ class CaptureSession:
     shape: tuple[int, int]
 
     def capture(self, input_data: Callable[[], InputData]) -> None:
-        """Capture as ``graphs.choice`` demands.
+        """Capture the graphs of ``graphs.choice``.
 
         Args:
             input_data: Returns the positional inputs and the keyword arguments of ``make_graphed_callables`` for the

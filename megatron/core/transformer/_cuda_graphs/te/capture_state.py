@@ -1,4 +1,4 @@
-"""What graphs of a pipeline stage hold: the whole model, all layers of its decoder, or one layer; and the graphs."""
+"""Choose and own the graphs of a pipeline stage: of the whole model, of all decoder layers, or of each layer."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ INTERLEAVED_PASSES, RECOMPUTED_LAYERS = "interleaved-passes", "recomputed-layers
 
 
 class Holds(Enum):
-    """What one graph holds."""
+    """The part of a model that one graph holds."""
 
     MODEL = "the model"
     DECODER = "all layers of its decoder"
@@ -79,7 +79,7 @@ def _decoder_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
         yield _NOT_ALL_LAYERS
     yield from _common_blockers(stage, chunk)
     if Options(stage.config).recomputes_layers and not {*chunk.layers} <= {*layers}:
-        yield "layers of multi-token prediction are computed again (--recompute-granularity full)"
+        yield "layers of multi-token prediction are recomputed (--recompute-granularity full)"
     yield _hooked((layer_name(layer, index), layer) for index, layer in enumerate(layers))
     yield chunk.fsdp.graphs.recording_blocker(layers)
 
@@ -102,7 +102,7 @@ def _common_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
 
 
 def known_class(model: Any) -> type | None:
-    """Return ``GPTModel`` or ``HybridModel``, whichever class ``model`` has its ``forward`` from; None otherwise."""
+    """Return the class whose ``forward`` runs ``model``, ``GPTModel`` or ``HybridModel``; None if it is another."""
     from megatron.core.models.gpt.gpt_model import GPTModel  # these import cuda_graphs, which imports this module
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -143,7 +143,7 @@ def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """What graphs of a pipeline stage hold, and why they do not hold more.
+    """The part of a model that each graph of a pipeline stage holds, and the reasons against larger parts.
 
     Attributes:
         holds: None if nothing is captured.
@@ -176,7 +176,7 @@ def choose(stage: Stage, blocker_of: Callable[[Holds], str]) -> Choice:
         return Choice(Holds.DECODER, not_model)
     if not Options(stage.config).recomputes_layers:
         return Choice(Holds.LAYER, not_model, not_decoder)
-    why_nothing = f"layers are computed again in their backward pass, and {not_decoder}"
+    why_nothing = f"layers are recomputed in their backward pass, and {not_decoder}"
     return Choice(None, not_model, not_decoder, why_nothing, RECOMPUTED_LAYERS)
 
 
@@ -269,15 +269,15 @@ class CaptureState:
             stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {choice.not_decoder}")
 
     def captures_layers_instead(self) -> bool:
-        """Whether layers are captured if the capture of the whole model, chosen by default, fails."""
+        """Return whether layers are captured if the capture of the whole model, chosen by default, fails."""
         return self.choice.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
 
     def _interleaved(self) -> str:
         if not (self._stage.one_graph_serves_all and self._calls.interleaved):
             return ""
         return (
-            "training ran a backward pass after a further forward pass, and a graph serves one forward pass at a time: "
-            "run each backward pass before the next forward pass"
+            "training ran two forward passes before their backward passes, and a graph serves one forward pass at a "
+            "time: run each backward pass before the next forward pass"
         )
 
     def _blocker(self, holds: Holds) -> str:
@@ -287,7 +287,7 @@ class CaptureState:
         if self._not_model:
             return self._not_model
         for method in filter(None, (other_method(chunk.model) for chunk in self._stage.chunks)):
-            return f"{method}, and may compute something else in every step"
+            return f"{method}, and may compute a different result in every step"
         return self._calls.blocker
 
     # ------------------------------------------------------------------------------------------------ random numbers

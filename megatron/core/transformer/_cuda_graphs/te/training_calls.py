@@ -48,17 +48,17 @@ def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[
 
 
 def is_first(model: Any) -> bool:
-    """Whether ``model`` reads tokens, not hidden states of another pipeline stage."""
+    """Return whether ``model`` reads tokens, not hidden states of another pipeline stage."""
     return bool(getattr(model, "pre_process", True))
 
 
 def is_last(model: Any) -> bool:
-    """Whether ``model`` returns losses, not hidden states for another pipeline stage."""
+    """Return whether ``model`` returns losses, not hidden states for another pipeline stage."""
     return bool(getattr(model, "post_process", True))
 
 
 def predicts_tokens(model: Any) -> bool:
-    """Whether ``model`` has layers of multi-token prediction, which also embed tokens."""
+    """Return whether ``model`` has layers of multi-token prediction, which also embed tokens."""
     return hasattr(model, "mtp")
 
 
@@ -80,7 +80,7 @@ def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def is_training(model: torch.nn.Module) -> bool:
-    """Whether a backward pass will follow a forward pass of ``model`` in the current modes."""
+    """Return whether a backward pass will follow a forward pass of ``model`` in the current modes."""
     return torch.is_grad_enabled() and model.training
 
 
@@ -96,8 +96,8 @@ class TrainingCalls:
         models: The model, or its chunks in a pipeline stage.
 
     Attributes:
-        interleaved: Whether a backward pass has run after a further forward pass, as in pipelines. A graph that serves
-            one forward pass at a time would have overwritten what that backward pass reads.
+        interleaved: Whether two forward passes have run before their backward passes, as in pipelines. A graph that
+            serves one forward pass at a time would have overwritten activations of the first.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]):
@@ -136,13 +136,13 @@ class TrainingCalls:
 
 
 def call_blocker(model: Any, given: dict[str, Any]) -> str:
-    """Return why graphs of ``model`` do not fit calls with the arguments ``given``, whatever their length; or empty."""
+    """Return why graphs of ``model`` do not fit a call with the arguments ``given`` of any length; empty if they do."""
     rows_and_length = shape_of(model, given)
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
     expected = expected_inputs(model, *rows_and_length)
     if OFFSETS[0] in expected and unpack(given, rows_and_length[1] * model.config.context_parallel_size):
-        return "its packed_seq_params are not what pad_packed_seq_params returns"
+        return "its packed_seq_params are not padded by pad_packed_seq_params"
     others = [name for name in given if given[name] is not None and name not in (*expected, *unused_by(model))]
     if others:
         return f"it was called with {', '.join(others)}"
@@ -151,5 +151,5 @@ def call_blocker(model: Any, given: dict[str, Any]) -> str:
     for name, (shape, dtype) in expected.items():
         tensor = given.get(name)
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype:
-            return f"its {name} are not of shape {list(shape)} and {dtype}"
+            return f"its {name} must have shape {list(shape)} and dtype {dtype}"
     return ""
