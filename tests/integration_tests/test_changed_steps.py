@@ -45,9 +45,6 @@ KEPT: list[dict[str, Any]] = [
     ONE_RANK | {"modules": ["attn"], "dtype": "bf16"},
 ]
 INTERLEAVED: list[dict[str, Any]] = [{"passes": 2, "steps": 6, **case} for case in ({"holds": None}, DDP)]
-WAITING: list[dict[str, Any]] = [
-    {"holds": most, "steps": CAPTURED_AFTER + STEPS + 2, "control": "eager_on_last_rank"} for most in ("model", "layer")
-]
 MASKED: list[dict[str, Any]] = [
     {"masked_step": 4, "microbatches": 2, "steps": 7, "evaluates": True, **case}
     for case in ({"holds": "model"}, {}, {"modules": ["attn"]}, DDP)
@@ -131,14 +128,6 @@ def assert_all_steps_replay(result):
 @pytest.mark.parametrize("case", mostly_long(MASKED, MASKED[0]))
 def test_steps_replay_with_and_without_an_attention_mask(train, case):
     assert_all_steps_replay(train(case))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", WAITING)
-def test_ranks_that_wait_for_an_eager_one_log_why(train, case):
-    result = train(case)
-    assert_as_eager(result)
-    assert steps_of_replays(result) == list(range(CAPTURED_AFTER, case["steps"]))  # of the first rank
 
 
 @pytest.mark.long

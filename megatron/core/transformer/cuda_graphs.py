@@ -259,13 +259,13 @@ class TECudaGraphHelper:
     def before_step(self) -> bool:
         """Prepare the coming step. A training loop calls it on all ranks before each step.
 
-        The last step is logged. Where there are graphs that the coming step or the last ones do not fit, they are
-        deleted and captured again, gradients are zero, and layers under ``DistributedDataParallel`` have their hooks:
+        Log the last step. Delete the graphs and capture again, with gradients zeroed and the hooks of layers under
+        ``DistributedDataParallel`` restored, if
 
-        - Under pipeline parallelism: the number of micro-batches is another.
-        - All ranks have trained with one other shape for ``changed_shapes.STEPS`` steps or more.
+        - the number of micro-batches changes under pipeline parallelism, or
+        - all ranks have trained with one other shape for ``changed_shapes.STEPS`` steps or more.
 
-        It does so ``config.cuda_graph_max_captures - 1`` times. From then on graphs are kept for their shape, and
+        This happens ``config.cuda_graph_max_captures - 1`` times. Afterwards graphs are kept for their shape, and
         deleted for good if the number of micro-batches changes.
 
         If a recapture fails and ``config.cuda_graph_fallback`` is ``eager``, graphs are captured again for the former
@@ -319,7 +319,7 @@ class TECudaGraphHelper:
         self._capture_again(f"sequences of {seq_length} tokens, {micro_batch_size} in a micro-batch")
 
     def _capture_again(self, steps: str) -> None:
-        """Capture for changed ``steps``, between two of them, in place of the graphs that there are."""
+        """Replace the graphs, between two steps, by a capture for changed ``steps``."""
         log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
         self._recaptures.begin()
         with ExitStack() as stack:

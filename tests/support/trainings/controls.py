@@ -1,6 +1,5 @@
 """Controls: captures that break one thing, which a comparison must detect, or unusual ones that must succeed."""
 
-import logging
 import os
 import re
 import time
@@ -256,25 +255,6 @@ def late_hook_on_one_rank_without_plans(training: Training) -> None:
     """Do the same without recorded collectives: replays gather and reduce through hooks."""
     with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
         late_hook_on_one_rank(training)
-
-
-@control
-def eager_on_last_rank(training: Training) -> None:
-    """Capture, then hook a layer of the last rank, for which the others wait. The first rank logs why."""
-    training.helper.create_cudagraphs()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        training.layers[1].mlp.register_forward_hook(lambda *_: None)
-    if dist.get_rank():
-        return
-    logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
-    warning = training.patches.enter_context(mock.patch.object(logger, "warning"))
-
-    def check() -> None:
-        (message,) = [call.args[0] for call in warning.call_args_list]
-        start = f"Other ranks wait for rank {dist.get_world_size() - 1}, which runs passes eagerly: "
-        assert message.startswith(start) and "hooks" in message, message
-
-    training.patches.callback(check)
 
 
 @control

@@ -1,4 +1,4 @@
-"""Training passes that have graphs and run eagerly, because the graphs do not fit them."""
+"""Training passes that run eagerly because their graphs do not fit them."""
 
 from collections import Counter
 
@@ -7,17 +7,15 @@ class EagerPasses:
     """Counts eager passes; a shape is ``(tokens, sequences)`` of the hidden states.
 
     Args:
-        outlook: Says in logs how long passes of another shape than at capture run eagerly.
+        outlook: A log suffix: how long passes of another shape than at capture run eagerly.
 
     Attributes:
-        total: How many there were.
-        reason: Why the last one ran eagerly.
+        total: The number of eager passes.
     """
 
     def __init__(self, outlook: str = ""):
         self.outlook = outlook
         self.total = 0
-        self.reason = ""
         self._counts: Counter[tuple[int, int]] = Counter()
         self._reasons: set[str] = set()
 
@@ -25,10 +23,9 @@ class EagerPasses:
         """Count a pass; return whether it is the first one with this ``reason``.
 
         Args:
-            shape: Its shape, if it is another one than at capture and may be captured.
+            shape: Its shape, if it differs from the capture's and graphs may be captured for it.
         """
         self.total += 1
-        self.reason = reason
         if shape is not None:
             self._counts[shape] += 1
         first = reason not in self._reasons
@@ -36,6 +33,6 @@ class EagerPasses:
         return first
 
     def shape_of_all(self, count: int) -> tuple[int, int] | None:
-        """Return the shape of the passes since the last call if all had the same and there were ``count``, or None."""
+        """Return the shape of the passes since the last call if there were ``count``, all of one shape; or None."""
         counts, self._counts = self._counts, Counter()
         return next((shape for shape, of_shape in counts.items() if len(counts) == 1 and of_shape == count), None)

@@ -1,4 +1,4 @@
-"""Whether the current modes of torch and megatron-core allow replays in passes without gradients."""
+"""Modes of torch and megatron-core in which passes without gradients may replay."""
 
 import torch
 
@@ -6,7 +6,7 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 
 
 def may_replay_evaluation() -> bool:
-    """Whether the current modes allow a replay: no grad, inference mode, autocast or activation checkpointing."""
+    """Return whether a replay is allowed: not with grad, inference mode, autocast or activation checkpointing."""
     return not (
         torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()

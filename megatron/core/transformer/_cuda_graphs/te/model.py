@@ -198,7 +198,7 @@ class PassGraphs:
 
 
 def _may_replay_evaluation() -> bool:
-    """Whether evaluation may replay now: not in a backward pass, whose gradients may be what a replay frees."""
+    """Return whether evaluation may replay now: not in a backward pass, which may use memory that a replay reuses."""
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 
