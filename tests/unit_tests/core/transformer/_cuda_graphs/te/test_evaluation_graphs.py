@@ -1,6 +1,6 @@
-"""Evaluation of a whole model replays a graph of its own, equals eager evaluation, and does not disturb training.
+"""Tests of evaluation graphs: bit-identical to eager evaluation, and training is not disturbed.
 
-Trainings run in this process, as one rank. The integration tests evaluate on two.
+Each training runs in this process, as one rank. Integration tests evaluate on two ranks.
 """
 
 import logging
@@ -24,7 +24,7 @@ PACKED: dict[str, Any] = {"packed": 3, "micro_batch": 1, "positions": "none"}
 
 
 def compared(case, between, steps=2):
-    """The traces of an eager training and of one with graphs, with ``between`` called before each step."""
+    """Return traces of training without and with graphs, with ``between`` called before each step."""
     eager = trained(replace(case, modules=(), holds="decoder"), False, between=between, steps=steps)
     graphs = trained(case, True, between=between, steps=steps)
     assert eager.differences(graphs) == []
@@ -109,7 +109,7 @@ def evaluate_before_the_optimizers_step(training):
 
 
 def evaluate_before_backward(training):
-    """Let the losses of a micro-batch wait for an evaluation before their backward pass."""
+    """Run an evaluation between the forward and the backward pass of a micro-batch."""
     losses_of = training._losses
 
     def losses(model, batch):
@@ -197,7 +197,7 @@ def test_output_is_not_overwritten_by_the_next_evaluation(one_rank):
 
 
 def test_evaluation_inside_a_backward_pass_runs_eagerly(one_rank):
-    """What the backward pass still reads must stay gathered."""
+    """Parameters that the backward pass reads must stay gathered."""
 
     def evaluate_in_backward(training):
         losses_of = training._losses
@@ -235,7 +235,7 @@ def test_memory_is_freed_with_the_graphs(one_rank):
     assert [reference() for reference in gone] == [None] * 2
 
 
-def test_layers_with_hooks_of_others_are_not_captured(one_rank, caplog):
+def test_layers_with_third_party_hooks_are_not_captured(one_rank, caplog):
     training = CapturedTraining(graphed(MODEL))
     seen = []
     training.layers[1].register_forward_hook(lambda module, args, output: seen.append(output))

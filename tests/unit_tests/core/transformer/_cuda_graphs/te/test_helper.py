@@ -1,4 +1,4 @@
-"""The helper and captures of plain layers, without a model."""
+"""Tests of the helper and of captures of plain layers, without a model."""
 
 import itertools
 from dataclasses import replace
@@ -334,7 +334,7 @@ def test_no_recapture_after_a_failed_capture(two_stages):
 
 
 def failing_at(*failures):
-    """An engine's capture that fails at these calls, counted from 1."""
+    """Return an engine's capture that fails at the given calls, counted from 1."""
     calls = itertools.count(1)
 
     def capture():
@@ -346,18 +346,18 @@ def failing_at(*failures):
 
 @pytest.fixture
 def longer(one_stage, monkeypatch):
-    """Ranks have agreed on a shape of 64 tokens and two sequences; captures begin with 32 and one."""
+    """Make ranks agree on two sequences of 64 tokens; the first capture has one of 32."""
     monkeypatch.setattr(ChangedShapes, "before_step", lambda *_: (64, 2))
 
 
-def test_attributes_have_the_new_shape_after_a_recapture(longer):
+def test_attributes_follow_a_recapture(longer):
     capturing = helper_of()
     capturing.create_cudagraphs()
     assert capturing.before_step()
     assert (capturing.graphs_created(), capturing.seq_length, capturing.micro_batch_size) == (True, 64, 2)
 
 
-def test_a_failed_recapture_is_an_error_by_default(longer):
+def test_failed_recapture_for_a_shape_is_an_error(longer):
     capturing = helper_of(failing_at(2))
     capturing.create_cudagraphs()
     with pytest.raises(CaptureFailedError, match="Failure"):
@@ -366,7 +366,7 @@ def test_a_failed_recapture_is_an_error_by_default(longer):
 
 
 @pytest.mark.parametrize(("failures", "reason"), [((2,), ""), ((2, 3), "capture-failed")])
-def test_after_a_failed_recapture_the_former_shape_is_captured(longer, caplog, failures, reason):
+def test_failed_recapture_captures_the_former_shape(longer, caplog, failures, reason):
     capturing = helper_of(failing_at(*failures), cuda_graph_fallback="eager")
     capturing.create_cudagraphs()
     assert capturing.before_step()
@@ -375,7 +375,7 @@ def test_after_a_failed_recapture_the_former_shape_is_captured(longer, caplog, f
     assert (capturing.seq_length, capturing.micro_batch_size) == (32, 1)
 
 
-def test_an_earlier_number_of_micro_batches_is_captured_again(two_stages):
+def test_recapture_after_a_failed_recapture(two_stages):
     capturing = helper_of(failing_at(2), cuda_graph_fallback="eager")
     set_microbatches(2)
     capturing.create_cudagraphs()
