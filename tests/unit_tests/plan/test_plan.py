@@ -110,7 +110,7 @@ def test_recomputed_layers_without_a_graph_of_all(capsys, flags):
     more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --mtp-num-layers 1"
     given = flags(DENSE, "--num-layers 2 --world-size 2", more, "--cuda-graph-layers-per-graph all")
     _, lines = planned(capsys, given)
-    assert any(line.startswith("  No graphs: layers are computed again") for line in lines)
+    assert any(line.startswith("  No graphs: layers are recomputed") for line in lines)
     assert "attention, with the norm before it (3)" in eager(lines)
     assert not any(line.startswith("    graph ") for line in lines)
 
