@@ -276,7 +276,7 @@ class TECudaGraphHelper:
             Whether ``create_cudagraphs`` has run, even if there were no layers to capture.
 
         Raises:
-            CaptureFailedError, CaptureInterruptedError: as ``create_cudagraphs``.
+            CaptureFailedError, CaptureInterruptedError: See ``create_cudagraphs``.
         """
         self._log_step()
         graphs = self._state
@@ -345,26 +345,26 @@ class TECudaGraphHelper:
     def create_cudagraphs(self) -> None:
         """Capture every layer, once for each micro-batch that can be in flight; or the whole model.
 
-        The whole model is captured where ``config.cuda_graph_layers_per_graph`` asks for it, or says nothing and the
-        model was called for training, since this helper was made, as its graphs can be replayed. If that fails without
-        having been asked for, layers are captured.
+        The whole model is captured if ``config.cuda_graph_layers_per_graph`` is ``model``, or is None and its graphs
+        fit all training calls since this helper was made. If the capture of the whole model fails with None, layers are
+        captured.
 
         All ranks must call it together.
 
-        Nothing is captured where training so far ran two forward passes before their backward passes (without pipeline
-        stages): the log says so, and it trains on eagerly.
+        Without pipeline stages, nothing is captured if training ran two forward passes before their backward passes:
+        the log names this reason, and training continues eagerly.
 
-        Gradients are zero afterwards. Where graphs hold the whole model, the next evaluation captures one of its own
-        (``capture_for_evaluation``). If capture fails on any rank, then on all: hooks, parameters, RNG and capture
-        flags are restored, no layer has graphs, and the model trains on eagerly.
+        Gradients are zero afterwards. If graphs hold the whole model, the next evaluation captures a forward graph
+        (``capture_for_evaluation``). A capture that fails on one rank fails on all: hooks, parameters, RNG and capture
+        flags are restored, no layer has graphs, and the model can train eagerly.
 
         Raises:
-            CallOrderError: the graphs have been captured already.
-            CaptureFailedError: capture failed, and ``config.cuda_graph_fallback`` is not ``eager``; names the rank and
-                the layer. On the rank that failed the error's ``__cause__`` is the exception.
-            CaptureInterruptedError: another rank was interrupted, by Ctrl-C for example. That rank raises its own
+            CallOrderError: The graphs have been captured already.
+            CaptureFailedError: The capture failed, and ``config.cuda_graph_fallback`` is not ``eager``. The message
+                names the rank and the layer; on that rank the error's ``__cause__`` is the exception.
+            CaptureInterruptedError: Another rank was interrupted, by Ctrl-C for example. That rank raises its own
                 exception.
-            RuntimeError: the ranks have no store to agree over.
+            RuntimeError: The ranks have no store in which to agree.
         """
         if self._state.eager_because != BEFORE_CAPTURE:
             raise CallOrderError(
