@@ -34,7 +34,7 @@ from megatron.core.utils import is_submodule
 
 from ._graphs.backward_pass import Phase
 from ._graphs.fsdp_graphs import FsdpGraphs
-from ._graphs.pipelines import TrainingState, release_all, shown_in_profiles
+from ._graphs.pipelines import TrainingState, release_units, shown_in_profiles
 from ._graphs.runners import Eager
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 
@@ -231,7 +231,7 @@ class FsdpHooks:
             self.backward.forward_begins()
         if self.forward_failed:  # the layer that failed and the next one hold the double buffer
             self.forward_failed = False
-            release_all(self.fsdp)
+            release_units(self.fsdp)  # the same on all ranks, also if only this one failed
         graphs = self.graphs
         if graphs.passes is not None and torch.is_grad_enabled():
             graphs.passes.replayed = False

@@ -252,8 +252,10 @@ def test_failed_capture_leaves_evaluation_eager(one_rank, caplog):
     def evaluate_with_host_read(training):
         mlp = training.layers[1].mlp
         forward = mlp.forward
-        with mock.patch.object(mlp, "forward", lambda *args, **kwargs: (args[0].sum().item(), forward(*args))[1]):
+        reading = mock.patch.object(mlp, "forward", lambda *args, **kwargs: (args[0].sum().item(), forward(*args))[1])
+        with reading, mock.patch.object(training.fsdp.param_and_grad_buffer, "leave_graphs") as leave_graphs:
             training.evaluate()
+        leave_graphs.assert_not_called()  # training graphs still use that memory
         training.evaluate()
         assert training.fsdp.graphs.captured is None
         assert in_use(training.fsdp) == [{}, {}]

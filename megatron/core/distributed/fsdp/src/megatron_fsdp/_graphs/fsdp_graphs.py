@@ -179,6 +179,7 @@ class FsdpGraphs:
                     for runner in recorded:
                         runner.follow_hooks()
             except BaseException:
+                fsdp.param_and_grad_buffer.leave_graphs()
                 collectives.forget(fsdp, buckets)
                 raise
         self.layers.update(captured)

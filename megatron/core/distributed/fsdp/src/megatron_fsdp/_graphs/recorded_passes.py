@@ -88,6 +88,7 @@ class RecordedPasses(GraphOwner):
                 reductions.order = [*dict.fromkeys((*self._reduced, *reductions.order))]
             except BaseException:
                 take_back_unlaunched(fsdp)
+                fsdp.param_and_grad_buffer.leave_graphs()
                 self.forget()
                 self._backward.drop()
                 raise
@@ -251,7 +252,7 @@ class RecordedPasses(GraphOwner):
 class EvaluatedModel(RecordedPasses):
     """Owner of the graph of a model's forward pass in evaluation.
 
-    It keeps gradients, and parameters outside of units in place: a later backward pass may read them.
+    It keeps reduced gradients, and parameters outside of units in place: a later backward pass may read them.
     """
 
     _last = "forward"
