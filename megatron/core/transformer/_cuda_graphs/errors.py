@@ -1,4 +1,4 @@
-"""Errors that are also AssertionErrors: megatron-core asserts in these places, and its callers may catch that."""
+"""Errors. Many are also AssertionErrors: megatron-core asserts in these places, and callers may catch that."""
 
 
 class OptionsError(ValueError, AssertionError):
@@ -10,28 +10,28 @@ class CallOrderError(RuntimeError, AssertionError):
 
 
 class ArgumentError(ValueError, AssertionError):
-    """An argument that differs from capture, or that a graph cannot be given."""
+    """An argument that differs from capture, or that a graph cannot take."""
 
 
 class ArgumentTypeError(TypeError, AssertionError):
-    """An argument of a type that a graph cannot be given."""
+    """An argument of a type that a graph cannot take."""
 
 
 class NoGraphError(RuntimeError, AssertionError):
-    """A call that no captured graph is for."""
+    """A call that fits no captured graph."""
 
 
 class UnsupportedError(RuntimeError, AssertionError):
-    """Something that CUDA graphs do not work with, such as a hook or an RNG tracker."""
+    """A feature that CUDA graphs do not support, for example a kind of hook or RNG tracker."""
 
 
 class CaptureFailedError(RuntimeError):
-    """A capture of CUDA graphs failed, on this rank or on another; every rank that took part raises it."""
+    """A capture of CUDA graphs failed on some rank; all ranks that took part raise this error."""
 
 
 class CaptureInterruptedError(RuntimeError):
-    """A capture was interrupted on another rank, by Ctrl-C for example; no fallback catches it."""
+    """A capture was interrupted on another rank, by Ctrl-C for example. No fallback catches this error."""
 
 
 class ChangedSinceCaptureError(RuntimeError):
-    """Something that CUDA graphs rely on is not what it was at capture."""
+    """A CUDA graph cannot replay, because state that it relies on changed since capture."""

@@ -1,4 +1,4 @@
-"""Whether this rank has launched a collective, which the other ranks would wait for."""
+"""Detects whether this rank has launched a collective, which the other ranks would wait for."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ import torch
 
 
 def launches_of(group: torch.distributed.ProcessGroup) -> Callable[[], bool]:
-    """Return what tells whether a collective of ``group`` has been launched since."""
-    if torch.distributed.get_backend(group) == "fake":  # communicates nothing, and counts nothing
+    """Return a function that returns whether a collective of ``group`` was launched since this call."""
+    if torch.distributed.get_backend(group) == "fake":  # communicates and counts nothing
         return lambda: True
     before = group._get_sequence_number_for_group()
     return lambda: group._get_sequence_number_for_group() != before

@@ -1,4 +1,4 @@
-"""Whether CUDA graphs are being captured, or warmed up for: one state per process, which all of megatron-core reads."""
+"""Capture and warm-up flags of the process, which all of megatron-core reads."""
 
 import os
 
@@ -9,10 +9,10 @@ from megatron.core.utils import get_torch_version
 _IS_GRAPH_CAPTURING = False
 _IS_GRAPH_WARMUP = False
 
-# From this version on, torch does not collect garbage at the beginning of every capture.
+# From this version on, torch does not collect garbage at the start of every capture.
 FREEZE_GC_MAX_TORCH_VERSION = Version("2.9.0a0")
-# Whether live objects are frozen (gc.freeze) while TransformerEngine's engine captures, so that these collections are
-# short. The environment variable CUDA_GRAPH_CAPTURE_FREEZE_GC=0 forbids it.
+# Whether live objects are frozen (gc.freeze) during capture, which makes these collections short. The environment
+# variable CUDA_GRAPH_CAPTURE_FREEZE_GC=0 forbids it.
 FREEZE_GC: bool = os.getenv("CUDA_GRAPH_CAPTURE_FREEZE_GC") != "0" and (
     get_torch_version() < FREEZE_GC_MAX_TORCH_VERSION
 )

@@ -1,4 +1,4 @@
-"""Capture of one CUDA graph: streams, memory pool, random states, state that it must leave as it was, replay order."""
+"""Capture of one CUDA graph: streams, memory pool, random states, restored state, replay order."""
 
 import ctypes
 import gc
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -16,11 +16,11 @@ from .rng import current_rng_state, generator_states, preserve_rng, refuse_host_
 
 
 @contextmanager
-def capturing(*contexts: AbstractContextManager) -> Iterator[None]:
-    """The context of warm-ups and captures: their stream, no garbage collection, random states restored.
+def capture_environment(*contexts: AbstractContextManager) -> Iterator[None]:
+    """Run warm-up and capture on the capture stream, without garbage collection; restore random states at the end.
 
     Args:
-        contexts: Further ones, entered while the caller's stream is current.
+        contexts: Additional contexts, entered while the caller's stream is current.
     """
     with ExitStack() as stack:
         for context in (pause_gc(), preserve_rng(), *contexts, capture_stream()):
@@ -29,11 +29,11 @@ def capturing(*contexts: AbstractContextManager) -> Iterator[None]:
 
 
 def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None = None) -> torch.cuda.CUDAGraph:
-    """Return a graph that ``make`` makes, after an empty capture on a stream of its own.
+    """Return a graph from ``make``, after an empty capture on a new stream.
 
     Args:
         make: Called on that stream.
-        pool: What the capture allocates from; None for a new pool.
+        pool: Memory pool of the capture; None for a new pool.
     """
     with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the graph is empty
@@ -44,17 +44,17 @@ def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None 
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:
-    # "thread_local": threads that pin memory or watch NCCL may go on.
+    # "thread_local" permits work of threads that pin memory or watch NCCL.
     with _never_freed_after_an_error(graph):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
 
 @contextmanager
 def _never_freed_after_an_error(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Never free ``graph`` if the context, in which it is registered with generators, ends with an exception.
+    """Keep ``graph`` alive forever if the context, which registers it with generators, ends with an exception.
 
-    A registration allocates memory. If that fails, the graph knows the generator, and the generator does not know the
-    graph, for which torch ends the process when the graph is freed.
+    A registration allocates memory. If that fails, only the graph refers to the generator and not the reverse, and
+    freeing the graph would end the process.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def _never_freed_after_an_error(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 
 
 def reclaim_memory_of_other_streams() -> None:
-    """Let the next capture reuse memory of earlier captures that other streams no longer use.
+    """Allow the next capture to reuse memory of earlier captures that other streams no longer use.
 
     Autograd marks gradients as used on the stream of their AccumulateGrad node. If that is not the capture's stream,
     torch reuses their memory only after an event on the other stream has completed, and it checks events only at
@@ -79,77 +79,79 @@ def reclaim_memory_of_other_streams() -> None:
 class ReplayOrder:
     """Refuses backward replays whose activations a later replay has overwritten.
 
-    Graphs that are captured into one pool share memory: a graph may use what earlier ones have freed. So replays leave
-    each other's activations alone only if they come in the order of capture, where any may be left out. A replay that
-    does not come after the last one begins a new *round*, and the activations of earlier rounds are lost.
+    Graphs of one pool share memory: a graph may use memory that earlier graphs have freed. So replays preserve each
+    other's activations only in capture order; any may be left out. A forward replay that does not come after the last
+    replay begins a new *round*, and the activations of earlier rounds are lost.
 
     Attributes:
-        last: The number of the last replay.
-        round: The number of the current round.
+        last: Number of the last replay.
+        round: Number of the current round.
     """
 
-    __slots__ = ("_began", "_names", "last", "round")
+    __slots__ = ("_passes", "last", "round")
 
     def __init__(self) -> None:
-        self.last = self._began = -1
-        self.round = 0
-        self._names: list[str] = []
+        self.last = -1
+        self.round = self._passes = 0
 
-    def number(self, name: str) -> int:
-        """Return the next number, for a pass of the callable ``name``."""
-        self._names.append(name)
-        return len(self._names) - 1
-
-    def rename(self, number: int, name: str) -> None:
-        """Set what errors call the callable of a pass."""
-        self._names[number] = name
+    def number(self) -> int:
+        """Return the number of the next pass that is captured."""
+        self._passes += 1
+        return self._passes - 1
 
     def forward(self, number: int) -> int:
-        """Note a forward replay; return its round, which its backward replay needs."""
+        """Record a forward replay; return its round, which its backward replay needs."""
         if number <= self.last:
             self.round += 1
-            self._began = number
         self.last = number
         return self.round
 
-    def backward(self, number: int | None, round_of_forward: int) -> None:
-        """Note a backward replay.
+    def backward(self, name: str, number: int | None, round_of_forward: int) -> None:
+        """Record a backward replay.
 
         Args:
-            number: None for a pass that overwrites nothing.
-            round_of_forward: What ``forward`` returned.
+            name: Name of the callable, for the error.
+            number: Number of the pass; None for a pass that overwrites nothing.
+            round_of_forward: The value that ``forward`` returned.
 
         Raises:
-            RuntimeError: the activations are lost; names the callable that was replayed instead.
+            RuntimeError: the activations are lost.
         """
-        if number is None:
-            number = self.last
-        elif number <= self.last:
-            self._refuse(number)
-        if round_of_forward != self.round:
-            self._refuse(number)
-        self.last = number
+        if round_of_forward != self.round or (number is not None and number <= self.last):
+            raise RuntimeError(
+                f"{name}: a later replay has overwritten the activations of this backward pass. A graph serves one "
+                "forward pass at a time and one backward pass of it, and graphs that are captured together share "
+                "memory. Replay them in capture order, where any may be left out; run backward before the next "
+                "forward, and once (or capture with retain_graph_in_backward=True); or capture the callable once for "
+                "each call, with _order and one entry of sample_args per call."
+            )
+        if number is not None:
+            self.last = number
 
-    def _refuse(self, number: int) -> NoReturn:
-        other = self._names[self.last if number <= self.last else self._began]
-        raise RuntimeError(
-            f"{self._names[number]}: backward of a replay whose activations a later replay has overwritten, that of "
-            f"{other}. A graph serves one forward pass at a time, and one backward pass of it; graphs that are "
-            "captured together share memory, and are replayed in the order of capture, where any may be left out. "
-            "Call layers in that order; run backward before the next forward, and once (or capture with "
-            "retain_graph_in_backward=True); or capture the callable once for each call, with _order and an entry of "
-            "sample_args for each."
-        )
+
+class WarmUp:
+    """Takes the place of ``Capture`` in warm-up passes, and records nothing."""
+
+    phase = "warm-up"
+
+    def new_graph(self) -> None:
+        """Return None: no graph is captured."""
+
+    def recording(self, graph: None) -> AbstractContextManager[None]:
+        """Return an empty context."""
+        return nullcontext()
 
 
 class Capture:
-    """Records one graph after another on the current stream, over one memory pool.
+    """Records graphs one after another on the current stream, into one memory pool.
 
     Args:
-        pool: A handle of ``torch.cuda.graph_pool_handle``; None for a new pool.
-        draws: Whether what is recorded may draw random numbers.
-        order: The order of replays; captures into one pool share it.
+        pool: A handle from ``torch.cuda.graph_pool_handle``; None for a new pool.
+        draws: Whether the recorded work may draw random numbers.
+        order: The order of replays, shared by captures into one pool.
     """
+
+    phase = "capture"
 
     def __init__(self, pool: tuple | None, draws: bool = True, order: ReplayOrder | None = None):
         self.order = ReplayOrder() if order is None else order
@@ -167,11 +169,11 @@ class Capture:
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record the work that the current stream is given in the context into ``graph``.
+        """Record the work of the context on the current stream into ``graph``.
 
         Raises:
-            RuntimeError: something in the context cannot be captured.
-            UnsupportedError: random numbers of the host are drawn.
+            RuntimeError: an operation in the context cannot be captured.
+            UnsupportedError: the context draws random numbers on the host.
         """
         reclaim_memory_of_other_streams()
         try:
@@ -180,43 +182,35 @@ class Capture:
                 yield
             graph.capture_end()
         except BaseException as error:
-            _explain(error)
+            text = str(error)
+            if "StreamCaptureImplicit" in text or "legacy stream" in text or "previous error during capture" in text:
+                error.add_note(LEGACY_STREAM_ADVICE)
             try:
                 self._abandon(graph)
             except Exception as another:
-                error.add_note(f"What the failed capture left could not be cleaned up: {another}")
+                error.add_note(f"Cleanup after the failed capture also failed: {another}")
             raise
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a failed capture so that the allocator and the generators serve eager work again."""
+        """End a failed capture, so that eager work can use the allocator and the generators again."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns if nothing was recorded yet
                 graph.capture_end()
         except RuntimeError:  # CUDA refused before torch took allocator and generators out of capture mode
-            self._recover()
-
-    def _recover(self) -> None:
-        """Take the allocator and the generators out of capture mode, in which torch leaves both after a failure."""
-        with suppress(RuntimeError):  # the capture had not begun, or was ended
-            device = torch.cuda.current_device()
-            torch._C._cuda_endAllocateToPool(device, self.pool)
-            torch._C._cuda_releasePool(device, self.pool)
-        # Only the end of a successful capture takes generators out of capture mode; an empty one will do.
-        record_nothing(self.new_graph)
-
-
-def _explain(error: BaseException) -> None:
-    text = str(error)
-    if "StreamCaptureImplicit" in text or "legacy stream" in text or "previous error during capture" in text:
-        error.add_note(LEGACY_STREAM_ADVICE)
+            with suppress(RuntimeError):  # the capture had not begun, or was ended
+                device = torch.cuda.current_device()
+                torch._C._cuda_endAllocateToPool(device, self.pool)
+                torch._C._cuda_releasePool(device, self.pool)
+            # Only the end of a successful capture takes generators out of capture mode; an empty one suffices.
+            record_nothing(self.new_graph)
 
 
 _away_from_default: dict[int, torch.cuda.Stream] = {}  # by device
 
 
 def leave_default_stream() -> None:
-    """Switch to another stream if the legacy default stream is current, on which autograd cannot be captured."""
+    """Switch to another stream if the legacy default stream is current: autograd cannot be captured on it."""
     device, default = torch.cuda.current_device(), torch.cuda.default_stream()
     if torch.cuda.current_stream() == default:
         if device not in _away_from_default:
@@ -227,7 +221,7 @@ def leave_default_stream() -> None:
 
 
 def return_to_default_stream() -> None:
-    """Undo ``leave_default_stream``, if its stream is still the current one."""
+    """Undo ``leave_default_stream``, if its stream is still current."""
     stream = _away_from_default.get(torch.cuda.current_device())
     if stream is not None and torch.cuda.current_stream() == stream:
         default = torch.cuda.default_stream()
@@ -242,7 +236,7 @@ _streams: dict[int, torch.cuda.Stream] = {}
 def capture_stream() -> Iterator[torch.cuda.Stream]:
     """Run on the device's capture stream, ordered after earlier and before later work of the current stream.
 
-    All captures of the process use the same one: cuBLAS keeps a workspace for every stream that it was used on.
+    All captures of the process share it, because cuBLAS keeps a workspace for every stream that it was used on.
     """
     device = torch.cuda.current_device()
     if device not in _streams:
@@ -253,16 +247,16 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
 
 
 def make_workspaces() -> None:
-    """Let cuBLAS allocate its workspaces for the current stream, of this thread and of autograd's.
+    """Make cuBLAS allocate its workspaces for the current stream, in this thread and in autograd's.
 
-    Allocated in a capture, as they stay, they would divide the largest blocks of the graph's pool. torch allocates one
-    where it is asked for the handle, without a product, whose kernels might have to be loaded.
+    Allocated in a capture, they would stay and divide the largest blocks of the graph's pool. Getting a handle makes
+    torch allocate one without a product, whose kernels might have to be loaded.
     """
     with torch.enable_grad():
-        _AsksForHandle.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
+        _GetHandles.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
 
 
-class _AsksForHandle(torch.autograd.Function):
+class _GetHandles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         torch.cuda.current_blas_handle()
@@ -276,8 +270,8 @@ class _AsksForHandle(torch.autograd.Function):
 
 LEGACY_STREAM_ADVICE = (
     "A gradient of the captured layer is accumulated on the legacy default stream: its AccumulateGrad node was made "
-    "there. Build and wrap the model, and run the steps before capture, under torch.cuda.stream(...) with a stream of "
-    "your own, as megatron.training does."
+    "there. Build and wrap the model, and run the steps before capture, under torch.cuda.stream(torch.cuda.Stream()), "
+    "as megatron.training does."
 )
 
 
@@ -285,13 +279,13 @@ LEGACY_STREAM_ADVICE = (
 def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """Refuse a backward pass that accumulates gradients of ``leaves`` on the legacy default stream.
 
-    Such a pass cannot be captured. This error comes in warm-up, before a capture would fail half-way.
+    Such a pass cannot be captured. In warm-up, the error comes before a capture would fail.
 
     Args:
-        leaves: Parameters and inputs; a hook on each notes the stream on which autograd runs its AccumulateGrad node.
+        leaves: Parameters and inputs; a hook on each records the stream on which autograd runs its AccumulateGrad node.
 
     Raises:
-        RuntimeError: a gradient was accumulated there; raised when the context ends.
+        RuntimeError: a gradient was accumulated there; raised at the end of the context.
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()
@@ -305,9 +299,9 @@ def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[
 
 @contextmanager
 def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restore the buffers of ``modules`` (token counts of an MoE router, say) and their values.
+    """Restore the buffers of ``modules``, token counts of an MoE router for example, and their values.
 
-    A buffer that was reassigned becomes the former tensor again; after an exception new buffers are removed.
+    A reassigned buffer becomes the former tensor again. After an exception, new buffers are removed.
     """
     buffers = [buffer for module in modules for buffer in module.buffers()]
     with rebind_buffers(modules), preserve_tensors(buffers):
@@ -316,7 +310,7 @@ def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restore which tensor each buffer of ``modules`` is; after an exception new buffers are removed."""
+    """Restore the tensors that are buffers of ``modules``; after an exception, remove new buffers."""
     owners = dict.fromkeys(child for module in modules for child in module.modules())
     bound = [(owner._buffers, dict(owner._buffers)) for owner in owners]
     try:
@@ -338,7 +332,7 @@ def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.inference_mode():  # inference tensors can be written here too
+        with torch.inference_mode():  # inference tensors can also be written here
             for tensor, value in saved.items():
                 # Unchanged ones may be expanded (not writable), or saved for a backward pass, which checks versions.
                 if not torch.equal(tensor, value):
@@ -354,9 +348,9 @@ def moe_metrics() -> list[torch.Tensor]:
 
 @contextmanager
 def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Remove the ``grad`` and the hooks (``register_hook``) of ``params``, and restore them at the end.
+    """Remove ``grad`` and the hooks (``register_hook``) of ``params``, and restore them at the end.
 
-    Gradients accumulated in the context can then be told from earlier ones. Hooks run at each replay, on the gradients
+    This separates gradients accumulated in the context from earlier ones. Hooks run at each replay, on the gradients
     that it returns; recorded in the graph they would run twice.
     """
     without = replaced_attribute(params, "_backward_hooks", lambda hooks: None)
@@ -370,19 +364,19 @@ def pause_gc() -> AbstractContextManager[None]:
 
 
 def allow_nested_backward() -> AbstractContextManager[None]:
-    """Let activation checkpointing run its backward pass inside ``torch.autograd.grad``.
+    """Permit activation checkpointing to run its backward pass inside ``torch.autograd.grad``.
 
-    torch refuses that, because the gradients it accumulates are not among those that ``grad`` returns. The caller must
+    torch refuses that, because ``grad`` does not return the gradients that the nested pass accumulates. The caller must
     collect them.
     """
     return replaced_attribute([torch.autograd], "_is_checkpoint_valid", lambda is_valid: lambda: True)
 
 
 def connected_leaves(outputs: Iterable[torch.Tensor], stops: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Return the leaves that require grad and from which ``outputs`` were computed, each once, in arbitrary order.
+    """Return the leaves that require grad in the computation of ``outputs``, each once, in arbitrary order.
 
     Args:
-        stops: Tensors at which it stops: the backward pass ends there.
+        stops: Tensors at which the backward pass ends.
     """
     outputs = list(outputs)
     leaves = {id(tensor): tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad}

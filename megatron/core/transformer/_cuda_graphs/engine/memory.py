@@ -1,10 +1,10 @@
-"""The memory of graphs: which tensors are in their pool, and references that do not keep it allocated."""
+"""The memory of graphs: the tensors in a pool, and references that do not keep memory allocated."""
 
 import gc
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 
 
 def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a tensor over ``storage`` that lies in it as ``tensor`` lies in its own storage.
+    """Return a tensor over ``storage`` with the layout of ``tensor``.
 
-    It has the dtype, shape, strides, storage offset and the conjugate and negative bits of ``tensor``, the device of
-    ``storage``, and takes no part in autograd.
+    It has the dtype, shape, strides, storage offset and the conjugate and negative bits of ``tensor``, is on the device
+    of ``storage``, and takes no part in autograd.
     """
     alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -29,8 +29,8 @@ def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
 def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the memory of ``tensor`` that does not keep it allocated, and takes no part in autograd.
 
-    Once no other tensor holds it, graphs that are captured later into the same pool may use the memory: results of a
-    replay must be read before those graphs replay. The memory stays mapped as long as a graph of the pool lives.
+    Once no other tensor holds the memory, graphs that are captured later into the same pool may use it: read the
+    results of a replay before those graphs replay. The memory stays mapped as long as a graph of the pool lives.
     """
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
@@ -38,25 +38,19 @@ def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """The address at which the storage of ``tensor`` starts."""
+    """Return the start address of the storage of ``tensor``."""
     return tensor.untyped_storage().data_ptr()
-
-
-def lies_in(stretches: Sequence[tuple[int, int]], address: int) -> bool:
-    """Whether ``address`` is in one of ``stretches`` of memory, sorted, each from its first address to its end."""
-    place = bisect_right(stretches, (address, sys.maxsize)) - 1
-    return place >= 0 and address < stretches[place][1]
 
 
 class PoolMemory:
     """The memory of a graph pool, from the allocator's list of its segments.
 
-    Segments stay in a pool as long as a graph of the pool lives, so they can be cached while a caller holds one. The
-    allocator is asked again only about addresses outside of all known segments, and only if it has taken memory from
-    the device since: a snapshot takes longer the more graphs the pool holds.
+    Segments stay in a pool as long as a graph of the pool lives, so they are cached. The list is read again only for an
+    address outside of all known segments, and only if the allocator has taken memory from the device since: reading it
+    takes longer the more graphs the pool holds.
 
     Args:
-        pool: The handle of a pool that graphs have been captured into.
+        pool: Handle of a pool with captured graphs.
     """
 
     def __init__(self, pool: tuple[int, int]):
@@ -66,7 +60,7 @@ class PoolMemory:
 
     @classmethod
     def of(cls, graph: torch.cuda.CUDAGraph) -> "PoolMemory":
-        """Return the memory of the pool of ``graph``; one object for all graphs of the pool."""
+        """Return the memory of the pool of ``graph``, as one object for all its graphs."""
         pool = tuple(graph.pool())
         memory = _memories.get(pool)
         if memory is None:
@@ -74,23 +68,27 @@ class PoolMemory:
         return memory
 
     def owned(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Return the storage addresses of those ``tensors`` whose memory belongs to the pool."""
+        """Return the storage addresses of the ``tensors`` in the pool's memory."""
         addresses = {storage_address(tensor) for tensor in tensors if tensor.is_cuda and tensor.numel()}
-        if not all(lies_in(self._segments, address) for address in addresses):
-            self._look()
-        return {address for address in addresses if lies_in(self._segments, address)}
+        if not all(map(self._has, addresses)):
+            self._read_segments()
+        return set(filter(self._has, addresses))
+
+    def _has(self, address: int) -> bool:
+        place = bisect_right(self._segments, (address, sys.maxsize)) - 1
+        return place >= 0 and address < self._segments[place][1]
 
     def size(self) -> int:
-        """Return the bytes of its segments."""
-        self._look()
+        """Return the size of the pool in bytes."""
+        self._read_segments()
         return sum(end - start for start, end in self._segments)
 
-    def _look(self) -> None:
+    def _read_segments(self) -> None:
         reserved = torch.cuda.memory_stats()["reserved_bytes.all.allocated"]  # never goes down
         if reserved == self._reserved:
             return
         self._reserved = reserved
-        # Before 2.15 torch takes away a reference to each of these numbers; small ones are never freed.
+        # Before 2.15, torch drops a reference to each of these numbers; small ones are never freed.
         pool = self._pool if max(self._pool) <= 256 else None
         self._segments = sorted(
             (segment["address"], segment["address"] + segment["total_size"])
@@ -103,9 +101,9 @@ _memories: weakref.WeakValueDictionary[tuple, PoolMemory] = weakref.WeakValueDic
 
 
 def release_cached_memory() -> None:
-    """Return the allocator's cached memory to the device: graphs, which have a pool of their own, cannot use it.
+    """Return the allocator's cached memory to the device: graphs have their own pool and cannot use it.
 
-    Of garbage only the younger generations are collected: a walk through all objects can take longer than the capture.
+    Collect only younger generations of garbage: a walk through all objects can take longer than the capture.
     """
     gc.collect(1)
     torch.cuda.synchronize()
@@ -117,10 +115,10 @@ REUSE_OPTION = "graph_capture_record_stream_reuse"
 
 @contextmanager
 def reuse_across_streams() -> Iterator[None]:
-    """Let captures allocate memory again that a tensor freed which several streams used.
+    """Allow captures to reuse freed memory that several streams have used.
 
-    The allocator otherwise keeps it until the capture ends. With torch's option ``graph_capture_record_stream_reuse``
-    it asks the graph whether all work on it comes before. What ``PYTORCH_CUDA_ALLOC_CONF`` says of the option holds.
+    By default, the allocator keeps it until the capture ends. With torch's option ``graph_capture_record_stream_reuse``
+    it checks in the graph whether all its uses come before. A value in ``PYTORCH_CUDA_ALLOC_CONF`` takes precedence.
     """
     current = allocator_settings()
     configured: str = current["PYTORCH_CUDA_ALLOC_CONF"]
@@ -136,11 +134,11 @@ def reuse_across_streams() -> Iterator[None]:
 
 
 def allocator_settings() -> dict[str, Any]:
-    """Return the allocator's settings by name, and under the name of the environment variable its text."""
-    no_pool = (1, 1)  # which has no segments to list; not a new handle, see PoolMemory
+    """Return the allocator's settings by name, and the text of the environment variable under its name."""
+    no_pool = (1, 1)  # has no segments to list; not a new handle, see PoolMemory
     return torch._C._cuda_memorySnapshot(no_pool)["allocator_settings"]
 
 
 def _configure_allocator(*settings: str) -> None:
-    # Options that are left out get their default values back, but for switches such as this one.
+    # Omitted options return to their defaults, except for switches like this one.
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, settings)))

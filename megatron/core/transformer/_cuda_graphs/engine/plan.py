@@ -1,7 +1,7 @@
-"""The order of passes of a capture, and the static tensors that its graphs use in turn."""
+"""The order of passes in a capture, and the static tensors that its graphs share over time."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, partial
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ..snapshot import address_of
+from .memory import storage_address
 
 
 class Pass(Enum):
-    """The kind of a step. Weight gradients are a pass of their own if modules delay them."""
+    """The kind of a step. Weight gradients have a separate pass if modules delay them."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -32,12 +32,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of warm-up and of capture.
+    """The steps of warm-up and capture, in training order.
 
     Attributes:
-        callable_of_slot: For each slot the index of its callable. Slots are numbered by model chunk, then
+        callable_of_slot: For each slot, the index of its callable. Slots are numbered by model chunk, then
             micro-batch, then layer of the chunk; without an order there is one slot per callable.
-        runs: The steps of each entry of the order (the layers of one chunk for one micro-batch), as in training.
+        runs: The steps of each entry of the order: the layers of one chunk for one micro-batch.
     """
 
     callable_of_slot: tuple[int, ...]
@@ -45,26 +45,31 @@ class Plan:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """All steps, in the order in which they run in training."""
+        """All steps, in training order."""
         return tuple(step for run in self.runs for step in run)
 
     @cached_property
     def slots_of_callables(self) -> list[list[int]]:
-        """For each callable its slots, by micro-batch."""
+        """The slots of each callable, by micro-batch."""
         slots: list[list[int]] = [[] for _ in {*self.callable_of_slot}]
         for slot, index in enumerate(self.callable_of_slot):
             slots[index].append(slot)
         return slots
 
+    def forward_only(self) -> "Plan":
+        """Return the plan without backward passes and weight gradients."""
+        runs = (tuple(step for step in run if step.kind is Pass.FORWARD) for run in self.runs)
+        return Plan(self.callable_of_slot, tuple(runs))
+
     def last_steps(self) -> frozenset[Step]:
-        """The last step of every slot, after which another slot may use its static tensors."""
+        """Return the last step of every slot, after which another slot may use its static tensors."""
         return frozenset({step.slot: step for step in self.steps}.values())
 
     def gradients_read(self) -> dict[Step, list[int]]:
-        """For each backward step the slots whose input gradients have been read once the step has run.
+        """Return, for each backward step, the slots whose input gradients have been read once the step has run.
 
-        Within a chunk the next backward step reads them. Those of a chunk's first layer leave the chunk, perhaps to
-        another pipeline stage, and are known to have been read at the end of the next backward pass of a chunk.
+        Within a chunk, the next backward step reads them. Gradients of a chunk's first layer leave the chunk, perhaps
+        to another pipeline stage, and have certainly been read at the end of the next backward pass of any chunk.
         """
         read: dict[Step, list[int]] = {}
         leaving: int | None = None
@@ -80,54 +85,37 @@ class Plan:
 
 
 def unordered_plan(num_callables: int) -> Plan:
-    """All forward passes, then all backward passes in reverse, each followed by delayed weight gradients."""
+    """Plan all forward passes, then all backward passes in reverse, each followed by delayed weight gradients."""
     slots = range(num_callables)
     forward = tuple(Step(slot, Pass.FORWARD) for slot in slots)
     backward = tuple(Step(slot, kind) for slot in reversed(slots) for kind in (Pass.BACKWARD, Pass.WEIGHT_GRADIENTS))
     return Plan(callable_of_slot=tuple(slots), runs=(forward, backward))
 
 
-def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | int | None, num_callables: int) -> Plan:
-    """Follow a pipeline order.
+def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | None, num_callables: int) -> Plan:
+    """Plan the passes of a pipeline order.
 
     Args:
-        order: For each step ``c`` (forward of model chunk ``c``, counted from 1), ``-c`` (its backward) or ``-c - 0.5``
-            (the weight gradients that its backward delayed, for every micro-batch of the chunk or for none).
-        num_layers_per_chunk: The number of callables of each chunk; one number for all chunks, or None to divide the
-            callables evenly.
+        order: ``c`` for the forward of model chunk ``c``, counted from 1; ``-c`` for its backward; ``-c - 0.5`` for the
+            weight gradients that its backward delayed, for every micro-batch of the chunk or for none.
+        num_layers_per_chunk: Number of callables of each chunk; None to divide the callables evenly.
 
     Raises:
-        ValueError: the order and the counts contradict each other.
+        ValueError: the order is invalid, or does not match the numbers of callables.
     """
-    num_chunks = max(map(int, order), default=0)
-    if num_chunks < 1:
-        raise ValueError(f"_order must name chunks counted from 1, got {list(order)}")
-    steps_of_order = [_step_of_order(step) for step in order]
-    unknown = [step for step, (_, chunk) in zip(order, steps_of_order, strict=True) if not 1 <= chunk <= num_chunks]
-    if unknown:
-        raise ValueError(f"_order names chunks {unknown}, but runs the forward of chunks 1 to {num_chunks} only")
-    counts = Counter(steps_of_order)
+    passes = [_pass_of(entry) for entry in order]
+    num_chunks = max((chunk for _, chunk in passes), default=1)
+    counts = Counter(passes)
     num_microbatches = counts[Pass.FORWARD, 1]
     for chunk in range(1, num_chunks + 1):
         forward, backward, weights = (counts[kind, chunk] for kind in Pass)
-        if forward != num_microbatches or backward != num_microbatches:
+        if not forward == backward == num_microbatches > 0 or weights not in (0, num_microbatches):
             raise ValueError(
-                f"_order must run every chunk's forward and backward {num_microbatches} times (as often as chunk 1's "
-                f"forward), but runs chunk {chunk} {forward} and {backward} times"
-            )
-        if weights not in (0, num_microbatches):
-            raise ValueError(
-                f"_order must run the weight gradients of chunk {chunk} (-{chunk}.5) after each of its "
-                f"{num_microbatches} backwards or never, but runs them {weights} times"
+                f"_order must run forward and backward of every chunk as often as the forward of chunk 1, and weight "
+                f"gradients as often or never: got {forward}, {backward} and {weights} of chunk {chunk} in {[*order]}"
             )
     if num_layers_per_chunk is None:
-        num_layers_per_chunk, rest = divmod(num_callables, num_chunks)
-        if rest:
-            raise ValueError(
-                f"{num_callables} callables do not divide into {num_chunks} chunks: give _num_layers_per_chunk"
-            )
-    if isinstance(num_layers_per_chunk, int):
-        num_layers_per_chunk = [num_layers_per_chunk] * num_chunks
+        num_layers_per_chunk = [num_callables // num_chunks] * num_chunks
     if len(num_layers_per_chunk) != num_chunks or sum(num_layers_per_chunk) != num_callables:
         raise ValueError(
             f"_num_layers_per_chunk is {list(num_layers_per_chunk)}, but there are {num_chunks} chunks and "
@@ -143,7 +131,7 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | i
     ]
     runs: list[tuple[Step, ...]] = []
     done: Counter = Counter()
-    for kind, chunk in steps_of_order:
+    for kind, chunk in passes:
         if kind in _AFTER and done[kind, chunk] == done[_AFTER[kind], chunk]:
             raise ValueError(f"_order runs the {kind.value} of chunk {chunk} before its {_AFTER[kind].value}")
         layers = num_layers_per_chunk[chunk - 1]
@@ -157,22 +145,22 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | i
 _AFTER = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT_GRADIENTS: Pass.BACKWARD}
 
 
-def _step_of_order(step: float) -> tuple[Pass, int]:
+def _pass_of(entry: float) -> tuple[Pass, int]:
     """Return the pass and the chunk, counted from 1, of an entry of an order."""
-    if step == int(step):
-        return (Pass.FORWARD, int(step)) if step > 0 else (Pass.BACKWARD, int(-step))
-    if step > 0 or step != int(step) - 0.5:
-        raise ValueError(f"_order holds {step}: it may hold c, -c and -c - 0.5 for chunks c counted from 1")
-    return Pass.WEIGHT_GRADIENTS, int(-step)
+    kind = Pass.FORWARD if entry > 0 else Pass.BACKWARD if entry == int(entry) else Pass.WEIGHT_GRADIENTS
+    chunk = int(abs(entry))
+    if chunk < 1 or entry not in (chunk, -chunk, -chunk - 0.5):
+        raise ValueError(f"_order holds {entry}: it may hold c, -c and -c - 0.5 for chunks c counted from 1")
+    return kind, chunk
 
 
 @dataclass(eq=False, slots=True)
 class Lease[Buffers]:
-    """Static tensors of a ``BufferPool``, with the number of those that use them.
+    """Static tensors of a ``BufferPool``, with the number of their holders.
 
     Attributes:
-        key: Requests with an equal key may be served by these tensors.
-        holders: How many hold them; 0 while they are free.
+        key: Requests with an equal key may reuse the tensors.
+        holders: Number of holders; 0 while the tensors are free.
     """
 
     key: Hashable
@@ -183,8 +171,8 @@ class Lease[Buffers]:
 class BufferPool[Buffers]:
     """Lends static tensors by key, first freed first.
 
-    Calls must come in the order in which the graphs will be replayed. Releasing tensors asserts that from then on only
-    replays of their next holder read or write them.
+    Calls must come in replay order. Releasing tensors asserts that only replays of their next holder read or write them
+    from then on.
     """
 
     def __init__(self) -> None:
@@ -198,16 +186,20 @@ class BufferPool[Buffers]:
         return lease
 
     def retain(self, lease: Lease[Buffers]) -> None:
-        """Add a holder; a ``ValueError`` if the tensors are free."""
+        """Add a holder.
+
+        Raises:
+            ValueError: the tensors are free.
+        """
         if not lease.holders:
             raise ValueError("static memory is used after it was given back")
         lease.holders += 1
 
     def release(self, lease: Lease[Buffers]) -> None:
-        """Remove a holder; after the last one the tensors are free for the next ``acquire`` with their key.
+        """Remove a holder. After the last one, the tensors are free for the next ``acquire`` with their key.
 
         Raises:
-            ValueError: they are free already.
+            ValueError: the tensors are free already.
         """
         if not lease.holders:
             raise ValueError("static memory is given back twice")
@@ -216,22 +208,22 @@ class BufferPool[Buffers]:
             self._free[lease.key].append(lease)
 
     def free(self) -> list[Buffers]:
-        """Return the tensors that are free."""
+        """Return the free tensors."""
         return [lease.buffers for leases in self._free.values() for lease in leases]
 
 
 def share_inputs[Inputs](
     plan: Plan, signature_of: Callable[[int], Hashable], inputs_of: Callable[[int], Inputs]
 ) -> list[Inputs]:
-    """Return the inputs of every slot of ``plan``.
+    """Return the inputs of every slot of ``plan``, shared by slots that are not in use at the same time.
 
-    A slot's inputs are in use from its forward pass to its last pass. After that the next forward pass with the same
-    signature uses them, first freed first.
+    A slot's inputs are in use from its forward pass to its last pass. Afterwards, the next forward pass with the same
+    signature reuses them, first freed first.
 
     Args:
-        plan: The passes in the order in which they run.
+        plan: The passes in execution order.
         signature_of: Returns a key for a slot: only slots with equal keys share inputs.
-        inputs_of: Returns the inputs of a slot; called only for slots that need inputs of their own.
+        inputs_of: Returns the inputs of a slot; called only for slots that need new inputs.
     """
     pool = BufferPool[Inputs]()
     leases: dict[int, Lease[Inputs]] = {}
@@ -244,87 +236,49 @@ def share_inputs[Inputs](
     return [leases[slot].buffers for slot in range(len(plan.callable_of_slot))]
 
 
-def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return inputs into which those of replays can be copied one by one.
+def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:
+    """Give inputs their own memory if replays would overwrite one by another.
 
-    A tensor that shares memory with another (because it occurs twice, say) gets memory of its own: a replay may be
-    given two different ones. An expanded tensor, whose elements share memory, becomes a dense one.
-    """
-    taken: list[_Span] = []
-
-    def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if _is_expanded(leaf) or _overlaps(leaf, taken):
-            return _dense_copy(leaf)
-        taken.extend(_span_of(leaf))
-        return leaf
-
-    return tree_map(own, (args, kwargs))
-
-
-def keep_apart(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:
-    """Give slots whose lives overlap their own memory for inputs that require grad.
-
-    Where capture was given one activation for several slots, the forward pass of a later slot would overwrite what the
-    backward pass of an earlier one reads. Inputs that require no grad (masks, position embeddings) may be the same for
-    all slots, and stay shared.
+    A tensor that shares memory with another input of its slot is copied, as a replay may be called with two different
+    ones. A tensor that requires grad is also copied if it shares memory with one of another slot in use: the forward
+    pass of that slot would overwrite what the backward pass reads. Inputs without grad (masks, position embeddings) may
+    stay shared among slots. Expanded tensors become dense.
 
     Args:
-        plan: The passes in the order in which they run; a slot lives from its forward pass to its last one.
+        plan: The passes in execution order; a slot is in use from its forward pass to its last one.
+        inputs: Positional and keyword inputs of each slot; tensors, possibly nested.
     """
     last_steps = plan.last_steps()
     apart = list(inputs)
-    taken: dict[int, list[_Span]] = {}
+    in_use: dict[int, set[int]] = {}
     for step in plan.steps:
         if step.kind is Pass.FORWARD:
-            others = [span for spans in taken.values() for span in spans]
+            others = set().union(*in_use.values())
+            own: set[int] = set()
 
-            def own(leaf: Any, others: list[_Span] = others) -> Any:
-                shared = isinstance(leaf, torch.Tensor) and leaf.requires_grad and _overlaps(leaf, others)
-                return _dense_copy(leaf) if shared else leaf
+            def separated(tensor: torch.Tensor, own: set[int] = own, others: set[int] = others) -> torch.Tensor:
+                address = storage_address(tensor)
+                if address in own or (tensor.requires_grad and address in others) or _is_expanded(tensor):
+                    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+                    return dense.requires_grad_(tensor.requires_grad)
+                own.add(address)
+                return tensor
 
-            apart[step.slot] = tree_map(own, inputs[step.slot])
-            leaves = [leaf for leaf in tree_leaves(apart[step.slot]) if isinstance(leaf, torch.Tensor)]
-            taken[step.slot] = [span for leaf in leaves if leaf.requires_grad for span in _span_of(leaf)]
+            apart[step.slot] = tree_map(separated, inputs[step.slot])
+            in_use[step.slot] = {storage_address(each) for each in tree_leaves(apart[step.slot]) if each.requires_grad}
         elif step in last_steps:
-            del taken[step.slot]
+            del in_use[step.slot]
     return apart
 
 
-_Span = tuple[int, int]  # the first address of a tensor, and the one behind its last element
-
-
-def _span_of(tensor: torch.Tensor) -> list[_Span]:
-    """Where ``tensor`` lies; nothing for one without elements or of another layout."""
-    start = address_of(tensor) if tensor.layout is torch.strided and tensor.numel() else 0
-    if not start:
-        return []
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return [(start, start + (last + 1) * tensor.element_size())]
-
-
-def _overlaps(tensor: torch.Tensor, taken: Iterable[_Span]) -> bool:
-    return any(
-        start < other_end and other_start < end for start, end in _span_of(tensor) for other_start, other_end in taken
-    )
-
-
-def _dense_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
-
-
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    strided = tensor.layout is torch.strided
-    return strided and any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def signature(args: tuple, kwargs: Mapping[str, Any]) -> Hashable:
-    """Return the structure of inputs, with shape, dtype and layout in place of tensors; keyword order is ignored."""
+    """Return structure, shapes, dtypes and layouts of inputs, regardless of the order of keywords."""
     leaves, structure = tree_flatten((args, sorted(kwargs.items())))
     return repr(structure), tuple(
-        (tuple(leaf.shape), leaf.dtype, leaf.layout, leaf.requires_grad)
-        if isinstance(leaf, torch.Tensor)
-        else repr(leaf)
+        (tuple(leaf.shape), leaf.dtype, leaf.layout, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     )

@@ -1,14 +1,14 @@
 """Quantized layers (FP8, FP4) in CUDA graphs, through TransformerEngine's own calls.
 
-Some of it cannot be recorded and runs around the graph: TransformerEngine's ``autocast`` during capture; at a replay
-the registration of statistics for delayed scaling, their reduction after the first module's backward pass, and the flag
-for cached quantized weights. The protocol is that of TransformerEngine 2.20's ``make_graphed_callables``.
+Some of the work cannot be recorded and runs around the graph: TransformerEngine's ``autocast`` during capture, and at a
+replay the registration of statistics for delayed scaling, their reduction after the first module's backward pass, and
+the flag for cached quantized weights. The protocol is the one of TransformerEngine 2.20's ``make_graphed_callables``.
 """
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -35,33 +35,31 @@ def resolve_quantization(
     recipe: Any,
     amax_reduction_group: Any,
     cache_quantized_params: bool | None,
-) -> "list[Quantization] | None":
-    """Return how each callable is quantized, by these arguments of ``make_graphed_callables``; None if none is.
+) -> "list[Quantization] | list[None]":
+    """Return how each callable is quantized, given these arguments of ``make_graphed_callables``.
 
     Raises:
-        ValueError: ``enabled`` has another length.
+        ValueError: ``enabled`` has the wrong length.
         TypeError: ``enabled`` is neither a bool nor a sequence of bools, or is True for a function.
-        RuntimeError: TransformerEngine, which does the quantization, cannot be imported.
+        RuntimeError: TransformerEngine, which quantizes, cannot be imported.
     """
     given = enabled
     if enabled is None or isinstance(enabled, bool):
         enabled = (bool(enabled),) * len(callables)
     if not isinstance(enabled, Sequence) or not all(isinstance(value, bool) for value in enabled):
-        raise TypeError(f"enabled must be a bool or a tuple with a bool for each callable, got {enabled!r}")
+        raise TypeError(f"enabled must be a bool or a tuple with one bool per callable, got {enabled!r}")
     if len(enabled) != len(callables):
         raise ValueError(f"enabled must have one entry for each of {len(callables)} callables, got {len(enabled)}")
     for index, (quantized, func) in enumerate(zip(enabled, callables, strict=True)):
         if quantized and not isinstance(func, torch.nn.Module):
-            raise TypeError(
-                f"enabled[{index}] is True, but only modules can be quantized, and callable {index} is {func}"
-            )
+            raise TypeError(f"enabled[{index}] is True, but callable {index} is {func}: only modules can be quantized")
     if not any(enabled) and not calibrating:
-        return None
-    wanted = f"enabled={given!r}" if any(enabled) else f"calibrating={calibrating!r}"
+        return [None] * len(callables)
     try:
         from transformer_engine.pytorch import graph
     except Exception as error:  # a wheel without a CUDA driver fails in many ways
-        raise RuntimeError(f"{wanted}: TransformerEngine quantizes, and cannot be imported here") from error
+        wanted = f"enabled={given!r}" if any(enabled) else f"calibrating={calibrating!r}"
+        raise RuntimeError(f"{wanted} needs TransformerEngine, which cannot be imported here") from error
     recipe = (recipe or graph.get_default_fp8_recipe()) if any(enabled) else None
     return [
         Quantization(
@@ -93,17 +91,17 @@ def current_quantization() -> "Quantization | None":
     )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Quantization:
-    """How a callable is quantized.
+    """How a callable is quantized, and the part of it that replays leave to the host.
 
     Attributes:
         graph: The module ``transformer_engine.pytorch.graph``.
         recipe: TransformerEngine's recipe; None if no callable of the capture is quantized.
-        amax_reduction_group: The process group over which amaxes are reduced.
+        amax_reduction_group: Process group for the reduction of amaxes.
         caches_params: Whether weights are quantized in a step's first micro-batch only.
-        enabled: Whether it is.
-        calibrating: Whether it collects statistics if it is not.
+        enabled: Whether the callable is quantized.
+        calibrating: Whether a callable that is not quantized collects statistics.
     """
 
     graph: Any
@@ -113,17 +111,21 @@ class Quantization:
     caches_params: bool
     enabled: bool = True
     calibrating: bool = False
+    # Modules with statistics that ran in warm-up or capture.
+    _modules: dict[Any, None] = field(default_factory=dict, init=False)
+    _attention: dict[Any, None] = field(default_factory=dict, init=False)
+    _operations: dict[Any, None] = field(default_factory=dict, init=False)
 
     @property
     def state(self) -> Any:
         """TransformerEngine's state of FP8 and FP4."""
         return self.graph.FP8GlobalStateManager
 
-    def autocast(self, graph: bool = True) -> AbstractContextManager:
-        """The context in which the callable runs in warm-up and capture.
+    def context(self, graph: bool = True) -> AbstractContextManager:
+        """Return the ``autocast`` context for warm-up and capture of the callable.
 
         Args:
-            graph: Whether TransformerEngine leaves to replays what it does at the end of the outermost context.
+            graph: Whether replays do TransformerEngine's work at the end of the outermost context.
         """
         return self.graph.autocast(
             enabled=self.enabled,
@@ -135,7 +137,7 @@ class Quantization:
 
     @contextmanager
     def preserve_statistics(self, callables: Iterable[Any]) -> Iterator[None]:
-        """Restore the statistics of delayed scaling of all ``callables`` of a capture at the end."""
+        """Restore the delayed-scaling statistics of all ``callables`` of a capture at the end."""
         modules = [module for module in callables if isinstance(module, torch.nn.Module)]
         if self.caches_params:
             self.state.set_skip_fp8_weight_update_tensor(False)
@@ -145,39 +147,78 @@ class Quantization:
         finally:
             self.graph.restore_fp8_tensors(modules, statistics)
 
-    def new_replay(self) -> "QuantizedReplay | None":
-        """Return the replay protocol for the callable; None if it is not quantized."""
-        return QuantizedReplay(self) if self.enabled else None
+    def note(self, ran: Iterable[torch.nn.Module]) -> None:
+        """Add modules that ran in the callable; replays register their statistics, if any."""
+        for module in ran:
+            if hasattr(module, "fp8_meta"):
+                is_attention = any(kind.__name__ == "DotProductAttention" for kind in type(module).__mro__)
+                (self._attention if is_attention else self._modules)[module] = None
+            elif hasattr(module, "_fp8_metas"):
+                self._operations[module] = None
+
+    def before_forward(self, is_first_microbatch: Any) -> Callable[[], None] | None:
+        """Prepare a replay of the forward graph.
+
+        Args:
+            is_first_microbatch: Whether to quantize weights again; needed only if they are cached.
+
+        Returns:
+            The reduction to run after the backward replay, once per outermost ``autocast`` context of
+            TransformerEngine; None otherwise.
+
+        Raises:
+            ValueError: weights are cached and ``is_first_microbatch`` is not a bool.
+        """
+        if not self.enabled:
+            return None
+        if self.caches_params and not isinstance(is_first_microbatch, bool):
+            raise ValueError(
+                "graphs captured with cache_quantized_params need is_first_microbatch=True or False in every replay, "
+                f"got {is_first_microbatch!r}"
+            )
+        state = self.state
+        if state.is_fp8_enabled():
+            recipe, group = state.get_fp8_recipe(), state.get_fp8_group()
+            metas = [module.fp8_meta for module in self._modules]
+            if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+                metas += [module.fp8_meta for module in self._attention]
+            for operation in self._operations:
+                metas += [operation._fp8_metas[m] for m in ("forward", "backward") if operation.num_quantizers(m)]
+            for meta in metas:
+                meta["fp8_group"], meta["recipe"] = group, recipe
+                state.add_fp8_tensors_to_global_buffer(meta)
+        is_first = state.is_first_fp8_module()
+        if is_first and self.caches_params:
+            state.set_skip_fp8_weight_update_tensor(not is_first_microbatch)
+        # Reduces the amaxes of gradients and updates the scales.
+        return partial(state.reduce_and_update_fp8_tensors, forward=False) if is_first else None
 
 
 class RecordedQuantization:
-    """FP8 in passes that are recorded as they run in eager training: their graphs update the statistics, too.
+    """FP8 of passes that are recorded as they run in eager training: their graphs also update the statistics.
 
-    What is left to replays is whether weights are quantized again, which the graphs read on the device.
+    Replays only tell the graphs, through a flag on the device, whether to quantize weights again.
 
     Args:
         delayed: Whether scaling is delayed: only then there are statistics.
     """
 
     def __init__(self, quantization: Quantization, module: torch.nn.Module, delayed: bool):
-        self.quantization, self.delayed = quantization, delayed
+        self._quantization, self.delayed = quantization, delayed
         self._modules = [each for each in module.modules() if hasattr(each, "reset_fp8_meta_tensors")]
         self._cached = [each for each in module.modules() if hasattr(each, "is_first_microbatch")]
-        # Read by the graphs: whether weights stay as they were quantized; None for modules that do not cache them.
+        # Read by the graphs: whether to keep the quantized weights; None for modules that do not cache them.
         self._skips_weights = torch.zeros(1, device="cuda") if quantization.caches_params else None
         self._skips = False  # its value
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """The context of warm-up and recording.
-
-        It leaves statistics as they were, those of other modules too, and which modules are to quantize weights.
-        """
-        state = self.quantization.state.quantization_state
+    def preserved(self) -> Iterator[None]:
+        """Restore, after warm-up and capture, all statistics and which modules will quantize weights again."""
+        state = self._quantization.state.quantization_state
         stashed = {id(queue): list(queue) for queue in state.fp8_tensors_recompute_buffer}
 
         def unstash() -> None:
-            # What a capture left that failed between its passes, the second one would take to compute layers again.
+            # After a failed capture, the next recomputation of layers would take the entries of the failed one.
             for queue in state.fp8_tensors_recompute_buffer:
                 queue.clear()
                 queue.extend(stashed.get(id(queue), ()))
@@ -195,20 +236,23 @@ class RecordedQuantization:
                     stack.callback(module.reset_fp8_meta_tensors, module.get_fp8_meta_tensors())
             yield
 
-    def reading_flag(self) -> AbstractContextManager[None]:
-        """The context of a forward pass, which reads the flag if it is recorded."""
-        state = self.quantization.state.quantization_state
+    def context(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass, in which modules read the flag."""
+        state = self._quantization.state.quantization_state
         return replaced_attribute([state], "skip_fp8_weight_update_tensor", lambda flag: self._skips_weights)
 
     def autocast(self) -> AbstractContextManager:
-        """The context of modules that run eagerly in one which is not recorded, and updates statistics at its end."""
-        return self.quantization.autocast(torch.cuda.is_current_stream_capturing())
+        """Return the context of modules that run eagerly in a pass that is not recorded.
+
+        Statistics are updated at its end.
+        """
+        return self._quantization.context(torch.cuda.is_current_stream_capturing())
 
     def before_forward(self, is_first_microbatch: object = None) -> None:
-        """Let the graphs quantize weights again in the micro-batches in which eager training does.
+        """Make the graphs quantize weights in the same micro-batches as eager training does.
 
         Args:
-            is_first_microbatch: Not used: modules say it.
+            is_first_microbatch: Not used; modules have the flag.
         """
         if self._skips_weights is None or not self._cached:
             return
@@ -222,60 +266,7 @@ class RecordedQuantization:
 
     def tensors(self) -> list[list[Any]]:
         """Return the tensors that the graphs use: amax histories, scales, and the quantized weights of each module."""
-        state = self.quantization.state.quantization_state
+        state = self._quantization.state.quantization_state
         buffers = state.global_amax_history_buffer, state.global_scale_buffer
         weights = [getattr(module, "_fp8_workspaces", {}) for module in self._cached]
         return [*(list(chain.from_iterable(each.values())) for each in buffers), *map(list, map(dict.values, weights))]
-
-
-class QuantizedReplay:
-    """The steps of a quantized callable's replay that run outside its graphs."""
-
-    def __init__(self, quantization: Quantization):
-        self._state, self._caches_params = quantization.state, quantization.caches_params
-        self._modules: list[Any] = []
-        self._attention: list[Any] = []
-        self._operations: list[Any] = []
-
-    def note(self, module: Any) -> None:
-        """Remember a module that ran in warm-up, if it holds statistics."""
-        if hasattr(module, "fp8_meta"):
-            is_attention = any(kind.__name__ == "DotProductAttention" for kind in type(module).__mro__)
-            (self._attention if is_attention else self._modules).append(module)
-        elif hasattr(module, "_fp8_metas"):
-            self._operations.append(module)
-
-    def before_forward(self, is_first_microbatch: Any) -> Callable[[], None] | None:
-        """Prepare a replay of the forward graph.
-
-        Args:
-            is_first_microbatch: Whether weights are quantized again; needed only if they are cached.
-
-        Returns:
-            What must be called after the backward replay, once within each of TransformerEngine's ``autocast``
-            contexts; None otherwise.
-
-        Raises:
-            ValueError: weights are cached and ``is_first_microbatch`` is not a bool.
-        """
-        if self._caches_params and not isinstance(is_first_microbatch, bool):
-            raise ValueError(
-                "is_first_microbatch=True or False must be given to every replay of graphs captured with "
-                f"cache_quantized_params, got {is_first_microbatch!r}"
-            )
-        state = self._state
-        if state.is_fp8_enabled():
-            recipe, group = state.get_fp8_recipe(), state.get_fp8_group()
-            metas = [module.fp8_meta for module in self._modules]
-            if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
-                metas += [module.fp8_meta for module in self._attention]
-            for operation in self._operations:
-                metas += [operation._fp8_metas[m] for m in ("forward", "backward") if operation.num_quantizers(m)]
-            for meta in metas:
-                meta["fp8_group"], meta["recipe"] = group, recipe
-                state.add_fp8_tensors_to_global_buffer(meta)
-        is_first = state.is_first_fp8_module()
-        if is_first and self._caches_params:
-            state.set_skip_fp8_weight_update_tensor(not is_first_microbatch)
-        # Reduces the amaxes of gradients and updates the scales.
-        return partial(state.reduce_and_update_fp8_tensors, forward=False) if is_first else None

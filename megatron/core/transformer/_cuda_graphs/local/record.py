@@ -14,8 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron.core.utils import log_single_rank
 
 from .. import state
-from ..engine.captured import WarmupRecord
-from ..engine.graph import ReplayOrder, capturing, preserve_tensors, return_to_default_stream
+from ..engine.graph import ReplayOrder, capture_environment, preserve_tensors, return_to_default_stream
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..engine.quantization import transformer_engine_flag
 from ..engine.rng import GraphStates, make_generators_safe
@@ -91,9 +90,8 @@ class Recording:
                 alike[runner.function, runner.bwd_graph_recorded, *kinds].append(runner)
         users: defaultdict[tuple[int, torch.Tensor], list[Any]] = defaultdict(list)
         for runners in alike.values():
-            warmup = WarmupRecord()
             for runner in runners:
-                runner.begin_capture(self, warmup)
+                runner.begin_capture(self)
             first = runners[0]
             self.capturing = str(first)
             trained = first.warm_up([meta.zeros_like() for meta in first.metas])
@@ -134,7 +132,7 @@ class InferenceRecording(Recording):
 
     def capture_call(self, runner: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture the forward graph of ``runner`` for a call with these arguments."""
-        runner.begin_capture(self, WarmupRecord())
+        runner.begin_capture(self)
         given = tensors_of(args, {name: kwargs[name] for name in runner.kwargs})
         try:
             with capture_mode():
@@ -180,7 +178,7 @@ def capture_mode() -> Iterator[None]:
 
     Garbage is not collected first: inference captures many graphs one by one, and a collection takes longer.
     """
-    with between(state._set_capture_start, state._set_capture_end), capturing(transformer_engine_flag()):
+    with between(state._set_capture_start, state._set_capture_end), capture_environment(transformer_engine_flag()):
         make_generators_safe()
         yield
 
@@ -313,7 +311,7 @@ class _CudagraphGlobalRecord:
         try:
             cls.forget_graphs()
         except Exception as another:
-            error.add_note(f"Cleaning up after the failed capture failed: {another}")
+            error.add_note(f"Cleanup after the failed capture also failed: {another}")
         for manager in failed:
             manager.capture_failed = True
 

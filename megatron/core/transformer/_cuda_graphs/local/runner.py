@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .. import state
-from ..engine.captured import GraphedCallable, GraphOwner, Phase, ReplayNode, WarmupRecord
-from ..engine.graph import Capture, connected_leaves, moe_metrics, preserve_buffers, preserve_tensors
+from ..engine.captured import GraphedCallable, GraphOwner, Phase, ReplayNode
+from ..engine.graph import Capture, WarmUp, connected_leaves, moe_metrics, preserve_buffers, preserve_tensors
 from ..engine.memory import weak_reference
 from ..engine.quantization import Quantization, current_quantization
 from ..engine.rng import current_rng_state, use_rng_state
@@ -120,8 +120,6 @@ class _CudaGraphRunner(GraphOwner):
         ArgumentTypeError: An argument has a type that graphs cannot take.
     """
 
-    notifies_autograd = True  # for the hooks of DistributedDataParallel
-
     def __init__(
         self,
         base_module: Any,
@@ -170,7 +168,6 @@ class _CudaGraphRunner(GraphOwner):
         self.returned: Any = None
         self.graphs: LocalGraphs | None = None
         self._recording: Recording = _CudagraphGlobalRecord.recording
-        self._warmup = WarmupRecord()
         self._snapshot: Snapshot | None = None
         self.inputs: list[ArgMetadata] = []
         self.outputs: list[ArgMetadata] = []
@@ -251,14 +248,9 @@ class _CudaGraphRunner(GraphOwner):
         """Return the backward graph; None before the capture, and without grad."""
         return None if self.graphs is None else self.graphs.backward_graph
 
-    def begin_capture(self, recording: Recording, warmup: WarmupRecord) -> None:
-        """Begin the capture of the recorded passes.
-
-        Args:
-            recording: Shared with the runners of the same capture.
-            warmup: Facts about the function from its first passes; shared with its other runners.
-        """
-        self._recording, self._warmup = recording, warmup
+    def begin_capture(self, recording: Recording) -> None:
+        """Begin the capture of the recorded passes, with the runners that share ``recording``."""
+        self._recording = recording
         self.grad_enabled = self.bwd_graph_recorded
 
     def warm_up(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -279,9 +271,9 @@ class _CudaGraphRunner(GraphOwner):
             # The second step finds the sharded weights that the first one gathered.
             for _ in range(max(self.num_warmup_steps, 2) if self.sharded else self.num_warmup_steps):
                 with self._surroundings():
-                    graphs.forward(None)
+                    graphs.forward(WarmUp())
                 if self.grad_enabled:
-                    graphs.backward(None, lambda outputs: tuple(map(torch.zeros_like, outputs)))
+                    graphs.backward(WarmUp(), lambda outputs: tuple(map(torch.zeros_like, outputs)))
                     trained = graphs.trained_params
                 graphs.drop_results()
             self.sharded.settle()
@@ -363,7 +355,9 @@ class _CudaGraphRunner(GraphOwner):
     def running(self, phase: Phase) -> AbstractContextManager[None]:
         return self.sharded.completing(reductions=phase == "backward", finalizes=not state.is_graph_warmup())
 
-    def take(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def consume_gradients(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does eagerly.
 
         A gradient is skipped if the layer has added it: with ``--gradient-accumulation-fusion`` the layer sets
@@ -388,8 +382,8 @@ class _CudaGraphRunner(GraphOwner):
 
     @property
     def parts(self) -> tuple[torch.nn.Module, ...]:
-        """Return the modules that ran in the first pass of the function."""
-        return self._warmup.ran or ()
+        """Return the modules that ran in the captured pass."""
+        return () if self.graphs is None else self.graphs.ran or ()
 
     def release_escaping_gradients(self) -> None:
         """Release the memory of input gradients that no graph reads, for later captures.
@@ -439,11 +433,9 @@ class _CudaGraphRunner(GraphOwner):
             {},
             module=self.module,
             owner=self,
-            quantized=None if self.quantization is None else self.quantization.new_replay(),
-            context=self.get_quantization_context,
+            quantization=self.quantization,
             allow_unused_input=True,
             retain_graph=self.retain_graph,
-            warmup=self._warmup,
         )
 
     def _repeat(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -479,7 +471,7 @@ class _CudaGraphRunner(GraphOwner):
 
     def get_quantization_context(self) -> AbstractContextManager:
         """Return the FP8 or FP4 context of the recorded call; an empty one without quantization."""
-        return nullcontext() if self.quantization is None else self.quantization.autocast()
+        return nullcontext() if self.quantization is None else self.quantization.context()
 
     # ----------------------------------------------------------------------------------------------------- replay
 

@@ -120,9 +120,7 @@ class PassGraphs:
 
     def before_eager_forward(self) -> None:
         """Prepare a forward pass with grad that runs eagerly."""
-        owner = self.slots[0].owner
-        if owner is not None:
-            owner.before_eager_forward()
+        self.slots[0].owner.before_eager_forward()
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         """Return a sequence's tokens on this rank and the sequences in a micro-batch, given arguments by name."""
@@ -304,8 +302,7 @@ def _graphed(
         inputs,
         module=module,
         owner=owner,
-        quantized=quantized,
-        context=nullcontext if quantized is None else quantized.reading_flag,
+        quantization=quantized,
         holds_hooks=True,
         copies_results=copies_results,
         allow_unused_input=True,
@@ -333,11 +330,13 @@ def _capture(
         num_warmup_iters: Iterations of the whole plan before the capture.
         eager_passes: Counts training calls that the graphs do not fit.
         around: The context of warm-up and capture.
-        training: Whether to capture backward passes, and replace ``forward`` of each module.
+        training: Whether the graphs replace ``forward`` of each module.
         options: Further keyword arguments of ``kind``.
     """
     every = [slot for own in slots.values() for slot in own]
-    quantized = dict.fromkeys(each.quantized for each in every if isinstance(each.quantized, RecordedQuantization))
+    quantized = dict.fromkeys(
+        each.quantization for each in every if isinstance(each.quantization, RecordedQuantization)
+    )
     graphs: list[PassGraphs] = []
     try:
         with ExitStack() as capturing:
@@ -348,13 +347,12 @@ def _capture(
                     plan,
                     every,
                     num_warmup_iters=num_warmup_iters,
-                    training=training,
                     shares_memory=True,
-                    contexts=[each.capturing() for each in quantized],
+                    contexts=[each.preserved() for each in quantized],
                 )
             snapshots = []
             for module, (slot, *_) in slots.items():
-                recorded = slot.quantized if isinstance(slot.quantized, RecordedQuantization) else None
+                recorded = slot.quantization if isinstance(slot.quantization, RecordedQuantization) else None
                 modules = named(module, parts=None if slot.module in (None, module) else [slot.module])
                 snapshot = Snapshot(
                     "replays go on once it is changed back",
@@ -576,7 +574,8 @@ def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args:
         shape = tokens * stage.config.context_parallel_size, sequences
         owner = chunk.fsdp.graphs.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
         quantized = [recorded_quantization(stage, model)]
+        plan = unordered_plan(1).forward_only()
         (training.evaluation,) = capture_models(
-            [model], [owner], unordered_plan(1), shape, WARMUP_ITERATIONS, EagerPasses(), quantized, training=False
+            [model], [owner], plan, shape, WARMUP_ITERATIONS, EagerPasses(), quantized, training=False
         )
     return ""

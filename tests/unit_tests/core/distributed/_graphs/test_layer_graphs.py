@@ -332,7 +332,7 @@ def taken(fsdp, *, whole=True, unused=()):
         grads = [
             None if name in unused else torch.full_like(param, 5.0) for name, param in zip(names, params, strict=True)
         ]
-        left = sink.take(params, grads)
+        left = sink.consume_gradients(params, grads)
         values = {}
         for name, param, grad, back in zip(names, params, grads, left, strict=True):
             if getattr(param, "main_grad", None) is None:

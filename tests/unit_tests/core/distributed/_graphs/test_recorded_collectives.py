@@ -28,7 +28,7 @@ def fsdp(ranks):
         for layer in reversed(layers):
             hooks.unshard_for_backward(layer)
             (sink,) = fsdp.graphs.gradient_sinks([layer], whole=True)
-            sink.take(list(layer.parameters()), [torch.zeros_like(param) for param in layer.parameters()])
+            sink.consume_gradients(list(layer.parameters()), [torch.zeros_like(param) for param in layer.parameters()])
             hooks.release_after_backward(layer)
     for layer in layers:
         layer.replaying = fsdp.graphs.layers[layer]

@@ -1,27 +1,27 @@
-"""Callables to capture, and a training of them whose every number can be compared."""
+"""Callables to capture, and a training whose numbers can be compared."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 
 def device_tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    """Random numbers of the default dtype that draw from no generator of the process."""
+    """Return random numbers of the default dtype, without using a generator of the process."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, generator=generator, device="cuda").requires_grad_(grad)
 
 
 def mlp(dropout: float = 0.3) -> torch.nn.Module:
-    """Takes and returns ``[4, 6]``."""
+    """Return an MLP on ``[4, 6]``."""
     layers = torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Dropout(dropout), torch.nn.Linear(8, 6)
     return torch.nn.Sequential(*layers).cuda()
 
 
 class Forward(torch.nn.Module):
-    """A linear layer ``[4, 6]`` and a forward pass around it: ``body(linear, *args, **kwargs)``."""
+    """A linear layer ``[4, 6]`` with a custom forward pass: ``body(linear, *args, **kwargs)``."""
 
     def __init__(self, body: Callable[..., Any]):
         super().__init__()
@@ -94,9 +94,9 @@ class Case:
     """A callable with its inputs.
 
     Attributes:
-        make: Makes the callable, a module or function.
-        args: Makes positional inputs from a seed.
-        kwargs: Makes keyword inputs from a seed.
+        make: Returns the callable, a module or function.
+        args: Returns positional inputs for a seed.
+        kwargs: Returns keyword inputs for a seed.
     """
 
     make: Callable[[], Callable]
@@ -141,23 +141,23 @@ Numbers = list[torch.Tensor | None]
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """A number that every output that requires grad takes part in."""
+    """Return a loss of all outputs that require grad."""
     leaves = [leaf for leaf in tree_leaves(output) if leaf is not None and leaf.requires_grad]
     return sum((i + 1) * leaf.square().sum() for i, leaf in enumerate(leaves))
 
 
 def copies(tensors: Sequence[torch.Tensor | None]) -> Numbers:
-    """Copies that no replay overwrites."""
+    """Return copies that no replay overwrites."""
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
 
 
 def parameters_of(func: Any) -> list[torch.nn.Parameter]:
-    """The parameters of a module; none of a function."""
+    """Return the parameters of a module, or none for a function."""
     return list(func.parameters()) if isinstance(func, torch.nn.Module) else []
 
 
 def descend(params: Sequence[torch.Tensor]) -> None:
-    """One step of gradient descent."""
+    """Run one step of gradient descent."""
     with torch.no_grad():
         for param in params:
             if param.grad is not None:
@@ -166,7 +166,7 @@ def descend(params: Sequence[torch.Tensor]) -> None:
 
 
 def train(case: Case, capture: Callable[..., Callable] | None, steps: int = 4) -> Numbers:
-    """Every output, gradient and parameter of a training, eager where ``capture`` is None."""
+    """Return all outputs, gradients and parameters of a training, which is eager if ``capture`` is None."""
     torch.manual_seed(3)
     func = case.make()
     params = parameters_of(func)
@@ -185,13 +185,8 @@ def train(case: Case, capture: Callable[..., Callable] | None, steps: int = 4) -
     return numbers + copies(params) + [torch.cuda.get_rng_state()]
 
 
-def structure(output: Any) -> Any:
-    """``output`` with shapes in place of tensors."""
-    return tree_map(lambda leaf: None if leaf is None else tuple(leaf.shape), output)
-
-
 def assert_same_bits(got: Numbers, expected: Numbers) -> None:
-    """Every tensor equal to the bit, and None where None is expected."""
+    """Assert that all tensors are bit-identical, and None where None is expected."""
     assert len(got) == len(expected)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if one is None or other is None:

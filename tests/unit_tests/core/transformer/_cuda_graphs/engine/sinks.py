@@ -1,4 +1,4 @@
-"""A gradient sink whose every number can be compared, and the replays of a step."""
+"""A gradient owner whose numbers can be compared, and the replays of a step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,32 +10,32 @@ from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
 
 class Buckets(GraphOwner):
-    """Takes gradients into buffers of its own, one for each parameter.
+    """Copies gradients to its own buffers, one for each parameter.
 
     Args:
-        module: The module whose gradients it takes.
-        takes: Which of its parameters.
+        module: The module whose gradients it consumes.
+        takes: Whether to consume the gradient of a parameter.
 
     Attributes:
         grads: The buffers, in the order of the parameters.
-        given: What ``take`` was called with, without the gradients' memory.
+        shapes: Shapes of the gradients in each call of ``consume_gradients``.
         events: The calls before and after each backward graph.
     """
+
+    notifies_autograd = False
 
     def __init__(self, module: torch.nn.Module, takes: Callable[[torch.Tensor], bool] = lambda param: True):
         self.params = list(module.parameters())
         self.grads = [torch.full_like(param, 100.0) for param in self.params]
-        self.given: list[list[tuple[torch.Tensor, torch.Size | None]]] = []
+        self.shapes: list[list[torch.Size | None]] = []
         self.events: list[str] = []
         self._takes = takes
 
-    def take(
+    def consume_gradients(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
-        """Copy what it takes to the buffers; an unused parameter gets zeros."""
-        self.given.append(
-            [(param, None if grad is None else grad.shape) for param, grad in zip(params, grads, strict=True)]
-        )
+        """Copy gradients to the buffers; an unused parameter gets zeros."""
+        self.shapes.append([None if grad is None else grad.shape for grad in grads])
         index = {id(param): i for i, param in enumerate(self.params)}
         left: list[torch.Tensor | None] = []
         for param, grad in zip(params, grads, strict=True):
@@ -49,17 +49,17 @@ class Buckets(GraphOwner):
         return left
 
     def before_backward(self) -> None:
-        """Note the call."""
+        """Record the call."""
         self.events.append("before backward")
 
     def after_backward(self) -> None:
-        """Note the call."""
+        """Record the call."""
         self.events.append("after backward")
 
 
 @contextmanager
 def replays() -> Iterator[list[torch.cuda.CUDAGraph]]:
-    """The graphs that are replayed in the context, each as often as it is."""
+    """Yield a list of the graphs that are replayed in the context."""
     replayed: list[torch.cuda.CUDAGraph] = []
     replay = torch.cuda.CUDAGraph.replay
 

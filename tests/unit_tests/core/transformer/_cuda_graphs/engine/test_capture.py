@@ -1,4 +1,4 @@
-"""capture: graphs of one pool, and the state of the process after a capture that failed."""
+"""Captures into one pool, and the state of the process after a failed capture."""
 
 import gc
 import weakref
@@ -12,11 +12,11 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class Failure(Exception):
-    """Raised in place of an engine's."""
+    """Raised instead of an engine error."""
 
 
 @pytest.mark.parametrize("step", ["capture_begin", "capture_end"])
-def test_a_capture_that_cannot_begin_or_end_leaves_the_next_alone(step, monkeypatch):
+def test_capture_works_after_one_that_cannot_begin_or_end(step, monkeypatch):
     capture = Capture(None)
     real = getattr(torch.cuda.CUDAGraph, step)
 
@@ -41,8 +41,8 @@ def test_a_capture_that_cannot_begin_or_end_leaves_the_next_alone(step, monkeypa
 
 
 @pytest.mark.parametrize("step", ["register_generator_state", "capture_begin"])
-def test_a_graph_that_a_generator_may_not_know_is_never_freed(step, monkeypatch):
-    """torch ends the process when it is."""
+def test_graph_unknown_to_a_generator_is_never_freed(step, monkeypatch):
+    """torch would end the process."""
     graphs: list[weakref.ref] = []
 
     def fail(graph, *args, **kwargs):
@@ -61,7 +61,7 @@ def test_a_graph_that_a_generator_may_not_know_is_never_freed(step, monkeypatch)
     assert another() is None
 
 
-def test_the_error_of_a_capture_is_raised_though_nothing_can_be_cleaned_up(monkeypatch):
+def test_capture_error_is_raised_if_cleanup_fails(monkeypatch):
     capture = Capture(None)
     graph = capture.new_graph()
     attempts: list[int] = []
@@ -73,4 +73,4 @@ def test_the_error_of_a_capture_is_raised_though_nothing_can_be_cleaned_up(monke
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", fail)
     with pytest.raises(Failure, match="attempt 1") as error, capture.recording(graph):
         raise AssertionError("not reached")
-    assert error.value.__notes__ == ["What the failed capture left could not be cleaned up: attempt 2"]
+    assert error.value.__notes__ == ["Cleanup after the failed capture also failed: attempt 2"]

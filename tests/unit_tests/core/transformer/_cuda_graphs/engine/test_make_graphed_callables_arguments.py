@@ -1,4 +1,4 @@
-"""make_graphed_callables: what it refuses to capture, and how it says so."""
+"""make_graphed_callables refuses invalid arguments with errors that name them."""
 
 import pytest
 import torch
@@ -48,9 +48,9 @@ def cached_autocast():
         return capture()
 
 
-def parameter_outside(grad=True):
+def parameter_outside():
     linear = torch.nn.Linear(3, 3, bias=False).cuda()
-    return capture(lambda x: linear(x) * x, (device_tensor(2, 3, grad=grad),))
+    return capture(lambda x: linear(x) * x, (device_tensor(2, 3),))
 
 
 def output_outside():
@@ -63,37 +63,27 @@ def parameter_of_another_module():
     return capture(Forward(lambda linear, x: other(linear(x))), (device_tensor(4, 6),))
 
 
-def inside_a_capture():
-    args = (device_tensor(3),)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        return capture(double, args)
+def bound_method():
+    return capture(torch.nn.Linear(3, 3).cuda().forward, (device_tensor(2, 3),))
 
 
 BOTH = (double, double)
 REFUSED = {
-    "a keyword that is no tensor": (
-        *(TypeError, r"sample_kwargs of callable 0 \(double\): 'mask' holds .*not a tensor"),
+    "a keyword that is not a tensor": (
+        *(TypeError, r"sample input 'mask' of callable 0 \(double\) holds 2: pass tensors only"),
         lambda: capture(sample_kwargs={"mask": 2}),
     ),
-    "an input that is no tensor": (
-        *(TypeError, r"sample_args of callable 0 \(double\) hold None, which is not a tensor"),
-        lambda: capture(args=(device_tensor(3), None)),
+    "an input that is not a tensor": (
+        *(TypeError, r"sample input 1 of callable 0 \(double\) holds None: pass tensors only"),
+        lambda: capture(args=(device_tensor(3), [None])),
     ),
-    "an output that is no tensor": (
-        *(TypeError, r"callable 0 \(<lambda>\) returned 3, which is neither a tensor nor None"),
+    "an output that is not a tensor": (
+        *(TypeError, r"callable 0 \(<lambda>\) returned 3: return tensors and None only"),
         lambda: capture(lambda x: (x * 2, 3)),
     ),
     "few sample_args": (ValueError, "must have 2 entries, got 1", lambda: capture(BOTH, inputs(1))),
-    "as many sample_args as callables": (
-        *(ValueError, "sample_args must have 4 entries, got 2"),
-        lambda: capture(BOTH, inputs(2), _order=[1, 1, -1, -1]),
-    ),
-    "few sample_kwargs": (
-        *(ValueError, "sample_kwargs must have 2 entries, got 1"),
-        lambda: capture(BOTH, inputs(2), sample_kwargs=[{}]),
-    ),
     "one dict of sample_kwargs": (
-        *(TypeError, "sample_kwargs must hold a dict for each entry of sample_args"),
+        *(TypeError, "sample_kwargs must be a list with one entry per callable, got the dict"),
         lambda: capture(BOTH, inputs(2), sample_kwargs={"a": 1, "b": 2}),
     ),
     "an order for other callables": (
@@ -101,38 +91,36 @@ REFUSED = {
         lambda: capture((double,), inputs(1), _order=[1, -1], _num_layers_per_chunk=[2]),
     ),
     "sharing without an order": (
-        *(ValueError, "_reuse_graph_input_output_buffers needs _order"),
+        *(ValueError, "_reuse_graph_input_output_buffers requires _order"),
         lambda: capture(_reuse_graph_input_output_buffers=True),
     ),
-    "negative warm-up": (ValueError, "must not be negative, got -1", lambda: capture(num_warmup_iters=-1)),
     "a list of callables": (TypeError, "a tuple of callables, got list", lambda: capture([double])),
-    "a module twice": (ValueError, r"callable 2 \(Linear\) is callable 0 too.*with _order", twice),
-    "a module in a graphed one": (RuntimeError, r"callable 0 \(Sequential\) has graphs already, in L", contains_graphs),
+    "a module twice": (ValueError, "a module is given twice: pass _order", twice),
+    "a module in a graphed one": (RuntimeError, r"callable 0 \(Sequential\) already has graphs, in L", contains_graphs),
     "an unused input": (
         *(RuntimeError, r"callable 0 \(uses_the_first\) does not use input 1 .*allow_unused_input"),
         lambda: capture(uses_the_first, (device_tensor(3), device_tensor(3))),
     ),
     "modules in both modes": (
-        *(RuntimeError, "all in training or all in evaluation mode"),
+        *(RuntimeError, "all in training mode or all in evaluation mode"),
         lambda: capture((mlp(), mlp().eval()), ((device_tensor(4, 6),), (device_tensor(4, 6),))),
     ),
     "a buffer that requires grad": (RuntimeError, "has a buffer that requires grad", trained_buffer),
-    "autocast that caches": (RuntimeError, r"needs torch\.autocast\(\.\.\., cache_enabled=False\)", cached_autocast),
+    "autocast that caches": (RuntimeError, r"requires torch\.autocast\(\.\.\., cache_enabled=False\)", cached_autocast),
     "a parameter outside": (RuntimeError, r"uses a tensor of shape \(3, 3\)", parameter_outside),
-    "a parameter outside alone": (RuntimeError, r"of shape \(3, 3\)", lambda: parameter_outside(grad=False)),
     "an output outside": (RuntimeError, r"uses a tensor of shape \(3,\) that requires grad", output_outside),
     "another module's parameter": (RuntimeError, r"a tensor of shape \(6, 6\)", parameter_of_another_module),
-    "a capture in a capture": (RuntimeError, "while the current stream is capturing", inside_a_capture),
+    "a method of a module": (RuntimeError, r"uses a tensor of shape .* capture the module", bound_method),
 }
 
 
 @pytest.mark.parametrize(("kind", "message", "call"), REFUSED.values(), ids=REFUSED)
-def test_refuses(kind, message, call):
+def test_invalid_call_is_refused(kind, message, call):
     with pytest.raises(kind, match=message):
         call()
 
 
-def test_an_unused_input_gets_no_gradient_where_allowed():
+def test_unused_input_gets_no_gradient_if_allowed():
     graphed = capture(uses_the_first, (device_tensor(3), device_tensor(3)), allow_unused_input=True)
     x, y = device_tensor(3), device_tensor(3)
     graphed(x, y).sum().backward()
@@ -140,15 +128,15 @@ def test_an_unused_input_gets_no_gradient_where_allowed():
     assert y.grad is None
 
 
-def test_inputs_nested_otherwise_are_refused():
+def test_inputs_nested_differently_are_refused():
     a, b = device_tensor(3, seed=1), device_tensor(3, seed=2)
     graphed = capture(lambda pair: pair["a"] - pair["b"], ({"a": a, "b": b},))
     assert torch.equal(graphed({"a": b, "b": a}), b - a)
-    with pytest.raises(TypeError, match=r"nested as \({'a': 0, 'b': 1},\), this call gives \(\[0, 1\],\)"):
+    with pytest.raises(TypeError, match=r"nested as \({'a': 0, 'b': 1},\) and got \(\[0, 1\],\)"):
         graphed([a, b])
 
 
-def test_a_leaf_made_in_forward_is_captured():
+def test_leaf_made_in_forward_is_captured():
     def with_leaf(linear, x):
         return linear(x) + torch.zeros(6, device="cuda", requires_grad=True)
 

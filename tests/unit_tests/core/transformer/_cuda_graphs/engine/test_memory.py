@@ -1,4 +1,4 @@
-"""memory: weak references do not hold memory; a pool's memory is told from all other."""
+"""Weak references to memory, and the memory of a graph pool."""
 
 import gc
 from contextlib import nullcontext
@@ -21,24 +21,23 @@ from megatron.core.transformer._cuda_graphs.engine.memory import (
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.arange(12.0),
-        torch.arange(12.0).view(3, 4)[1:, ::2],
+        torch.arange(12.0).view(3, 4)[1:, ::2].requires_grad_(),
         torch.arange(12.0, dtype=torch.bfloat16).view(3, 4).t(),
-        torch.tensor(3),
         torch.zeros(0, 3),
         torch.arange(12.0).view(3, 2, 2).view(torch.complex64).conj(),
         torch._neg_view(torch.arange(3.0)),
     ],
-    ids=["whole", "part", "transposed bf16", "a number", "empty", "conjugate", "negative"],
+    ids=["part", "transposed bf16", "empty", "conjugate", "negative"],
 )
-def test_it_has_the_same_memory_shape_strides_and_dtype(tensor):
+def test_weak_reference_has_the_same_layout(tensor):
     weak = weak_reference(tensor)
     assert weak.data_ptr() == tensor.data_ptr()
     assert (weak.shape, weak.stride(), weak.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert not weak.requires_grad
     assert torch.equal(weak, tensor)
 
 
-def test_it_does_not_hold_the_memory():
+def test_weak_reference_does_not_hold_memory():
     tensor = torch.zeros(4)
     storage = StorageWeakRef(tensor.untyped_storage())
     weak = weak_reference(tensor)
@@ -48,15 +47,11 @@ def test_it_does_not_hold_the_memory():
     assert weak.shape == (4,)
 
 
-def test_it_takes_no_part_in_autograd():
-    assert not weak_reference(torch.ones(2, requires_grad=True) * 2).requires_grad
-
-
 # ----------------------------------------------------------------------------------------------- memory of a pool
 
 
 def captured(pool, make):
-    """A graph of ``pool`` that records ``make``, and what that returned."""
+    """Return a graph of ``pool`` that records ``make``, and the result of ``make``."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         made = make()
@@ -65,7 +60,7 @@ def captured(pool, make):
 
 @pytest.fixture
 def snapshots(cpu_backend, monkeypatch) -> list[int]:
-    """The number of segments of each ``torch.cuda.memory_snapshot``."""
+    """The number of segments in each ``torch.cuda.memory_snapshot``."""
     sizes: list[int] = []
     take = torch.cuda.memory_snapshot
 
@@ -91,7 +86,7 @@ class _Product(torch.autograd.Function):
 
 
 class Placeholder(torch.nn.Module):
-    """Returns a tensor, and a gradient of its weight, that no graph allocates; fused weight gradients are like that."""
+    """Returns a tensor and a weight gradient outside of graph memory, as fused weight gradients are."""
 
     def __init__(self):
         super().__init__()
@@ -105,36 +100,27 @@ class Placeholder(torch.nn.Module):
 
 @pytest.mark.usefixtures("cpu_backend")
 class TestPoolMemory:
-    def test_owns_what_was_allocated_while_a_graph_recorded_and_nothing_else(self):
+    def test_owns_tensors_of_its_graphs_only(self):
         before = torch.ones(3, device="cuda")
         graph, made = captured(torch.cuda.graph_pool_handle(), lambda: (before * 2, before.view(3, 1)))
         after = torch.ones(3, device="cuda")
-        assert PoolMemory.of(graph).owned([before, *made, after]) == {storage_address(made[0])}
+        memory = PoolMemory.of(graph)
+        assert memory.owned([before, *made, after]) == {storage_address(made[0])}
+        _graph, other = captured(torch.cuda.graph_pool_handle(), lambda: before * 2)
+        _second, later = captured(graph.pool(), lambda: before * 3)
+        assert memory.owned([made[0], other, later]) == {storage_address(made[0]), storage_address(later)}
 
-    def test_owns_what_a_later_capture_of_the_pool_allocates(self):
-        pool, x = torch.cuda.graph_pool_handle(), torch.ones(3, device="cuda")
-        first, one = captured(pool, lambda: x * 2)
-        memory = PoolMemory.of(first)
-        memory.owned([one])
-        _second, other = captured(pool, lambda: x * 3)
-        assert memory.owned([one, other]) == {storage_address(one), storage_address(other)}
-
-    def test_does_not_own_memory_of_another_pool(self):
-        x = torch.ones(3, device="cuda")
-        graph, _one = captured(torch.cuda.graph_pool_handle(), lambda: x * 2)
-        _graph, other = captured(torch.cuda.graph_pool_handle(), lambda: x * 2)
-        assert PoolMemory.of(graph).owned([other]) == set()
-
-    def test_asks_the_allocator_at_most_once_a_graph(self, snapshots):
+    def test_snapshots_memory_at_most_once_per_graph(self, snapshots):
         layers = tuple(Placeholder() for _ in range(16))
         samples = [(torch.ones(4, 6, device="cuda", requires_grad=True),) for _ in layers]
         make_graphed_callables(
             layers, samples, _order=[1, -1], _num_layers_per_chunk=[16], _reuse_graph_input_output_buffers=True
         )
-        assert len(snapshots) <= 16  # memory is released after each backward graph
+        assert len(snapshots) <= 16
 
-    @pytest.mark.parametrize(("number", "asks_for_it"), [(256, True), (257, False)])
-    def test_asks_torch_for_no_pool_whose_number_it_would_free(self, monkeypatch, number, asks_for_it):
+    @pytest.mark.parametrize(("number", "is_passed"), [(256, True), (257, False)])
+    def test_passes_small_pool_numbers_only(self, monkeypatch, number, is_passed):
+        """torch would free other numbers."""
         asked = []
 
         def snapshot(mempool_id, include_traces):
@@ -143,7 +129,7 @@ class TestPoolMemory:
 
         monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
         PoolMemory((0, number)).size()
-        assert asked == [(0, number) if asks_for_it else None]
+        assert asked == [(0, number) if is_passed else None]
 
 
 # ------------------------------------------------------------------------------------ memory that several streams used
@@ -151,7 +137,7 @@ class TestPoolMemory:
 
 @pytest.fixture
 def configure():
-    """Configures the allocator, and gives it its defaults back at the end."""
+    """Configures the allocator, and restores its defaults at the end."""
     yield torch._C._accelerator_setAllocatorSettings
     torch._C._accelerator_setAllocatorSettings(f"{REUSE_OPTION}:False")
     torch._C._accelerator_setAllocatorSettings("")
@@ -159,7 +145,7 @@ def configure():
 
 @pytest.mark.parametrize("error", [False, True])
 @pytest.mark.parametrize("configured", ["", "max_split_size_mb:512,garbage_collection_threshold:0.5"])
-def test_memory_of_several_streams_is_used_again_in_captures_only(configure, configured, error):
+def test_memory_is_reused_across_streams_in_captures(configure, configured, error):
     configure(configured)
     before = allocator_settings()
     with pytest.raises(ZeroDivisionError) if error else nullcontext(), reuse_across_streams():
@@ -173,7 +159,7 @@ def test_memory_of_several_streams_is_used_again_in_captures_only(configure, con
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_what_the_environment_says_of_it_holds(configure, wanted):
+def test_environment_variable_takes_precedence(configure, wanted):
     configure(f"{REUSE_OPTION}:{wanted}")
     with reuse_across_streams():
         assert allocator_settings()[REUSE_OPTION] is wanted

@@ -1,4 +1,4 @@
-"""make_graphed_callables: a capture, also one that fails, leaves the state of the process as it was."""
+"""A capture, failed or not, restores the state of the process."""
 
 import gc
 import sys
@@ -20,7 +20,7 @@ HOOK_DICTS = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
 
 
 def state_of(module):
-    """Everything that a capture of ``module`` must leave alone, in values that compare."""
+    """Return the state that a capture of ``module`` must restore, as comparable values."""
     return {
         "stream": torch.cuda.current_stream(),
         "capturing": torch.cuda.is_current_stream_capturing(),
@@ -37,7 +37,7 @@ def state_of(module):
 
 
 class Failure(Exception):
-    """Raised by whatever is to fail."""
+    """Raised on purpose."""
 
 
 class FailingBackward(torch.autograd.Function):
@@ -53,7 +53,7 @@ class FailingBackward(torch.autograd.Function):
 
 
 def fail_in(phase):
-    """A function that raises in that phase only: "warm-up" or "capture"."""
+    """Return a function that raises in one phase only, "warm-up" or "capture"."""
 
     def fail(*unused):
         if torch.cuda.is_current_stream_capturing() == (phase == "capture"):
@@ -67,10 +67,10 @@ def raise_failure(*unused):
 
 
 def in_capture_only(kind):
-    """A hook that fails when it runs the second time: after one warm-up iteration, for capture."""
+    """Return a hook that fails in its second run: in capture, after one warm-up iteration."""
     count = []
 
-    def hook(module):
+    def hook(*call):
         count.append(1)
         if len(count) == 2:
             raise Failure
@@ -116,18 +116,18 @@ FAILURES: dict[str, tuple] = {
     "backward in capture": (backward_failing("capture"), {}, Failure),
     "a host sync in forward": (synchronizing, {}, RuntimeError),
     "a host sync in backward": (synchronizing_backward, {}, RuntimeError),
-    "an output that is no tensor": (lambda linear, x: (dropping(linear, x), 3), {}, TypeError),
+    "an output that is not a tensor": (lambda linear, x: (dropping(linear, x), 3), {}, TypeError),
     "pre_warmup_hook": (dropping, {"pre_warmup_hook": raise_failure}, Failure),
     "post_warmup_hook": (dropping, {"post_warmup_hook": raise_failure}, Failure),
     **{
-        f"{kind} in warm-up": (dropping, {"capture_time_hooks": [{kind: {0: raise_failure}}, None]}, Failure)
+        f"{kind} in capture": (dropping, {"capture_time_hooks": [in_capture_only(kind), None]}, Failure)
         for kind in HOOK_KINDS
     },
 }
 
 
 def failed_capture(body, options, error):
-    """A module that could not be captured beside another, with its state before."""
+    """Return a module whose capture beside another module failed, and its state before."""
     module, other = torch.nn.Sequential(Forward(body)), mlp()
     torch.nn.Dropout(0.5)(torch.ones(3, device="cuda"))  # the generators are no longer at their beginning
     for m in module.modules():
@@ -142,28 +142,17 @@ def failed_capture(body, options, error):
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
-def test_everything_is_as_it_was_after_a_failure_of(failure):
+def test_failed_capture_restores_state(failure):
+    expected = train(CASES["dropout"], None, steps=1)
     module, before = failed_capture(*failure)
     assert state_of(module) == before
-
-
-@pytest.mark.parametrize("kind", HOOK_KINDS)
-def test_everything_is_as_it_was_after_a_failure_in_capture_of(kind):
-    module, before = failed_capture(dropping, {"capture_time_hooks": [in_capture_only(kind), None]}, Failure)
-    assert state_of(module) == before
-
-
-@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
-def test_the_next_capture_is_bit_equal_to_eager_after_a_failure_of(failure):
-    expected = train(CASES["dropout"], None)
-    failed_capture(*failure)
-    assert_same_bits(train(CASES["dropout"], make_graphed_callables), expected)
+    assert_same_bits(train(CASES["dropout"], make_graphed_callables, steps=1), expected)
 
 
 # ----------------------------------------------------------------------------------------------------- success
 
 
-def test_a_capture_leaves_everything_but_the_methods_that_replay_as_it_was():
+def test_capture_changes_only_methods_that_replay():
     module = Forward(dropping)
     before = state_of(module)
     make_graphed_callables(module, (device_tensor(4, 6),))
@@ -176,7 +165,7 @@ def test_a_capture_leaves_everything_but_the_methods_that_replay_as_it_was():
 
 @pytest.mark.parametrize("body", [dropping, forward_failing("capture")], ids=["success", "failure"])
 @pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
-def test_garbage_collection_is_off_while_capturing_and_then_as_it_was(enabled, body):
+def test_garbage_collection_is_paused_in_captures(enabled, body):
     seen = []
 
     def observed(linear, x):
@@ -195,14 +184,14 @@ def test_garbage_collection_is_off_while_capturing_and_then_as_it_was(enabled, b
 
 
 def phases_of(run) -> list[str]:
-    """The phases of callable 0 that a profile of ``run`` shows, in order."""
+    """Return the phases of callable 0 in a profile of ``run``, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     return [event.name for event in events if event.name.startswith("callable 0")]
 
 
-def test_every_phase_shows_in_a_profile_under_the_callables_name():
+def test_profiles_show_phases_by_callable():
     module = mlp()
     phases = phases_of(lambda: make_graphed_callables(module, (device_tensor(4, 6),), num_warmup_iters=1))
     phases += phases_of(lambda: module(device_tensor(4, 6)).sum().backward())
@@ -214,7 +203,7 @@ def test_every_phase_shows_in_a_profile_under_the_callables_name():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_buffers_are_as_they_were_before_warm_up(fails):
+def test_buffers_are_restored(fails):
     norm = torch.nn.BatchNorm1d(6).cuda()
     before = copies(list(norm.buffers()))
 
@@ -229,22 +218,20 @@ def test_buffers_are_as_they_were_before_warm_up(fails):
 class _Reassigning(torch.nn.Module):
     """Counts its calls in a buffer that each call replaces."""
 
-    def __init__(self, fail=lambda: None):
+    def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear(6, 6).cuda()
         self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros((), device="cuda"))
-        self._fail = fail
 
     def forward(self, x):
         self.calls = self.calls + 1
         if "new" not in self._buffers:
             self.register_buffer("new", x.detach() * 2)
-        self._fail()
         return self.linear(x) * self.calls
 
 
-def test_a_graph_reads_the_buffer_that_forward_reassigns_where_it_was_before_capture():
+def test_graph_reads_reassigned_buffer_in_place():
     module = _Reassigning()
     before = module.calls
     graphed = make_graphed_callables(module, (device_tensor(4, 6),))
@@ -272,7 +259,7 @@ def forked(linear, x):
         return torch.nn.functional.dropout(linear(x), 0.5)
 
 
-def test_dropout_that_draws_from_megatrons_tracker_is_bit_equal_to_eager(tracker):
+def test_dropout_from_rng_tracker_is_bit_identical_to_eager(tracker):
     case = Case(lambda: Forward(forked))
 
     def trained(capture):
@@ -284,11 +271,11 @@ def test_dropout_that_draws_from_megatrons_tracker_is_bit_equal_to_eager(tracker
     graphed, eager = trained(make_graphed_callables), trained(None)
     assert_same_bits(graphed, eager)
     masks = [numbers == 0 for numbers in eager[0:10:5]]
-    assert not torch.equal(*masks), "every step drops the same elements: the test shows nothing"
+    assert not torch.equal(*masks), "every step drops the same elements"
 
 
 @pytest.mark.parametrize("body", [dropping, forward_failing("capture")], ids=["success", "failure"])
-def test_megatrons_generators_are_where_they_were(tracker, body):
+def test_rng_tracker_is_restored(tracker, body):
     tracker.add("layer", 77)
 
     def in_fork(linear, x):
@@ -301,10 +288,10 @@ def test_megatrons_generators_are_where_they_were(tracker, body):
     assert torch.equal(tracker.get_states()["layer"].get_state(), before)
 
 
-def test_a_tracker_that_no_graph_can_use_is_refused_with_the_flag_to_give():
+def test_unusable_rng_tracker_is_refused():
     tensor_parallel_random.initialize_rng_tracker()
     tensor_parallel_random.get_cuda_rng_tracker().add("layer", 77)
-    with pytest.raises(RuntimeError, match=r"Give --te-rng-tracker, or .*use_cudagraphable_rng=True"):
+    with pytest.raises(RuntimeError, match=r"Add --te-rng-tracker, or .*use_cudagraphable_rng=True"):
         make_graphed_callables(Forward(dropping), (device_tensor(4, 6),))
 
 
@@ -313,7 +300,7 @@ def test_a_tracker_that_no_graph_can_use_is_refused_with_the_flag_to_give():
 
 @pytest.fixture
 def flag(monkeypatch):
-    """The capture flag of a TransformerEngine that is imported."""
+    """The capture flag of an imported TransformerEngine."""
     flag = SimpleNamespace(on=False)
     graph = ModuleType("transformer_engine.pytorch.graph")
     graph.__dict__["is_graph_capturing"] = lambda: flag.on
@@ -323,7 +310,7 @@ def flag(monkeypatch):
     return flag
 
 
-def test_transformer_engine_knows_of_warm_up_and_capture(flag):
+def test_transformer_engines_capture_flag_is_set(flag):
     seen = []
 
     def observed(x):

@@ -1,4 +1,4 @@
-"""quantization: quantized callables, with a TransformerEngine in miniature; tests/gpu has the real one."""
+"""Quantized callables with a small TransformerEngine; tests/gpu uses the real one."""
 
 import pytest
 import torch
@@ -14,19 +14,19 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch):
-    """The miniature in TransformerEngine's place."""
+    """The small TransformerEngine, installed."""
     return small_transformer_engine.installed(monkeypatch)
 
 
 def capture(layers, **options):
-    """Layers captured as one chunk; quantized with some recipe unless told otherwise."""
+    """Capture layers as one chunk, quantized by default."""
     samples = tuple((device_tensor(4, 6, seed=77),) for _ in layers)
     options = {"enabled": True, "recipe": "recipe", "_order": [1, -1], **options}
     return make_graphed_callables(tuple(layers), samples, **options)
 
 
 def train(graphed: bool, caches: bool = False, enabled: tuple[bool, bool] = (True, True)) -> list:
-    """Losses, gradients and statistics of five steps of two micro-batches through two layers."""
+    """Return losses, gradients and statistics of five steps of two micro-batches through two layers."""
     torch.manual_seed(4)
     State.reset()
     layers = [Linear(), Linear()]
@@ -51,11 +51,11 @@ def train(graphed: bool, caches: bool = False, enabled: tuple[bool, bool] = (Tru
 
 @pytest.mark.parametrize("caches", [False, True], ids=["weights quantized anew", "cached weights"])
 @pytest.mark.parametrize("enabled", [(True, True), (True, False), (False, True)], ids=str)
-def test_training_is_bit_equal_to_eager(enabled, caches):
+def test_training_is_bit_identical_to_eager(enabled, caches):
     assert_same_bits(train(True, caches, enabled), train(False, caches, enabled))
 
 
-def test_cached_weights_are_made_anew_in_the_first_micro_batch_only():
+def test_cached_weights_are_quantized_in_first_micro_batch():
     layer = Linear()
     (graphed,) = capture([layer], cache_quantized_params=True)
     cached = []
@@ -70,7 +70,7 @@ def test_cached_weights_are_made_anew_in_the_first_micro_batch_only():
     assert not torch.equal(second, third)
 
 
-def test_a_failed_capture_leaves_statistics_as_they_were():
+def test_failed_capture_restores_statistics():
     def body(linear, x):
         if torch.cuda.is_current_stream_capturing():
             raise KeyError("in capture")
@@ -85,7 +85,7 @@ def test_a_failed_capture_leaves_statistics_as_they_were():
     assert (State.enabled, State.capturing, State.depth) == (False, False, 0)
 
 
-def test_a_callable_runs_under_autocast_with_what_was_given(monkeypatch, engine):
+def test_autocast_gets_the_given_arguments(monkeypatch, engine):
     given = []
 
     class Noting(autocast):
@@ -105,7 +105,7 @@ def test_a_callable_runs_under_autocast_with_what_was_given(monkeypatch, engine)
     assert given == [expected, expected]  # warm-up and capture
 
 
-def test_a_refused_replay_leaves_the_reduction_to_the_next():
+def test_refused_replay_leaves_the_reduction_to_the_next():
     (graphed,) = capture([Linear()])
     with autocast(enabled=True, recipe="recipe"):
         with pytest.raises(ValueError, match="is called with"):
@@ -116,23 +116,18 @@ def test_a_refused_replay_leaves_the_reduction_to_the_next():
     assert State.reductions == ["backward"]
 
 
-def test_a_function_cannot_be_quantized():
-    with pytest.raises(TypeError, match=r"enabled\[1\] is True, but only modules can be quantized, and callable 1 is"):
-        capture([Linear(), lambda x: x], enabled=(False, True))
-
-
 # ------------------------------------------------------------------------------------------------------- statistics
 
 
 def metas_after_a_replay(layer, recipe="recipe"):
-    """The statistics that a replay hands over for reduction."""
+    """Return the statistics that a replay registers for reduction."""
     (graphed,) = capture([layer], recipe=recipe)
     with autocast(enabled=True, recipe=recipe, amax_reduction_group="group"):
         graphed(device_tensor(4, 6))
     return State.metas
 
 
-def test_replays_register_the_statistics_of_modules_that_ran_with_recipe_and_group():
+def test_replays_register_statistics_of_modules_that_ran():
     layer = Forward(lambda linear, x: linear(x))
     layer.linear, layer.unused = Linear(), Linear()
     metas = metas_after_a_replay(layer)
@@ -141,10 +136,10 @@ def test_replays_register_the_statistics_of_modules_that_ran_with_recipe_and_gro
 
 
 class AttentionOfMegatron(DotProductAttention):
-    """Megatron's are subclasses."""
+    """A subclass, as in Megatron."""
 
 
-def test_attention_is_left_out_unless_the_recipe_quantizes_it():
+def test_attention_registers_if_the_recipe_quantizes_it():
     class Recipe:
         fp8_dpa = True
 
@@ -159,23 +154,32 @@ def test_attention_is_left_out_unless_the_recipe_quantizes_it():
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
-def test_cached_weights_need_is_first_microbatch(value):
+def test_cached_weights_require_is_first_microbatch(value):
     (graphed,) = capture([Linear()], cache_quantized_params=True)
-    with pytest.raises(ValueError, match=r"is_first_microbatch=True or False .*cache_quantized_params"):
+    with pytest.raises(ValueError, match=r"cache_quantized_params need is_first_microbatch=True or False"):
         graphed(device_tensor(4, 6), is_first_microbatch=value)
 
 
-@pytest.mark.parametrize("enabled", ["yes", 3, (True, 1)], ids=str)
-def test_what_is_no_bool_is_refused(enabled):
-    with pytest.raises(TypeError, match="enabled must be a bool or a tuple with a bool for each callable"):
-        capture([Linear(), Linear()], enabled=enabled)
+@pytest.mark.parametrize(
+    ("enabled", "error", "message"),
+    [
+        ("yes", TypeError, "enabled must be a bool or a tuple with one bool per callable"),
+        ((True, 1), TypeError, "enabled must be a bool or a tuple with one bool per callable"),
+        ((True,), ValueError, "enabled must have one entry for each of 2 callables, got 1"),
+        ((False, True), TypeError, r"enabled\[1\] is True, but callable 1 is"),
+    ],
+    ids=str,
+)
+def test_invalid_enabled_is_refused(enabled, error, message):
+    with pytest.raises(error, match=message):
+        capture([Linear(), lambda x: x], enabled=enabled)
 
 
 @pytest.mark.parametrize("name", ["enabled", "calibrating"])
-def test_without_transformer_engine_quantization_is_refused_by_name(monkeypatch, name):
+def test_quantization_without_transformer_engine_is_refused(monkeypatch, name):
     import sys
 
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     arguments = {"enabled": False, "recipe": None, name: True}
-    with pytest.raises(RuntimeError, match=f"{name}=True: TransformerEngine quantizes, and cannot be imported"):
+    with pytest.raises(RuntimeError, match=f"{name}=True needs TransformerEngine, which cannot be imported"):
         capture([Linear()], **arguments)

@@ -1,4 +1,4 @@
-"""RecordedQuantization: passes whose graphs update the statistics of FP8, with a TransformerEngine in miniature."""
+"""Passes whose graphs update FP8 statistics, with a small TransformerEngine."""
 
 from collections import deque
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch):
-    """The miniature in TransformerEngine's place."""
+    """The small TransformerEngine, installed."""
     return small_transformer_engine.installed(monkeypatch)
 
 
 class Layer(torch.nn.Module, QuantizedProduct):
-    """Caches its quantized weight as Megatron's layers do; adds its gradients up itself, as Megatron-FSDP does."""
+    """Caches its quantized weight as Megatron's layers do, and adds up gradients as Megatron-FSDP does."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Layer(torch.nn.Module, QuantizedProduct):
 
 
 class Model:
-    """Two layers that run under autocast, or in one if ``around``; the caller has opened it otherwise."""
+    """Two layers that run under autocast if ``around``; otherwise the caller has entered it."""
 
     def __init__(self, recipe="recipe", around=True, caches=True):
         torch.manual_seed(4)
@@ -52,7 +52,7 @@ class Model:
         self.recipe, self.around, self.caches = recipe, around, caches
         self.recorded: RecordedQuantization | None = None
 
-    def capture(self, engine, warmup=2):
+    def capture(self, engine):
         quantization = Quantization(
             engine,
             enabled=True,
@@ -65,13 +65,12 @@ class Model:
         passes = GraphedCallable(
             *("model", self.losses, (), {"x": device_tensor(4, 6).detach()}),
             module=self.layers,
-            quantized=self.recorded,
-            context=self.recorded.reading_flag,
+            quantization=self.recorded,
             holds_hooks=True,
             copies_results=True,
         )
-        around = [self.recorded.capturing()]
-        capture_passes(unordered_plan(1), [passes], num_warmup_iters=warmup, contexts=around)
+        around = [self.recorded.preserved()]
+        capture_passes(unordered_plan(1), [passes], num_warmup_iters=2, contexts=around)
         for layer in self.layers:
             layer.total.zero_()
         return passes
@@ -100,8 +99,8 @@ class Model:
         descend([layer.weight for layer in self.layers])
 
 
-def train(engine, model, captured_after=None, eager=()):
-    """Numbers of five steps of three micro-batches; ``eager`` ones run eagerly though there are graphs."""
+def train(engine, model, captured_after=None):
+    """Return numbers of five steps of three micro-batches."""
     numbers, passes = [], None
     for step in range(5):
         if step == captured_after:
@@ -109,7 +108,7 @@ def train(engine, model, captured_after=None, eager=()):
         model.begin_step()
         for microbatch in range(3):
             x = device_tensor(4, 6, seed=3 * step + microbatch).detach()
-            if passes is None or microbatch in eager:
+            if passes is None:
                 losses = model.losses(x)
             elif model.around:
                 losses = passes.replay([x])
@@ -126,13 +125,13 @@ def train(engine, model, captured_after=None, eager=()):
 @pytest.mark.parametrize("recipe", ["recipe", "tensorwise"])
 @pytest.mark.parametrize("around", [True, False], ids=["autocast inside", "autocast outside"])
 @pytest.mark.parametrize("captured_after", [0, 2])
-def test_training_is_bit_equal_to_eager(engine, recipe, around, captured_after):
+def test_training_is_bit_identical_to_eager(engine, recipe, around, captured_after):
     expected = train(engine, Model(recipe))
     State.reset()
     assert_same_bits(train(engine, Model(recipe, around), captured_after), expected)
 
 
-def test_replays_update_the_statistics_without_the_host(engine):
+def test_replays_update_statistics_without_the_host(engine):
     model = Model()
     passes = model.capture(engine)
     State.reductions.clear()
@@ -142,29 +141,28 @@ def test_replays_update_the_statistics_without_the_host(engine):
     assert not torch.equal(model.layers[0].fp8_meta["scale"], before[0])
 
 
-@pytest.mark.parametrize("warmup", [1, 3])
-def test_a_capture_leaves_statistics_as_they_were_those_of_other_modules_too(engine, warmup):
+def test_capture_restores_statistics_of_all_modules(engine):
     model, other = Model(), Layer()
     with autocast(recipe="recipe"):
         other(device_tensor(4, 6))
     layers = [*model.layers, other]
     before = [copies(model.statistics(layer)) for layer in layers]
-    model.capture(engine, warmup)
+    model.capture(engine)
     for layer, values in zip(layers, before, strict=True):
         assert_same_bits(model.statistics(layer), values)
 
 
-def test_a_failed_capture_leaves_statistics_and_the_flag_as_they_were(engine):
+def test_failed_capture_restores_statistics_and_flag(engine):
     model = Model(caches=False)
     State.set_skip_fp8_weight_update_tensor(True)
     flag = State.quantization_state.skip_fp8_weight_update_tensor
-    State.quantization_state.fp8_tensors_recompute_buffer.append(deque(["of a pass that is still to come"]))
+    State.quantization_state.fp8_tensors_recompute_buffer.append(deque(["a later pass"]))
     before = model.numbers()
 
     def fail(*call):
         if torch.cuda.is_current_stream_capturing():
-            State.quantization_state.fp8_tensors_recompute_buffer[0].append("of the capture")
-            State.quantization_state.fp8_tensors_recompute_buffer.append(deque(["of a layer's first pass"]))
+            State.quantization_state.fp8_tensors_recompute_buffer[0].append("the capture")
+            State.quantization_state.fp8_tensors_recompute_buffer.append(deque(["a first pass"]))
             raise KeyError("in capture")
 
     model.layers[1].register_forward_hook(fail)
@@ -174,10 +172,10 @@ def test_a_failed_capture_leaves_statistics_and_the_flag_as_they_were(engine):
     assert State.quantization_state.skip_fp8_weight_update_tensor is flag and flag.item() == 1
     assert (State.enabled, State.capturing, State.depth) == (False, False, 0)
     stashed = [list(queue) for queue in State.quantization_state.fp8_tensors_recompute_buffer]
-    assert stashed == [["of a pass that is still to come"], []]
+    assert stashed == [["a later pass"], []]
 
 
-def test_without_cached_weights_each_replay_quantizes_them_whatever_the_flag_says(engine):
+def test_uncached_weights_are_quantized_in_each_replay(engine):
     State.set_skip_fp8_weight_update_tensor(True)
     model = Model(caches=False)
     for layer in model.layers:
@@ -192,6 +190,3 @@ def test_without_cached_weights_each_replay_quantizes_them_whatever_the_flag_say
             layer.weight.mul_(3)
     assert not torch.equal(passes.replay([x]), before[0])
     assert State.quantization_state.skip_fp8_weight_update_tensor.item() == 1
-
-
-# ------------------------------------------------------------------------------------------------- what is compared

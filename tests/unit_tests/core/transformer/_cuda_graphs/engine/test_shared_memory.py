@@ -1,4 +1,4 @@
-"""make_graphed_callables: memory that graphs share, and memory that is not theirs."""
+"""Memory that graphs share, and memory outside of graphs."""
 
 import gc
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 def captured_for_sharing(order, shares=True, layers=2):
-    """Slots of equal layers, each with inputs of its own at first."""
+    """Return slots of equal layers, captured with separate samples."""
     count = layers * max(order.count(1), 1)
     samples = [(device_tensor(4, 6, seed=slot),) for slot in range(count)]
     modules = tuple(mlp() for _ in range(layers))
@@ -23,18 +23,14 @@ def captured_for_sharing(order, shares=True, layers=2):
     )
 
 
-def test_static_inputs_are_shared_once_the_last_pass_that_reads_them_is_over():
-    slots = captured_for_sharing([1, -1, 1, -1], layers=1)
-    assert slots[0].inputs[0] is slots[1].inputs[0]
-
-
-def test_static_inputs_are_not_shared_while_both_are_needed():
-    slots = captured_for_sharing([1, 1, -1, -1], layers=1)
-    assert slots[0].inputs[0] is not slots[1].inputs[0]
+@pytest.mark.parametrize(("order", "shares"), [([1, -1, 1, -1], True), ([1, 1, -1, -1], False)])
+def test_static_inputs_are_shared_after_their_last_reader(order, shares):
+    slots = captured_for_sharing(order, layers=1)
+    assert (slots[0].inputs[0] is slots[1].inputs[0]) is shares
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_outputs_keep_their_memory_only_where_it_is_not_shared(shares):
+def test_shared_outputs_do_not_hold_memory(shares):
     (slot,) = captured_for_sharing([1, -1], shares, layers=1)
     address = slot.outputs[0].data_ptr()
     uses = torch._C._storage_Use_Count(slot.outputs[0].untyped_storage()._cdata)
@@ -43,17 +39,7 @@ def test_outputs_keep_their_memory_only_where_it_is_not_shared(shares):
     assert (uses <= 2) is shares
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_in_evaluation_too_outputs_keep_their_memory_only_where_it_is_not_shared(shares):
-    module, x = mlp().eval(), device_tensor(4, 6, seed=3)
-    sample = (device_tensor(4, 6),)
-    (slot,) = make_graphed_callables((module,), (sample,), _order=[1, -1], _reuse_graph_input_output_buffers=shares)
-    uses = torch._C._storage_Use_Count(slot.outputs[0].untyped_storage()._cdata)
-    assert (uses <= 2) is shares
-    assert torch.equal(slot(x), module(x))
-
-
-def test_a_replay_overwrites_the_gradients_that_the_backward_before_it_returned_where_memory_is_shared():
+def test_backward_overwrites_gradients_of_previous_backward():
     slots = captured_for_sharing([1, -1], layers=3)
     inputs = [device_tensor(4, 6, seed=slot) * 1 for slot in range(3)]  # gradients of leaves are copied
     outputs = [slot(x) for slot, x in zip(slots, inputs, strict=True)]
@@ -63,11 +49,8 @@ def test_a_replay_overwrites_the_gradients_that_the_backward_before_it_returned_
     assert [bool(grad.isnan().any()) for grad in grads] == [True, False, False]
 
 
-# ------------------------------------------------------------------------------------- gradients that are handed on
-
-
 def shifted(linear, x):
-    """Its backward pass returns the very gradient that it is given."""
+    """Compute an output whose backward pass returns its gradient unchanged."""
     return x + linear.bias
 
 
@@ -79,7 +62,7 @@ def captured_shifts(order, count, **options):
     )
 
 
-def test_a_gradient_that_backward_hands_on_stays_until_the_next_backward_is_over(monkeypatch):
+def test_unchanged_gradient_outlives_the_next_backward(monkeypatch):
     _, slots = captured_shifts([1, 1, -1, -1], 1)
     inputs = [device_tensor(4, 6, seed=slot) for slot in range(2)]
     first, second = (slot(x) for slot, x in zip(slots, inputs, strict=True))
@@ -88,7 +71,7 @@ def test_a_gradient_that_backward_hands_on_stays_until_the_next_backward_is_over
     assert_same_bits([grad], [torch.full_like(grad, 3)])
 
 
-def test_layers_side_by_side_that_hand_on_gradients_are_bit_equal_to_eager():
+def test_parallel_layers_with_unchanged_gradients():
     layers, slots = captured_shifts([1, -1], 2)
 
     def gradient(first, second):
@@ -100,10 +83,7 @@ def test_layers_side_by_side_that_hand_on_gradients_are_bit_equal_to_eager():
     assert_same_bits([gradient(*slots)], [gradient(*layers)])
 
 
-# --------------------------------------------------------------------------------- memory that is older than graphs
-
-
-def test_what_a_layer_returns_of_its_own_stays_whatever_becomes_of_the_layer():
+def test_returned_buffer_outlives_its_layer():
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()

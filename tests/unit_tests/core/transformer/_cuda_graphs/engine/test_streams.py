@@ -1,4 +1,4 @@
-"""streams: gradients on the legacy default stream are refused before capture; workspaces of the capture's stream."""
+"""Gradients on the legacy default stream are refused; workspaces of the capture stream."""
 
 from unittest import mock
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class _OnLegacyStream(torch.autograd.Function):
-    """Its backward leaves the legacy default stream current, as an AccumulateGrad node that was made there would."""
+    """Leaves the legacy default stream current in backward, as an AccumulateGrad node from there would."""
 
     @staticmethod
     def forward(ctx, x):
@@ -33,7 +33,7 @@ def leaf(*shape, requires_grad=True):
 
 
 @pytest.mark.parametrize(("weight", "x"), [(False, True), (True, False)], ids=["of an input", "of a parameter"])
-def test_a_gradient_on_the_legacy_stream_is_refused_before_capture(weight, x):
+def test_gradient_on_legacy_stream_is_refused(weight, x):
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -51,7 +51,7 @@ def test_a_gradient_on_the_legacy_stream_is_refused_before_capture(weight, x):
     assert captures == []
 
 
-def test_workspaces_are_made_in_a_forward_and_a_backward_pass_also_without_grad(monkeypatch):
+def test_workspaces_are_made_for_forward_and_backward(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: asked.append(torch.cuda.current_stream()))
     with capture_stream() as stream, torch.no_grad():

@@ -1,4 +1,4 @@
-"""WholePasses: a function's passes as one graph each, with what its hooks enqueue."""
+"""Whole passes as one graph each, with the work that hooks enqueue."""
 
 import gc
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable, GraphOwner, capture_passes
-from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, Step, ordered_plan, unordered_plan
+from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan, unordered_plan
 
 from .captured_cases import assert_same_bits, copies, device_tensor, mlp
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class Owner(GraphOwner):
-    """Notes when it is called, and whether a capture is under way."""
+    """Records its calls, and whether a graph was recording."""
 
     def __init__(self):
         self.events: list[str] = []
@@ -58,12 +58,12 @@ def whole(name, func, module, inputs, owner):
     )
 
 
-def capture(plan, slots, warmup=1, training=True):
-    capture_passes(plan, slots, num_warmup_iters=warmup, shares_memory=True, training=training)
+def capture(plan, slots, warmup=1):
+    capture_passes(plan, slots, num_warmup_iters=warmup, shares_memory=True)
 
 
 class Sums:
-    """A module whose parameters' hooks add each gradient to a buffer, as Megatron-FSDP's do."""
+    """A module whose parameter hooks add gradients to buffers, as Megatron-FSDP's do."""
 
     def __init__(self):
         torch.manual_seed(3)
@@ -98,7 +98,7 @@ def captured(model, owner=None, warmup=2):
 
 
 def trained(graphs):
-    """Losses and sums of gradients of some steps."""
+    """Return losses and sums of gradients of three steps."""
     model = Sums()
     passes = captured(model) if graphs else None
     numbers = []
@@ -110,12 +110,11 @@ def trained(graphs):
     return numbers
 
 
-def test_replays_are_bit_equal_to_the_function_and_hold_what_hooks_do():
-    """Dropout included: warm-up and capture draw nothing from the process's generators."""
+def test_replays_with_hooks_and_dropout_are_bit_identical():
     assert_same_bits(trained(True), trained(False))
 
 
-def test_the_owner_surrounds_warm_up_capture_and_replays():
+def test_owner_surrounds_warm_up_capture_and_replays():
     model, owner = Sums(), Owner()
     passes = captured(model, owner, warmup=1)
     assert owner.events == [
@@ -135,7 +134,7 @@ def test_the_owner_surrounds_warm_up_capture_and_replays():
     assert owner.events[-1] == "forgotten"
 
 
-def test_outputs_outlive_the_next_replay():
+def test_copied_outputs_outlive_the_next_replay():
     passes = captured(Sums())
     losses = passes.replay(inputs(1))
     before = losses.detach().clone()
@@ -144,7 +143,7 @@ def test_outputs_outlive_the_next_replay():
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_failed_capture_leaves_no_graphs_and_the_process_as_it_was(phase):
+def test_failed_capture_restores_the_process(phase):
     model = Sums()
 
     def losses(x, weights):
@@ -170,13 +169,13 @@ def test_a_failed_capture_leaves_no_graphs_and_the_process_as_it_was(phase):
     assert not torch.cuda.is_current_stream_capturing()
 
 
-def test_passes_without_grad_are_one_graph_and_their_outputs_new_tensors():
+def test_forward_only_plan_captures_one_graph():
     model, owner = Sums(), Owner()
     model.module.eval()
     x, weights = inputs(0)
     passes = whole("model", model.losses, model.module, {"x": x, "weights": weights}, owner)
     with torch.no_grad():
-        capture(unordered_plan(1), [passes], training=False)
+        capture(unordered_plan(1).forward_only(), [passes])
         assert owner.events == ["forward", "forward ends", "forward captured", "forward ends"]
         assert passes.forward_graph is not None and passes.backward_graph is None
         expected = [model.losses(*inputs(step)) for step in range(2)]
@@ -186,14 +185,14 @@ def test_passes_without_grad_are_one_graph_and_their_outputs_new_tensors():
     assert not any(total.any() for total in model.sums.values())
 
 
-# Two chunks and three micro-batches, as a virtual pipeline stage runs them: up to three passes are in flight.
+# Two chunks and three micro-batches of a virtual pipeline stage, with up to three passes in flight.
 ORDER = [1, 1, 2, -2, 2, -1, 1, -2, -1, 2, -2, -1]
 
 
 def chunk_passes(order, graphs, skipped=()):
-    """What chunks of a model compute in the order of a pipeline: outputs, gradients of inputs, sums of gradients.
+    """Return outputs, input gradients and sums of gradients of model chunks in a pipeline order.
 
-    Passes of the micro-batches ``skipped`` run eagerly where there are graphs.
+    Beside graphs, the micro-batches ``skipped`` run eagerly.
     """
     models = {chunk: Sums() for chunk in (1, 2)}
     functions = {chunk: lambda x, model=model: model.module(x) for chunk, model in models.items()}
@@ -204,7 +203,7 @@ def chunk_passes(order, graphs, skipped=()):
                 x = device_tensor(4, 6, seed=0).detach().requires_grad_()
                 name = f"chunk {chunk}, {number}"
                 slots[chunk, number] = whole(name, functions[chunk], models[chunk].module, {"x": x}, Owner())
-        capture(ordered_plan(order, 1, 2), list(slots.values()))
+        capture(ordered_plan(order, [1, 1], 2), list(slots.values()))
         for model in models.values():
             model.zero()
     numbers = []
@@ -220,33 +219,12 @@ def chunk_passes(order, graphs, skipped=()):
             else:
                 x, output = running[chunk, number]
                 output.backward(device_tensor(*output.shape, seed=number + 50).detach())
-        for x, output in running.values():  # all of them are kept beyond later replays
+        for x, output in running.values():  # all outlive later replays
             numbers += copies([output, x.grad])
         numbers += copies([total for model in models.values() for total in model.sums.values()])
     return numbers
 
 
 @pytest.mark.parametrize("skipped", [(), (1,)])
-def test_passes_of_several_micro_batches_in_flight_are_bit_equal_to_eager_ones(skipped):
+def test_micro_batches_in_flight_are_bit_identical(skipped):
     assert_same_bits(chunk_passes(ORDER, True, skipped), chunk_passes(ORDER, False))
-
-
-# Both forward passes, then both backward passes in the same order.
-FIRST_OUT = Plan((0, 1), tuple((Step(slot, kind),) for kind in (Pass.FORWARD, Pass.BACKWARD) for slot in (0, 1)))
-
-
-def test_a_slot_that_fails_leaves_no_graphs_of_others():
-    model = Sums()
-
-    def failing(x, weights):
-        losses = model.losses(x, weights)
-        return losses * losses.sum().item() if torch.cuda.is_current_stream_capturing() else losses
-
-    slots = []
-    for number, func in enumerate((model.losses, failing)):
-        x, weights = inputs(number)
-        slots.append(whole(f"micro-batch {number}", func, model.module, {"x": x, "weights": weights}, Owner()))
-    with pytest.raises(RuntimeError, match="when stream is capturing"):
-        capture(FIRST_OUT, slots)
-    assert [(slot.forward_graph, slot.backward_graph) for slot in slots] == [(None, None)] * 2
-    assert not torch.cuda.is_current_stream_capturing()

@@ -178,7 +178,7 @@ class TestPipeline:
             self.run(True, "FFBB", later="FFF")
 
     def test_refuses_to_overwrite_memory_in_use(self):
-        with pytest.raises(RuntimeError, match=r"layer 3 .* a later replay has overwritten, that of layer 3"):
+        with pytest.raises(RuntimeError, match=r"layer 3 .* a later replay has overwritten the activations"):
             self.run(True, "FFBFBB", later="FFFBBB")
 
     def test_microbatches_reuse_static_memory(self):

@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
 from megatron.core.transformer._cuda_graphs.te import model as te_model
 from megatron.core.transformer._cuda_graphs.te.model import DecoderGraphs, ModelGraphs, sample_inputs
@@ -49,7 +50,7 @@ class Passes:
     """Records the inputs of replays."""
 
     def __init__(self, inputs):
-        self.kwargs, self.owner = inputs, None
+        self.kwargs, self.owner = inputs, GraphOwner()
         self.replayed: list | None = []
 
     def replay(self, inputs):

@@ -145,6 +145,8 @@ class Replayed(Eager, GraphOwner):
     Gradients computed during capture are meaningless.
     """
 
+    notifies_autograd = False
+
     def __init__(self, graphs: Any, module: torch.nn.Module):
         super().__init__(graphs, module)
         self._guards: dict[Direction, Snapshot] = {}
@@ -231,7 +233,7 @@ class Replayed(Eager, GraphOwner):
                 param.grad_added_to_main_grad = True
             super().collect(param)
 
-    def take(
+    def consume_gradients(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
         """Move ``grads`` to their buckets as part of the backward graph; return the gradients completed elsewhere."""
@@ -280,5 +282,8 @@ class Replayed(Eager, GraphOwner):
 class PartOfModule(GraphOwner):
     """Owner of graphs of a part of a module, whose backward pass autograd frames."""
 
+    notifies_autograd = False
+
     def __init__(self, runner: Replayed):
-        self.take, self.after_backward = runner.take, runner.gradients_written  # type: ignore[method-assign]
+        self.consume_gradients = runner.consume_gradients  # type: ignore[method-assign]
+        self.after_backward = runner.gradients_written  # type: ignore[method-assign]
