@@ -1,4 +1,4 @@
-"""Experts computed all at once with ``--moe-use-grouped-tensor``; parameters keep their modules."""
+"""Expert modules that compute all experts at once with ``--moe-use-grouped-tensor``."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _upstream: Any = extend(__name__)
 
 
 class _GroupedExperts:
-    """Mixin of experts whose token counts may stay on the GPU."""
+    """Mixin for expert modules whose token counts may stay on the GPU."""
 
     config: Any
     num_local_experts: int
@@ -22,7 +22,7 @@ class _GroupedExperts:
         self.calls_no_inner_modules = grouped_tensor(self.config)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the experts; arguments and result are megatron-core's."""
+        """Run the experts; see megatron-core."""
         if not self.calls_no_inner_modules:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         run_pre_hooks(self)
@@ -33,8 +33,8 @@ class _GroupedExperts:
 
 
 class TEGroupedMLP(_GroupedExperts, _upstream.TEGroupedMLP):
-    """megatron-core's ``TEGroupedMLP``, computed at once."""
+    """megatron-core's ``TEGroupedMLP``, which can keep token counts on the GPU."""
 
 
 class SequentialMLP(_GroupedExperts, _upstream.SequentialMLP):
-    """megatron-core's ``SequentialMLP``, computed at once."""
+    """megatron-core's ``SequentialMLP``, which can compute all experts at once."""

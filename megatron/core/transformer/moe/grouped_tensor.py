@@ -1,4 +1,4 @@
-"""All experts of an MoE layer at once, with token counts on the GPU (--moe-use-grouped-tensor)."""
+"""Compute all experts of an MoE layer at once with token counts on the GPU (--moe-use-grouped-tensor)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
@@ -11,12 +11,12 @@ from megatron.core.transformer.mlp import MLP
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Apply one linear layer to each group of rows; see ``grouped_linear``."""
+    """Autograd function of ``grouped_linear``."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool, *weights: torch.Tensor):
         ctx.unused_rows = unused_rows
-        # Save the parameters themselves: sharded ones are gathered again for the backward pass.
+        # Save the parameters themselves, because sharded ones are gathered again for the backward pass.
         ctx.save_for_backward(rows, offsets, *weights)
         return _zero_unused(grouped_mm(rows, as_one(weights).transpose(1, 2), offs=offsets), offsets, unused_rows)
 
@@ -35,20 +35,20 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_linear(
     rows: torch.Tensor, weights: Sequence[torch.Tensor], offsets: torch.Tensor, unused_rows: bool = False
 ) -> torch.Tensor:
-    """Multiply the rows of each expert by its weight.
+    """Multiply each expert's rows by its weight.
 
     Args:
-        rows: ``[rows, input]``, by expert; bfloat16 on a GPU.
-        weights: ``[output, input]`` for each expert, of the same dtype. They are copied unless they are at equal
-            distances in one storage, as in a bucket of Megatron-FSDP.
-        offsets: Ends of the experts' rows, int32 ``[experts]``, on the device of ``rows``.
+        rows: ``[rows, input]``, sorted by expert; bfloat16 on a GPU.
+        weights: ``[output, input]`` per expert, in the dtype of ``rows``. They are copied unless they are evenly spaced
+            in one storage, as in a Megatron-FSDP bucket.
+        offsets: End of each expert's rows, int32 ``[experts]``, on the device of ``rows``.
         unused_rows: Whether there may be rows after the last offset; they become zero in the result and in gradients.
 
     Returns:
-        ``[rows, output]``, of the same dtype.
+        ``[rows, output]``, in the dtype of ``rows``.
 
     Raises:
-        ValueError: the GPU has no kernel that reads the offsets on the device.
+        ValueError: The GPU has no kernel that reads the offsets on the device.
     """
     if rows.device.type == "cuda" and (
         rows.dtype is not torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (9, 0)
@@ -61,7 +61,7 @@ def grouped_linear(
 
 
 def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack ``weights``, all of one shape: return a view if possible, else a copy."""
+    """Stack ``weights`` of equal shape; return a view if possible, else a copy."""
     first = weights[0].detach()
     storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
     distance = weights[1].storage_offset() - start if len(weights) > 1 else first.numel()
@@ -78,14 +78,14 @@ def _behind(offsets: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _zero_unused(rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool) -> torch.Tensor:
-    """Zero the unused rows in place, and their gradients."""
+    """Zero the unused rows in place, and their gradients in backward."""
     return rows.masked_fill_(_behind(offsets, len(rows)).unsqueeze(1), 0) if unused_rows else rows
 
 
 def _of_each_row(biases: Sequence[torch.Tensor], offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the bias of each row's expert, ``[rows, output]``, and zero after the last offset.
+    """Return the bias of each row's expert, ``[rows, output]``; zero after the last offset.
 
-    This is a product with one-hot rows, because its gradient is summed in a fixed order, unlike an index's on a GPU.
+    Multiplies by a one-hot matrix instead of indexing, whose gradient on a GPU is summed in no fixed order.
     """
     before = torch.arange(rows, device=offsets.device).unsqueeze(1) < offsets
     own = before ^ torch.nn.functional.pad(before[:, :-1], (1, 0))
@@ -93,18 +93,18 @@ def _of_each_row(biases: Sequence[torch.Tensor], offsets: torch.Tensor, rows: in
 
 
 class Linears(NamedTuple):
-    """The weights and biases of one linear layer of each expert; biases may be empty."""
+    """Weights and biases of one linear layer for every expert; biases may be empty."""
 
     weights: list[torch.Tensor]
     biases: list[torch.Tensor]
 
 
 def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = None) -> Linears:
-    """Return the parameters ``weight`` and ``bias`` of ``modules``.
+    """Return the ``weight`` and ``bias`` parameters of ``modules``.
 
     Args:
         modules: The linear layers.
-        numbers: Suffixes of these names if a module holds the parameters of several experts.
+        numbers: Suffixes of the parameter names if one module holds the parameters of several experts.
     """
     suffixes = [""] if numbers is None else [*map(str, numbers)]
     weights, biases = (
@@ -115,7 +115,7 @@ def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = 
 
 
 def run_pre_hooks(experts: torch.nn.Module) -> None:
-    """Run the forward pre-hooks of modules in ``experts``, which are not called; some hooks gather parameters."""
+    """Run the forward pre-hooks of the submodules of ``experts``, which are never called; some gather parameters."""
     for module in experts.modules():
         for hook in [] if module is experts else [*module._forward_pre_hooks.values()]:
             hook(module, ())
@@ -130,23 +130,23 @@ def compute_experts(
     tokens_per_expert: torch.Tensor,
     probs: torch.Tensor,
 ) -> tuple[torch.Tensor, None]:
-    """Run all experts of a layer without a synchronization.
+    """Run all experts of a layer without synchronizing.
 
     Args:
-        config: The ``TransformerConfig`` of the experts.
+        config: The experts' ``TransformerConfig``.
         activation_func: The activation function, as in ``MLP``.
         fc1: The first linear layers.
         fc2: The second linear layers.
-        rows: The tokens ``[rows, hidden]``, by expert.
+        rows: The tokens ``[rows, hidden]``, sorted by expert.
         tokens_per_expert: Integers ``[experts]``, on the GPU.
-        probs: The router's factor for each row, ``[rows]``.
+        probs: The router probability of each row, ``[rows]``.
 
     Returns:
-        The output ``[rows, hidden]``, biases included, and None.
+        The output ``[rows, hidden]``, including biases, and None.
     """
     offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
     unused_rows = config.expert_model_parallel_size > 1
-    if unused_rows:  # unused rows and their gradients are uninitialized: they may be NaN
+    if unused_rows:  # unused rows and their gradients are uninitialized and may be NaN
         probs = probs.masked_fill(_behind(offsets, len(probs)), 0)
     if config.moe_apply_probs_on_input:
         rows, probs = (probs.unsqueeze(1) * rows).to(rows.dtype), torch.ones_like(probs)
@@ -161,7 +161,7 @@ def compute_experts(
 
 
 class _OfAllExperts(torch.nn.Module):
-    """One linear layer of all experts; ``bias_scale`` multiplies the bias of each row."""
+    """One linear layer for all experts; ``bias_scale`` multiplies each row's bias."""
 
     def __init__(
         self, layers: Linears, offsets: torch.Tensor, unused_rows: bool, bias_scale: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Routers that check flags of grouped experts and register for token bounds."""
+"""A router that checks the flags of grouped experts and registers with ``token_bounds``."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _upstream: Any = extend(__name__)
 
 
 class TopKRouter(_upstream.TopKRouter):
-    """megatron-core's ``TopKRouter``; tokens are bounded in trainings that can repeat steps."""
+    """megatron-core's ``TopKRouter``, which limits tokens per peer if the training loop can rerun steps."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

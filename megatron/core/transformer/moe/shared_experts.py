@@ -1,4 +1,4 @@
-"""Shared experts that overlap the token dispatch, also if a CUDA graph ends before the dispatch."""
+"""Shared experts that overlap token dispatch even if a CUDA graph ends before the dispatch."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class SharedExpertMLP(_upstream.SharedExpertMLP):
-    """megatron-core's ``SharedExpertMLP``, which can continue after the first step was replayed.
+    """megatron-core's ``SharedExpertMLP``, which can continue after a replay of its first stage.
 
-    With ``--moe-shared-expert-overlap``, the forward pass consists of steps around the dispatcher's collectives, and
-    megatron-core enforces their order. The first one, ``pre_forward_comm``, is in the graph of ``moe_preprocess``: no
-    step follows it at capture, and a replay sets its result instead of calling it.
+    With ``--moe-shared-expert-overlap``, the forward pass consists of stages around the dispatcher's collectives, and
+    megatron-core enforces their order. The first stage, ``pre_forward_comm``, is part of the ``moe_preprocess`` graph:
+    no stage follows it during capture, and a replay sets its result instead of calling it.
     """
 
     @property
     def cached_fc1_input(self) -> torch.Tensor | None:
-        """The result of ``pre_forward_comm``, ``[sequence, micro-batch, hidden]``, until the next step."""
+        """The result of ``pre_forward_comm``, ``[sequence, micro-batch, hidden]``, until the next stage."""
         return self.__dict__.get("_cached_fc1_input")
 
     @cached_fc1_input.setter
@@ -35,11 +35,11 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
             self._overlap_state = _upstream.SharedExpertState.PRE_FORWARD_COMM_DONE
 
     def pre_forward_comm(self, input: torch.Tensor, wait_current_stream: bool = True) -> None:
-        """Gather the input ``[sequence, micro-batch, hidden]`` on the stream of the shared experts.
+        """Gather the input ``[sequence, micro-batch, hidden]`` on the shared experts' stream.
 
         Args:
-            input: The normalized hidden states of the layer, any float dtype.
-            wait_current_stream: Whether that stream waits for the current one first.
+            input: The layer's normalized hidden states, any float dtype.
+            wait_current_stream: Whether to wait for the current stream first.
         """
         super().pre_forward_comm(input, wait_current_stream)
         if is_graph_capturing() and self._graph_ends_here():
@@ -53,4 +53,4 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
 
 
 class FusedSharedExpertMLP(SharedExpertMLP, _upstream.FusedSharedExpertMLP):
-    """megatron-core's ``FusedSharedExpertMLP``, which can continue after the first step was replayed."""
+    """megatron-core's ``FusedSharedExpertMLP``, which can continue after a replay of its first stage."""

@@ -1,4 +1,4 @@
-"""Dispatchers that keep token counts on the GPU with ``--moe-use-grouped-tensor``."""
+"""Token dispatchers that keep token counts on the GPU with ``--moe-use-grouped-tensor``."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ _upstream: Any = extend(__name__)
 
 
 class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
-    """megatron-core's all-gather dispatcher, with as many rows as the experts can get at most."""
+    """megatron-core's all-gather dispatcher, with the maximum number of rows that the experts can receive."""
 
     routing_map: Any
 
     def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor):
-        """Permute the tokens ``[tokens, hidden]`` of all expert-parallel ranks to this rank's experts.
+        """Select and permute the tokens ``[tokens, hidden]`` of all expert-parallel ranks for this rank's experts.
 
         Returns:
-            Rows ``[tokens * min(top-k, experts of this rank), hidden]`` by expert, unused rows last; the number of rows
-            of each expert, int64 on the GPU; and a probability for each row.
+            Rows ``[tokens * min(top-k, experts of this rank), hidden]`` sorted by expert, unused rows last; the number
+            of rows per expert, int64 on the GPU; and the probability of each row.
         """
         if not grouped_tensor(self.config):
             return super().dispatch_postprocess(hidden_states, probs)
@@ -42,10 +42,10 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 
 
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
-    """megatron-core's all-to-all dispatcher, with a fixed number of rows for each peer.
+    """megatron-core's all-to-all dispatcher, with a fixed number of rows per peer.
 
-    These are as many as its experts can get at most, or ``capacity_of_peer`` in steps that can be repeated. If a peer
-    gets more, results are undefined, and ``token_bounds`` sets its flag.
+    The number is the maximum that a peer's experts can receive, or ``capacity_of_peer`` in steps that can be rerun. If
+    a peer has more rows, results are undefined and ``token_bounds`` sets its overflow flag.
     """
 
     input_splits: Any
@@ -55,11 +55,11 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     _received: Places | None = None
 
     def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor):
-        """Send the rows ``[tokens * top-k, hidden]`` and probabilities, by expert, to the experts' ranks.
+        """Send rows ``[tokens * top-k, hidden]`` and probabilities, sorted by expert, to the experts' ranks.
 
         Returns:
-            Rows and probabilities for this rank's experts, ``[ranks * capacity_of_peer, ...]``: by rank, then expert,
-            unused rows of each rank last.
+            Rows and probabilities for this rank's experts, ``[ranks * capacity_of_peer, ...]``, sorted by source rank,
+            then expert, with each rank's unused rows last.
         """
         rows, probs = permutated_local_input_tokens, permuted_probs
         if grouped_tensor(self.config) and self.ep_size > 1:
@@ -79,7 +79,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         return super().token_dispatch(rows, probs)
 
     def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor):
-        """Return rows by expert, then rank; their number for each expert, int64 on the GPU; and probabilities."""
+        """Return rows sorted by expert, then rank; the rows per expert, int64 on the GPU; and probabilities."""
         if not grouped_tensor(self.config):
             return super().dispatch_postprocess(global_input_tokens, global_probs)
         tokens_per_expert, self.tokens_per_expert = self.tokens_per_expert, None
@@ -89,14 +89,14 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         return global_input_tokens, tokens_per_expert, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the experts' output in the order of ``dispatch_postprocess``'s arguments."""
+        """Restore the row order of the arguments of ``dispatch_postprocess`` in the experts' output."""
         if not grouped_tensor(self.config):
             return super().combine_preprocess(hidden_states)
         received, self._received = self._received, None
         return received.to_buffers(hidden_states) if received else hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Send the experts' output back; return it in the order of ``token_dispatch``'s arguments."""
+        """Send the experts' output back, and return it in the row order of the arguments of ``token_dispatch``."""
         combined: torch.Tensor = super().token_combine(hidden_states, *args, **kwargs)
         sent, self._sent = self._sent, None
         return sent.from_buffers(combined) if sent else combined
