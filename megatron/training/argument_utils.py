@@ -1,4 +1,4 @@
-"""The model configuration from Megatron's arguments, with this project's options of CUDA graphs."""
+"""Build the model configuration from Megatron's arguments, including this project's CUDA graph options."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def core_transformer_config_from_args(args: argparse.Namespace, config_class: type | None = None) -> Any:
-    """Return megatron-core's model configuration with the options of ``TECudaGraphHelper``."""
+    """Return megatron-core's model configuration extended with the options of ``TECudaGraphHelper``."""
     config = _upstream.core_transformer_config_from_args(args, config_class)
     give_to_config(args, config)
     config.cuda_graph_step_log = CudaGraphScalars

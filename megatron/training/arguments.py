@@ -1,4 +1,4 @@
-"""Megatron's arguments, with those of this project, and checks of flags that CUDA graphs do not support."""
+"""Megatron's arguments and this project's own, with checks for flags that CUDA graphs do not support."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -15,20 +15,20 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the arguments of megatron-core and of this project to ``parser``, and return it."""
+    """Add Megatron's arguments and this project's own to ``parser``, and return it."""
     return add_arguments(_upstream.add_megatron_arguments(parser))
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-    """Validate ``args`` as megatron-core does, then check the flags of CUDA graphs and grouped experts.
+    """Validate ``args`` as megatron-core does, then check the flags for CUDA graphs and grouped experts.
 
     Raises:
-        ValueError: flags are not supported together; the message lists each with a reason and a remedy.
+        ValueError: Flags are not supported together; the message lists each one with a reason and a remedy.
     """
     args = _upstream.validate_args(args, defaults or {})
     options = Options(args)
     check(options)
     warn(options)
     if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
-        args.align_grad_reduce = False  # otherwise only the first stage knows the last micro-batch
+        args.align_grad_reduce = False  # otherwise only the first stage marks the last micro-batch
     return args

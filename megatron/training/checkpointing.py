@@ -1,4 +1,4 @@
-"""Megatron-FSDP checkpoints that do not depend on graphs, and number layers in the whole model."""
+"""Megatron-FSDP checkpoints that are independent of graphs and use global layer numbers."""
 
 import argparse
 import logging
@@ -26,9 +26,9 @@ _CHUNKS = "_chunks"  # the key of a pipeline stage's chunks in a state dict
 
 
 def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any) -> Any:
-    """Return the states of this rank's random number generators, by tensor and pipeline rank; see megatron-core.
+    """Return this rank's random number generator states by tensor and pipeline rank; see megatron-core.
 
-    megatron-core passes no groups when it loads a model of Megatron-FSDP, and would read the first ranks' states.
+    megatron-core passes no groups when it loads a Megatron-FSDP model, and would then read the first ranks' states.
     """
     tp_group = tp_group or parallel_state.get_tensor_model_parallel_group()
     pp_group = pp_group or parallel_state.get_pipeline_model_parallel_group()
@@ -36,7 +36,7 @@ def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any)
 
 
 class _Stage:
-    """The chunks of a pipeline stage as one model, with layers numbered in the whole model."""
+    """The chunks of a pipeline stage, presented as one model with global layer numbers."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self.config = chunks[0].config
@@ -62,9 +62,9 @@ def generate_state_dict(args: Any, model: list[Any], *more: Any, **others: Any) 
 
 
 def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
-    """Return ``raw_state_dict`` as it is saved and loaded; see megatron-core.
+    """Convert ``raw_state_dict`` to the form that is saved and loaded; see megatron-core.
 
-    For a pipeline stage, it holds the parameters that passes of its chunks read, by their names in the whole model.
+    For a pipeline stage, the result contains the parameters that its chunks use, by their global names.
     """
     chunks = raw_state_dict.get(_CHUNKS)
     if chunks is not None:
@@ -87,7 +87,7 @@ def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any]
 
 
 def _model_keys(chunks: list[Any]) -> list[str]:
-    """Return the keys of the chunks' parameters in megatron-core's state dict."""
+    """Return the keys under which megatron-core's state dict stores each chunk's parameters."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
@@ -97,7 +97,7 @@ def _load_base_checkpoint(
     """Load a checkpoint into ``sharded_state_dict``; see megatron-core.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor, or one differs in size.
+        ValueError: A tensor is missing from the checkpoint or has a different size.
     """
     requested = sharded_state_dict or {}
     _expect_tensors(requested)
@@ -113,13 +113,13 @@ def _load_base_checkpoint(
             "--no-load-rng for random number generators of other devices or ranks, --no-load-optim for an optimizer "
             "that was not saved, and --padded-vocab-size for a vocabulary padded to another size."
         ) from error
-    if loaded is not None and chunks and len(chunks) > 1:  # megatron-core returns the parameters of one
+    if loaded is not None and chunks and len(chunks) > 1:  # megatron-core returns the parameters of only one chunk
         loaded |= {key: requested[key] for key in _model_keys(chunks)}
     return loaded, *rest
 
 
 def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
-    """Return ``optimizer``, a state dict to load into, without the states or the loss scale that ``checkpoint`` lacks.
+    """Remove the states or the loss scale from the state dict ``optimizer`` if they are missing from ``checkpoint``.
 
     A checkpoint saved before the first step has no states, and megatron-core saves no loss scale.
     """
@@ -145,9 +145,9 @@ def _warn(message: str) -> None:
 
 
 def _expect_tensors(state_dict: dict[str, Any]) -> None:
-    """Replace the generators of an RNG tracker for graphs by their states.
+    """Replace the generators of a graph-safe RNG tracker by their states.
 
-    A checkpoint may hold either, and is read into tensors; the tracker converts them to its own kind.
+    A checkpoint may contain generators or tensors, and is read into tensors; the tracker converts them as needed.
     """
     saved = state_dict.get("rng_state")
     by_rank = saved.values() if isinstance(saved, dict) else [saved]  # fsdp_dtensor, torch_dcp

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B scalars on the use of CUDA graphs in Megatron's training loop."""
+"""TensorBoard and W&B scalars on CUDA graph usage in Megatron's training loop."""
 
 from collections import Counter
 from typing import Any
@@ -9,28 +9,28 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 class CudaGraphScalars:
     """Writes scalars on the graphs of a ``TECudaGraphHelper``, which calls it between steps.
 
-    They are written every ``--tensorboard-log-interval`` iterations on ranks with writers:
+    Ranks with writers log these scalars every ``--tensorboard-log-interval`` iterations:
 
-    - ``cuda-graphs/replays``: replays of forward graphs since the last value.
-    - ``cuda-graphs/eager-steps/REASON``: steps that ran eagerly, in whole or in part, since the last value; each reason
-      from its first step on.
-    - ``cuda-graphs/captures``: how often training was captured.
-    - ``cuda-graphs/memory-mib``: the memory pools of graphs.
+    - ``cuda-graphs/replays``: replays of forward graphs since the previous value.
+    - ``cuda-graphs/eager-steps/REASON``: steps that ran eagerly, fully or partly, since the previous value; a reason
+      appears once it has occurred.
+    - ``cuda-graphs/captures``: number of captures for training.
+    - ``cuda-graphs/memory-mib``: size of the graphs' memory pools in MiB.
     """
 
     def __init__(self) -> None:
-        self._iteration: int | None = None  # the last one that was counted
+        self._iteration: int | None = None  # the last iteration counted
         self._eager_steps: Counter[str] = Counter()
         self._replays = 0
 
     def __call__(self, helper: Any) -> None:
-        """Count the last iteration, unless it was counted, and write the scalars if it is time."""
+        """Count the last iteration once, and write the scalars at the log interval."""
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
         if tensorboard is None and wandb is None:
             return
         args = get_args()
         ended = getattr(args, "curr_iteration", -1) + 1  # Megatron's loop sets it in the first iteration
-        if self._iteration is None:  # curr_iteration may be an earlier training's
+        if self._iteration is None:  # curr_iteration may belong to an earlier training run
             self._iteration = max(getattr(args, "iteration", 0), ended - 1)
             return
         if ended <= self._iteration:

@@ -1,4 +1,4 @@
-"""Training steps that do not synchronize unless they log."""
+"""Accumulate losses without synchronizing in steps that do not log."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,14 @@ def training_log(
     *others: Any,
     **named: Any,
 ) -> Any:
-    """Accumulate the losses of a step and log them if it is time; see megatron-core.
+    """Accumulate the losses of a step and log them at the log interval; see megatron-core.
 
-    megatron-core creates a tensor on the GPU from a Python number for each loss, which synchronizes. Losses are
-    accumulated here instead, unless the step was skipped or this rank writes them to TensorBoard.
+    megatron-core synchronizes for each loss by creating a GPU tensor from a Python number. This function accumulates
+    the losses itself unless the step was skipped or this rank writes them to TensorBoard.
 
     Args:
-        loss_dict: The losses of the step, float32, with one element.
-        total_loss_dict: Their sums, shape (1,), and numbers of steps; changed in place.
+        loss_dict: The losses of the step, float32, one element each.
+        total_loss_dict: The accumulated losses, shape (1,), and step counts; modified in place.
     """
     writes_losses = get_tensorboard_writer() is not None and iteration % get_args().tensorboard_log_interval == 0
     if not skipped_iter and not writes_losses:

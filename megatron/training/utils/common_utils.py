@@ -1,4 +1,4 @@
-"""Statistics of a step, without a synchronization if the model-parallel group has one rank."""
+"""Reduce step statistics without synchronizing if the model-parallel group has one rank."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +22,20 @@ def logical_and_across_model_parallel_group(input: bool, group: torch.distribute
 def reduce_max_stat_across_model_parallel_group(
     stat: float | torch.Tensor | None, group: torch.distributed.ProcessGroup | None = None
 ) -> float | torch.Tensor | None:
-    """Return the largest ``stat`` of the ranks of ``group``; see megatron-core.
+    """Return the maximum of ``stat`` over ``group``; see megatron-core.
 
     Args:
-        stat: A number, a tensor with one element, or None if this rank has none.
-        group: The ranks; None for the model-parallel ones.
+        stat: A number, a one-element tensor, or None if this rank has no value.
+        group: The process group; None for the model-parallel group.
 
     Returns:
-        A float, rounded to float32, or None if no rank has one. If ``group`` has one rank and ``stat`` is a tensor, a
-        float32 tensor of shape (), so that only reading its value synchronizes.
+        A float rounded to float32, or None if no rank has a value. If ``group`` has one rank and ``stat`` is a tensor,
+        a float32 tensor of shape (), which synchronizes only when its value is read.
     """
     if not _is_alone(group):
         return _upstream.reduce_max_stat_across_model_parallel_group(stat, group)
     if isinstance(stat, torch.Tensor):
-        return stat.detach().to(torch.float32, copy=True).view(())  # a graph may write to the original again
+        return stat.detach().to(torch.float32, copy=True).view(())  # a graph may overwrite the original
     return None if stat is None else torch.tensor(float(stat), dtype=torch.float32, device="cpu").item()
 
 
