@@ -1,7 +1,7 @@
-"""Agreement of all ranks on flags, by messages between the hosts.
+"""Reduce flags over all ranks through host messages instead of GPU collectives.
 
-A collective on the device would keep hosts waiting. While the device runs the graph of a model's backward pass, which
-has several streams, it may not start other work, even a copy of four bytes, until it has started almost all of it.
+A GPU collective would block the hosts. While the GPU runs a multi-stream graph of a whole backward pass, it may not
+start any other work, even a copy of four bytes, until it has started almost all of the graph.
 """
 
 import sys
@@ -15,30 +15,30 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 
-TAG = 0x4A71  # plus the distance; others may send through the same group, mostly with tag 0
+TAG = 0x4A71  # plus the distance; other users of the group mostly send with tag 0
 
 
 class HostAgreement:
-    """Agreement of all ranks, which must call ``any`` equally often and with as many flags.
+    """Logical OR of flags over all ranks, which must call ``any`` equally often and with equally many flags.
 
-    A rank sends and receives ceil(log2(ranks)) messages: in round k it sends all flags it has seen to the rank 2^k
-    after it, and receives those of the rank 2^k before it. This is the dissemination barrier of Hensgen, Finkel and
-    Manber ("Two algorithms for barrier synchronization", 1988), with messages that carry flags.
+    Each rank sends and receives ceil(log2(ranks)) messages: in round k it sends all flags seen so far to the rank 2^k
+    after it, and receives the flags seen by the rank 2^k before it. This is the dissemination barrier of Hensgen,
+    Finkel and Manber ("Two algorithms for barrier synchronization", 1988), with flags as the payload.
 
     Args:
-        group: A gloo process group of all ranks. Its timeout limits the wait for each message.
+        group: A gloo process group of all ranks. Its timeout applies to each message.
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self._group: Any = weakref.proxy(group)  # the group may be destroyed first
+        self._group: Any = weakref.proxy(group)  # the group may be destroyed before this object
         self._options = group._get_backend(torch.device("cpu")).options
         self._expected: dict[int, tuple[torch.Tensor, Any]] = {}  # by distance
 
     def expect(self) -> None:
-        """Post the receives of the next ``any``, so that messages arrive before this rank calls it; optional.
+        """Post the receives of the next ``any`` early, so that messages arrive before this rank calls it; optional.
 
-        gloo sends a message once its receive is posted, so the last rank would otherwise wait for all messages. If a
-        rank is gone, ``any`` raises the error.
+        gloo sends a message only once its receive is posted, so the last rank would otherwise wait for every message.
+        If a rank has exited, ``any`` raises the error.
         """
         for distance in self._distances():
             if distance not in self._expected:
@@ -59,10 +59,10 @@ class HostAgreement:
         return heard, self._group.recv([heard], self._peer(-distance), TAG + distance)
 
     def any(self, flags: Sequence[bool]) -> tuple[bool, ...]:
-        """Return for each of ``flags``, at most 63, whether it is True on any rank.
+        """Return the logical OR of each flag over all ranks, for at most 63 flags.
 
         Raises:
-            RuntimeError: Another rank is gone, or did not answer in time.
+            RuntimeError: Another rank has exited or did not answer in time.
         """
         known = sum(flag << place for place, flag in enumerate(flags))
         for distance in self._distances():
@@ -70,7 +70,7 @@ class HostAgreement:
         return tuple(bool(known >> place & 1) for place in range(len(flags)))
 
     def _exchange(self, known: int, distance: int) -> int:
-        """Send ``known`` to the rank ``distance`` after this one; return what the rank ``distance`` before it sent."""
+        """Send ``known`` to the rank ``distance`` after this one, and return the flags from ``distance`` before it."""
         timeout = self._options._timeout
         after, before = self._peer(distance), self._peer(-distance)
         told = torch.tensor([known], dtype=torch.int64, device="cpu")
@@ -95,11 +95,11 @@ _agreements: MutableMapping[dist.ProcessGroup, HostAgreement] = weakref.WeakKeyD
 
 
 def agreement_of_all_ranks() -> HostAgreement | None:
-    """Return the agreement of all ranks through Megatron's data-parallel gloo group; None if it cannot be used.
+    """Return the ``HostAgreement`` on Megatron's data-parallel gloo group, or None if that group cannot be used.
 
-    Without such a group (``--disable-gloo-process-groups``, GTP weight rematerialization, before
-    ``initialize_model_parallel``) or under tensor or pipeline parallelism, where it lacks ranks, there is none. With
-    ``--inprocess-restart`` it is not used: that ends waits for devices, not for hosts.
+    The group does not exist with ``--disable-gloo-process-groups``, with GTP weight rematerialization, or before
+    ``initialize_model_parallel``; under tensor or pipeline parallelism it does not span all ranks. It is not used with
+    ``--inprocess-restart``, which can interrupt waits on devices but not on hosts.
     """
     group = parallel_state._DATA_PARALLEL_GROUP_WITH_CP_GLOO
     if group is None or group not in dist.distributed_c10d._world.pg_map:  # left over from an earlier world
@@ -108,6 +108,6 @@ def agreement_of_all_ranks() -> HostAgreement | None:
         return None
     if "nvidia_resiliency_ext.inprocess" in sys.modules:
         return None
-    if group not in _agreements:  # one object for all callers: messages arrive in order
+    if group not in _agreements:  # all callers share one object, so that messages arrive in order
         _agreements[group] = HostAgreement(group)
     return _agreements[group]

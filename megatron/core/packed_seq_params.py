@@ -1,4 +1,4 @@
-"""Packed sequence lengths in fixed shapes, which CUDA graphs require."""
+"""Pad packed sequence offsets to a fixed shape, as CUDA graphs require."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,24 +15,24 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def pad_packed_seq_params(params: Any, sequences: int, seq_length: int) -> Any:
-    """Pad ``params`` with empty sequences to ``sequences`` sequences.
+    """Append empty sequences to ``params`` until there are ``sequences`` sequences.
 
-    Attention computes the same result. Rotary embeddings must be fused: megatron-core's unfused ones interpret
+    The result of attention does not change. Rotary embeddings must be fused: megatron-core's unfused ones treat
     ``max_seqlen_q == seq_length`` as positions that continue across sequences.
 
     Args:
-        params: The ``PackedSeqParams`` (``thd``) of one micro-batch, with ``cu_seqlens_q`` and ``cu_seqlens_kv``, int32
-            ``[sequences of the micro-batch + 1]``, that end with ``seq_length``, also if context-parallel ranks share
-            each sequence.
-        sequences: The largest number of sequences in a micro-batch, as in ``--cuda-graph-packed-sequences``.
-        seq_length: The number of tokens in a micro-batch, and so of the longest possible sequence.
+        params: The ``PackedSeqParams`` (``thd``) of one micro-batch. ``cu_seqlens_q`` and ``cu_seqlens_kv`` are int32
+            ``[sequences of the micro-batch + 1]`` and end with ``seq_length``, even under context parallelism.
+        sequences: The maximum number of sequences per micro-batch (``--cuda-graph-packed-sequences``).
+        seq_length: The number of tokens per micro-batch, which bounds the length of a sequence.
 
     Returns:
-        New parameters; ``cu_seqlens_q`` and ``cu_seqlens_kv`` are ``[sequences + 1]``, and ``max_seqlen_q`` and
+        New parameters: ``cu_seqlens_q`` and ``cu_seqlens_kv`` are ``[sequences + 1]``, and ``max_seqlen_q`` and
         ``max_seqlen_kv`` are ``seq_length``.
 
     Raises:
-        ValueError: there are more sequences, or sequences are padded (``cu_seqlens_q_padded``).
+        ValueError: ``params`` has more than ``sequences`` sequences, or padding between them
+            (``cu_seqlens_q_padded``).
     """
     if params.cu_seqlens_q_padded is not None or params.cu_seqlens_kv_padded is not None:
         raise ValueError(

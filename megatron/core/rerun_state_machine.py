@@ -1,4 +1,4 @@
-"""Reruns of steps that draw the same random numbers, and that ranks agree on without a synchronization."""
+"""A ``RerunStateMachine`` that restores graph RNG states and decides on reruns without synchronizing the GPU."""
 
 import logging
 from collections import abc
@@ -24,13 +24,13 @@ if TYPE_CHECKING:  # megatron-core's names
 class RerunStateMachine(_upstream.RerunStateMachine):
     """megatron-core's ``RerunStateMachine`` with four differences.
 
-    - Losses are checked for NaN, infinity and unexpectedly large values after the passes of the step are launched.
-      megatron-core synchronizes before each backward pass.
-    - Hosts agree without the GPU if they can (``agreement_of_all_ranks``). A collective would run after most work of
-      the step, and the GPU would be idle before the optimizer's.
-    - A rerun restores the states of the generators that CUDA graphs draw from. megatron-core keeps the generators
-      themselves, which advance.
-    - A step in which a rank had no room for all tokens (``token_bounds``) is repeated with room for all.
+    - Losses are checked for NaN, infinity and unexpectedly large values after all passes of the step have been
+      launched. megatron-core synchronizes before each backward pass.
+    - If possible, the hosts decide without the GPU (``agreement_of_all_ranks``). A collective would run after most of
+      the step's work and leave the GPU idle before the optimizer step.
+    - A rerun restores the states of the generators used by CUDA graphs. megatron-core saves references to the
+      generators, whose states advance.
+    - A step in which a rank's tokens exceeded the capacity (``token_bounds``) is rerun with room for all tokens.
     """
 
     _generator_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
@@ -65,7 +65,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         return runs
 
     def validate_result(self, result: Any, rejection_func: abc.Callable[[Any], Any], *args: Any, **kwargs: Any) -> None:
-        """Validate a result of the step; see megatron-core. If possible, a copy on the host is validated later."""
+        """Validate a result of the step; see megatron-core. If possible, defer the check to a host copy."""
         validate = super().validate_result
         if args[1:] or kwargs.get("comparison_func") is not None or not self._can_postpone(result, rejection_func):
             self._validate_postponed()
@@ -76,9 +76,10 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         self._postponed.append((copied, partial(validate, copy, rejection_func, *args, **kwargs)))
 
     def _can_postpone(self, result: Any, rejection_func: abc.Callable[[Any], Any]) -> bool:
-        """Return whether ``rejection_func`` gives the same answer for a copy of ``result`` after the passes.
+        """Return whether ``result`` can be validated after the passes of the step, on a host copy.
 
-        Only functions of megatron-core and torch are known to. Reruns, and runs without reruns, raise errors at once.
+        Only rejection functions from megatron-core and torch are known to return the same answer then. Reruns, and runs
+        with reruns disabled, validate immediately.
         """
         if self.mode != _upstream.RerunMode.VALIDATE_RESULTS or self.state != _upstream.RerunState.INITIAL_RUN:
             return False
@@ -94,7 +95,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
             validate()
 
     def _start_again(self, data_iterator: Any) -> None:
-        """Undo the first run of the step, and prepare the next one with room for all tokens."""
+        """Undo the first run of the step, and prepare a rerun with room for all tokens."""
         self._restore_state()
         for each in self._sanitize_data_iterators(data_iterator):
             each.rewind()
@@ -105,7 +106,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
             log_single_rank(logger, logging.WARNING, message)
 
     def _reduce_any(self, value: bool | list[bool]) -> bool | tuple[bool, ...]:
-        if self._agreed is not None:  # together with the bounds
+        if self._agreed is not None:  # already reduced together with the overflow flag
             known, self._agreed = self._agreed, None
             return known
         agreement = agreement_of_all_ranks()
@@ -127,7 +128,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
 
 
 def _generators() -> list[torch.Generator]:
-    """Return the generators of Megatron's RNG tracker; one without CUDA graphs holds tensors."""
+    """Return the generators of Megatron's RNG tracker; without CUDA graphs it holds tensors, and the list is empty."""
     from megatron.core.tensor_parallel import random
 
     states = random.get_all_rng_states() if random._CUDA_RNG_STATE_TRACKER_INITIALIZED else None

@@ -1,7 +1,7 @@
-"""Bounds on the tokens that ranks send each other (--moe-alltoall-capacity-factor), and steps repeated without them.
+"""Limit the tokens that ranks send each other (--moe-alltoall-capacity-factor), and rerun steps that exceed the limit.
 
-If a rank has more tokens for another than there is room for, all ranks repeat the step with room for all.
-``RerunStateMachine`` decides this before the optimizer's step: no token is dropped.
+If a rank has more tokens for a peer than fit, all ranks rerun the step without the limit. ``RerunStateMachine`` decides
+this before the optimizer step, so no token is dropped.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ import torch
 
 
 class TokenBounds:
-    """The bounds of all MoE layers of this process, and a flag on the GPU: one was too small in the current step.
+    """Token limits of all MoE layers in this process, with an overflow flag on the GPU for the current step.
 
-    ``copy_to_host`` starts to copy the flag after the last forward pass, and ``overflowed`` waits for the copy only:
-    the backward pass runs meanwhile.
+    ``copy_to_host`` starts copying the flag after the last forward pass, and ``overflowed`` waits only for that copy,
+    so that the backward pass can run in the meantime.
 
     Attributes:
-        in_force: Whether tokens are bounded now: in a step that can be repeated, and in captures of its graphs.
+        in_force: Whether the limits apply now: in steps that can be rerun, and while their graphs are captured.
     """
 
     def __init__(self) -> None:
         self._routers: WeakSet[Any] = WeakSet()
         self._saved: dict[Any, torch.Tensor] = {}
-        self._suspension: ExitStack | None = None  # while bounds are lifted
+        self._suspension: ExitStack | None = None  # while the limits are lifted
         self.in_force = self._is_copied = self._warned = False
 
     def __bool__(self) -> bool:
@@ -46,18 +46,18 @@ class TokenBounds:
         self._saved, self._warned = {}, False
 
     def note(self, too_many: torch.Tensor) -> None:
-        """Set the flag on the GPU if any of ``too_many``, bool, is True."""
+        """Set the overflow flag on the GPU if any element of ``too_many`` (bool) is True."""
         self._too_small.logical_or_(too_many.any())
 
     def begin(self) -> None:
         """Begin the first run of a step."""
-        self.end()  # an exception may have ended the last one
+        self.end()  # the last step may have ended with an exception
         self.in_force, self._is_copied = True, False
         self._too_small.zero_()
 
     @contextmanager
     def of_captures(self) -> Iterator[None]:
-        """Bound tokens within this context, for captures of training."""
+        """Apply the limits in this context, while training graphs are captured."""
         before, self.in_force = self.in_force, True
         try:
             yield
@@ -65,10 +65,10 @@ class TokenBounds:
             self.in_force = before
 
     def copy_to_host(self) -> None:
-        """Start to copy the flag to the host.
+        """Start copying the overflow flag to the host.
 
         Raises:
-            RuntimeError: the training loop does not repeat steps.
+            RuntimeError: The training loop cannot rerun steps.
         """
         if not self or torch.cuda.is_current_stream_capturing():
             return
@@ -82,14 +82,14 @@ class TokenBounds:
         self._is_copied = True
 
     def overflowed(self) -> bool:
-        """Wait for the last copy, and return whether a bound of this rank was too small."""
-        if not self._is_copied:  # a schedule with another ``backward_step``
+        """Wait for the copy, and return whether this rank exceeded a limit."""
+        if not self._is_copied:  # the schedule has its own ``backward_step``
             self.copy_to_host()
         self._copied.synchronize()
         return bool(self._on_host)
 
     def lift(self) -> str:
-        """Lift the bounds and suspend replays until ``end``; return a log message, empty after the first time."""
+        """Lift the limits and suspend replays until ``end``; return a log message, empty after the first call."""
         from megatron.core.transformer._cuda_graphs.snapshot import replays  # imports this module
 
         self.in_force, self._suspension = False, ExitStack()
@@ -114,7 +114,7 @@ class TokenBounds:
             self._suspension = None
 
     def save_statistics(self) -> None:
-        """Copy the statistics that routers and losses accumulate."""
+        """Save the statistics that routers and losses accumulate."""
         now = dict(self._statistics()) if self else {}
         if now.keys() != self._saved.keys():
             self._saved = {key: torch.empty_like(value) for key, value in now.items()}
@@ -122,7 +122,7 @@ class TokenBounds:
             torch._foreach_copy_(list(self._saved.values()), [now[key] for key in self._saved])
 
     def restore_statistics(self) -> None:
-        """Restore the statistics in place; new ones become zero."""
+        """Restore the saved statistics in place, and zero statistics created since."""
         for key, value in self._statistics() if self else ():
             if key in self._saved:
                 value.copy_(self._saved[key])

@@ -1,4 +1,4 @@
-"""Batches of a tensor-parallel group of one rank, which needs no broadcasts."""
+"""Skip the broadcast of a batch if the tensor-parallel group has one rank."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:  # megatron-core's names
 def get_batch_on_this_tp_rank(
     batch: dict[str, torch.Tensor], *args: Any, **kwargs: Any
 ) -> dict[str, torch.Tensor | None]:
-    """Return the batch, broadcast from the first tensor-parallel rank; see megatron-core.
+    """Broadcast the batch from the first tensor-parallel rank and return it; see megatron-core.
 
-    Skip the broadcasts if ``broadcast_group`` has one rank and this rank reads all of ``batch``: each costs the host as
-    much as a collective between ranks, right before the forward pass.
+    Skip the broadcasts if ``broadcast_group`` has one rank and this rank reads all of ``batch``: each one costs the
+    host as much as a real collective, right before the forward pass.
     """
     group = kwargs.get("broadcast_group")
     reads_all = kwargs.get("pipeline_model_parallel_size", 1) == 1 or kwargs.get("mtp_on_this_rank")

@@ -1,4 +1,4 @@
-"""Dataset helpers that are not compiled again if they can be imported."""
+"""Skip compilation of the C++ dataset helpers if they can already be imported."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,13 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def compile_helpers() -> None:
-    """Compile the C++ dataset helper if it cannot be imported; call this in one process.
+    """Compile the C++ dataset helpers if they cannot be imported; call this in one process only.
 
-    megatron-core always runs ``make`` and exits if that fails, but its wheels hold the compiled helper and no Makefile.
+    megatron-core always runs ``make`` and exits if that fails, but its wheels ship the compiled helpers without a
+    Makefile.
 
     Raises:
-        SystemExit: the helper is missing and megatron-core could not compile it.
+        SystemExit: The helpers are missing and megatron-core could not compile them.
     """
     try:
         importlib.import_module("megatron.core.datasets.helpers_cpp")

@@ -1,13 +1,13 @@
-"""Fused rotary kernels of multi-latent attention with fixed block sizes.
+"""Fused rotary kernels for multi-latent attention with fixed block sizes.
 
-megatron-core times several numbers of heads per program (``BLOCK_H``) and keeps the fastest. The choice varies between
-runs, and results depend on it in three ways:
+megatron-core autotunes the number of heads per program (``BLOCK_H``). The choice varies between runs, and results
+depend on it in three ways:
 
-- The kernels for queries rotate in place. A program of several warps can overwrite an element before another warp has
-  read it.
-- Masks count heads from the start of a block. If blocks do not divide the heads, the last block also rotates heads of
-  the next token.
-- ``BLOCK_H`` determines the order in which gradients of the shared key position are summed over heads.
+- The query kernels rotate in place. In a program with several warps, one warp can overwrite an element before another
+  has read it.
+- Masks count heads from the start of a block. If the block size does not divide the number of heads, the last block
+  also rotates heads of the next token.
+- ``BLOCK_H`` determines the order in which gradients of the shared key positions are summed over heads.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ def heads_per_program(arguments: dict[str, Any]) -> int:
 
 
 def with_fixed_blocks(autotuned: Any, **launch_options: int) -> Any:
-    """Return the Triton kernel behind an autotuner, launched with ``heads_per_program`` heads per program.
+    """Return the kernel wrapped by a Triton autotuner, launched with ``heads_per_program`` heads per program.
 
     Args:
         autotuned: The result of ``triton.autotune``.
-        launch_options: Constant launch options, for example ``num_warps``.
+        launch_options: Constant launch options, such as ``num_warps``.
     """
     if not _upstream.HAVE_TRITON:
         return autotuned
@@ -38,7 +38,7 @@ def with_fixed_blocks(autotuned: Any, **launch_options: int) -> Any:
     return _upstream.triton.heuristics({"BLOCK_H": heads_per_program, **options})(autotuned.fn)
 
 
-# One warp reads all elements of its heads before it writes the first.
+# A single warp reads all elements of its heads before it writes any.
 rotary_fwd_q_kernel = with_fixed_blocks(_upstream.rotary_fwd_q_kernel, num_warps=1)
 rotary_bwd_q_kernel = with_fixed_blocks(_upstream.rotary_bwd_q_kernel, num_warps=1)
 rotary_fwd_kv_kernel = with_fixed_blocks(_upstream.rotary_fwd_kv_kernel)

@@ -1,4 +1,4 @@
-"""Schedules that copy the overflow flag of token bounds to the host before each backward pass."""
+"""Pipeline schedules that copy the overflow flag of ``token_bounds`` to the host before each backward pass."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,6 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def backward_step(*args: Any, **kwargs: Any) -> Any:
-    """Copy the overflow flag, then run the backward pass of a micro-batch; see megatron-core."""
+    """Start copying the overflow flag, then run the backward pass of one micro-batch; see megatron-core."""
     token_bounds.copy_to_host()
     return _upstream.backward_step(*args, **kwargs)

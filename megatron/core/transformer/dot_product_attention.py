@@ -1,4 +1,4 @@
-"""Attention without TransformerEngine whose keys and values may differ in size, as in multi-latent attention."""
+"""Unfused attention whose key and value head sizes may differ, as in multi-latent attention."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ _upstream: Any = extend(__name__)
 
 
 class DotProductAttention(_upstream.DotProductAttention):
-    """megatron-core's ``DotProductAttention`` with two more arguments, which ``MultiLatentAttention`` passes.
+    """megatron-core's ``DotProductAttention`` with two additional arguments, passed by ``MultiLatentAttention``.
 
     Args:
-        k_channels: The size of a head's queries and keys; ``config.kv_channels`` if None.
-        v_channels: The size of a head's values; ``config.kv_channels`` if None.
+        k_channels: The head size of queries and keys; ``config.kv_channels`` if None.
+        v_channels: The head size of values; ``config.kv_channels`` if None.
     """
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:

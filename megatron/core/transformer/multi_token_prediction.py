@@ -1,4 +1,4 @@
-"""Multi-token prediction in graphs of the whole model: static scales and metrics, and packed sequences by offsets."""
+"""Multi-token prediction for whole-model graphs: static loss scales and metrics, and packed offsets on the GPU."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class MTPLossAutoScaler(_upstream.MTPLossAutoScaler):
-    """megatron-core's ``MTPLossAutoScaler`` with a static scale, which replays read."""
+    """megatron-core's ``MTPLossAutoScaler`` with a static scale tensor, which replays read."""
 
     @staticmethod
     def set_loss_scale(scale: torch.Tensor) -> None:
-        """Set the scale of the losses' gradients, in place on the GPU; ``scale`` has one element."""
+        """Set the gradient scale of the MTP losses, in place on the GPU; ``scale`` has one element."""
         own = MTPLossAutoScaler.main_loss_backward_scale
         if own.is_cuda:
             own.copy_(scale.view(own.shape))
@@ -27,7 +27,7 @@ class MTPLossAutoScaler(_upstream.MTPLossAutoScaler):
 
 
 class MTPLossLoggingHelper(_upstream.MTPLossLoggingHelper):
-    """megatron-core's ``MTPLossLoggingHelper``, which keeps the groups, as replays do not set them again."""
+    """megatron-core's ``MTPLossLoggingHelper``, which keeps process groups because replays do not set them again."""
 
     @staticmethod
     def clean_metrics_in_tracker() -> None:
@@ -40,17 +40,18 @@ class MTPLossLoggingHelper(_upstream.MTPLossLoggingHelper):
 def _roll_tensor_packed_seq(
     tensor: torch.Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shift the tokens of each packed sequence left by one, without reading the offsets on the host.
+    """Shift the tokens of each packed sequence left by one without reading the offsets on the host.
 
     Args:
         tensor: ``[..., tokens]``.
         shifts: -1.
         dims: The last dimension.
-        packed_seq_params: Holds the offsets ``cu_seqlens_q``, int32 ``[sequences + 1]``, on the device of ``tensor``.
-        cp_group: The context-parallel ranks, which hold two pieces of each sequence.
+        packed_seq_params: Contains the offsets ``cu_seqlens_q``, int32 ``[sequences + 1]``, on the device of
+            ``tensor``.
+        cp_group: The context-parallel group; each rank holds two chunks of each sequence.
 
     Returns:
-        The shifted tokens, with 0 at the end of each sequence, and the sum of this rank's.
+        This rank's shifted tokens, with 0 at the end of each sequence, and their sum.
     """
     if cp_group is not None and cp_group.size() > 1:
         places = _places_of_ranks(packed_seq_params.cu_seqlens_q.long(), tensor.shape[-1], cp_group.size())
@@ -70,18 +71,19 @@ def _roll_tensor_packed_seq(
 
 
 def _places_of_ranks(offsets: torch.Tensor, tokens: int, ranks: int) -> torch.Tensor:
-    """Return the index in the whole sequences of each token of each rank, int64 ``[ranks, tokens]``.
+    """Return the index of each rank's tokens in the unsplit sequences, int64 ``[ranks, tokens]``.
 
     Args:
-        offsets: The offsets of whole sequences, int64 ``[sequences + 1]``.
-        tokens: Tokens of a rank.
-        ranks: Context-parallel ranks; each holds a piece from the front of a sequence and its mirror from the back.
+        offsets: The offsets of the unsplit sequences, int64 ``[sequences + 1]``.
+        tokens: The number of tokens per rank.
+        ranks: The number of context-parallel ranks; each holds one chunk from the front of a sequence and the mirrored
+            chunk from its back.
     """
-    offsets = torch.nn.functional.pad(offsets, (0, 1), value=ranks * tokens)  # one more sequence of unused tokens
+    offsets = torch.nn.functional.pad(offsets, (0, 1), value=ranks * tokens)  # unused tokens form one more sequence
     token = torch.arange(tokens, device=offsets.device)
     sequence = torch.searchsorted(offsets // ranks, token, right=True) - 1
     begin = offsets[sequence]
-    length = (offsets[sequence + 1] - begin) // (2 * ranks)  # of a piece
+    length = (offsets[sequence + 1] - begin) // (2 * ranks)  # of one chunk
     within = token - begin // ranks
     rank = torch.arange(ranks, device=offsets.device).unsqueeze(1)
     piece = torch.where(within < length, rank, 2 * ranks - 1 - rank)

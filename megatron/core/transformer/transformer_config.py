@@ -1,4 +1,4 @@
-"""A model configuration that allows full recomputation with CUDA graphs."""
+"""Transformer configurations that allow full recomputation with CUDA graphs."""
 
 from copy import copy
 from typing import Any
@@ -9,15 +9,15 @@ _upstream: Any = extend(__name__)
 
 
 class TransformerConfig(_upstream.TransformerConfig):
-    """megatron-core's ``TransformerConfig`` with full recomputation and graphs.
+    """megatron-core's ``TransformerConfig``, which allows full recomputation with graphs.
 
-    ``recompute_granularity="full"`` is allowed with ``cuda_graph_impl="transformer_engine"``, as a graph may hold all
-    layers with their recomputation.
+    ``recompute_granularity="full"`` works with ``cuda_graph_impl="transformer_engine"``, because a graph can contain
+    all layers and their recomputation.
     """
 
     def __post_init__(self) -> None:
         recomputes_layers = self.recompute_granularity == "full" and self.cuda_graph_impl == "transformer_engine"
-        if recomputes_layers:  # an assertion forbids it: run all other checks without graphs
+        if recomputes_layers:  # megatron-core asserts against it: run all other checks without graphs
             eager = copy(self)
             eager.cuda_graph_impl = "none"
             eager.__post_init__()
@@ -28,4 +28,4 @@ class TransformerConfig(_upstream.TransformerConfig):
 
 
 class MLATransformerConfig(_upstream.MLATransformerConfig, TransformerConfig):
-    """megatron-core's ``MLATransformerConfig`` with full recomputation and graphs."""
+    """megatron-core's ``MLATransformerConfig``, which allows full recomputation with graphs."""

@@ -1,4 +1,4 @@
-"""Rotary embeddings that graphs can split among context-parallel ranks: by views, not by indices from the host."""
+"""Split rotary embeddings among context-parallel ranks by views instead of host indices, which graphs cannot use."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ _upstream: Any = extend(__name__)
 
 
 def get_pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-    """Return the two pieces of positional embeddings of this context-parallel rank; see megatron-core.
+    """Return this context-parallel rank's two chunks of the positional embeddings; see megatron-core.
 
     Args:
-        pos_emb: The embeddings of whole sequences.
-        seq_dim: Their token dimension, which is split into twice as many pieces as there are ranks.
-        cp_group: The ranks.
+        pos_emb: The embeddings of the whole sequence.
+        seq_dim: The sequence dimension, which is split into two chunks per rank.
+        cp_group: The context-parallel group.
 
     Raises:
-        RuntimeError: the pieces would differ in length.
+        RuntimeError: The sequence length is not divisible by the number of chunks.
     """
     pieces, rank = 2 * cp_group.size(), cp_group.rank()
     split = pos_emb.unflatten(seq_dim, (pieces, -1))
