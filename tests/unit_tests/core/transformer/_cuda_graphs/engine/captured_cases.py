@@ -1,4 +1,4 @@
-"""Callables to capture, and a training whose numbers can be compared."""
+"""Callables to capture, and a training loop that returns every number for comparison."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from torch.utils._pytree import tree_leaves
 
 
 def device_tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    """Return random numbers of the default dtype, without using a generator of the process."""
+    """Return normally distributed numbers of the default dtype without advancing the process's generators."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, generator=generator, device="cuda").requires_grad_(grad)
 
 
 def mlp(dropout: float = 0.3) -> torch.nn.Module:
-    """Return an MLP on ``[4, 6]``."""
+    """Return an MLP with inputs and outputs of shape ``[4, 6]``."""
     layers = torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Dropout(dropout), torch.nn.Linear(8, 6)
     return torch.nn.Sequential(*layers).cuda()
 
 
 class Forward(torch.nn.Module):
-    """A linear layer ``[4, 6]`` with a custom forward pass: ``body(linear, *args, **kwargs)``."""
+    """Runs ``body(linear, *args, **kwargs)``, where ``linear`` maps ``[4, 6]`` to ``[4, 6]``."""
 
     def __init__(self, body: Callable[..., Any]):
         super().__init__()
@@ -91,12 +91,12 @@ def product(x, y):
 
 @dataclass
 class Case:
-    """A callable with its inputs.
+    """A callable and its inputs.
 
     Attributes:
         make: Returns the callable, a module or function.
-        args: Returns positional inputs for a seed.
-        kwargs: Returns keyword inputs for a seed.
+        args: Returns the positional inputs for a seed.
+        kwargs: Returns the keyword inputs for a seed.
     """
 
     make: Callable[[], Callable]
@@ -141,23 +141,23 @@ Numbers = list[torch.Tensor | None]
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return a loss of all outputs that require grad."""
+    """Return a loss that depends on every output that requires grad."""
     leaves = [leaf for leaf in tree_leaves(output) if leaf is not None and leaf.requires_grad]
     return sum((i + 1) * leaf.square().sum() for i, leaf in enumerate(leaves))
 
 
 def copies(tensors: Sequence[torch.Tensor | None]) -> Numbers:
-    """Return copies that no replay overwrites."""
+    """Return copies, which replays cannot overwrite."""
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
 
 
 def parameters_of(func: Any) -> list[torch.nn.Parameter]:
-    """Return the parameters of a module, or none for a function."""
+    """Return the parameters of a module, or an empty list for a function."""
     return list(func.parameters()) if isinstance(func, torch.nn.Module) else []
 
 
 def descend(params: Sequence[torch.Tensor]) -> None:
-    """Run one step of gradient descent."""
+    """Run one step of gradient descent and clear the gradients."""
     with torch.no_grad():
         for param in params:
             if param.grad is not None:
@@ -166,7 +166,7 @@ def descend(params: Sequence[torch.Tensor]) -> None:
 
 
 def train(case: Case, capture: Callable[..., Callable] | None, steps: int = 4) -> Numbers:
-    """Return all outputs, gradients and parameters of a training, which is eager if ``capture`` is None."""
+    """Train, eagerly if ``capture`` is None; return all outputs, losses, gradients, parameters and the RNG state."""
     torch.manual_seed(3)
     func = case.make()
     params = parameters_of(func)
@@ -186,7 +186,7 @@ def train(case: Case, capture: Callable[..., Callable] | None, steps: int = 4) -
 
 
 def assert_same_bits(got: Numbers, expected: Numbers) -> None:
-    """Assert that all tensors are bit-identical, and None where None is expected."""
+    """Assert that all tensors are bit-identical, and that None matches None."""
     assert len(got) == len(expected)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if one is None or other is None:

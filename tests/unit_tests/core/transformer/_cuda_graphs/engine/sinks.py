@@ -1,4 +1,4 @@
-"""A gradient owner whose numbers can be compared, and the replays of a step."""
+"""A gradient sink that records its calls, and a recorder of graph replays."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,16 +10,16 @@ from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
 
 class Buckets(GraphOwner):
-    """Copies gradients to its own buffers, one for each parameter.
+    """Copies gradients to its own buffers, one per parameter.
 
     Args:
-        module: The module whose gradients it consumes.
-        takes: Whether to consume the gradient of a parameter.
+        module: Module that owns the parameters.
+        takes: Returns whether to take the gradient of a parameter.
 
     Attributes:
-        grads: The buffers, in the order of the parameters.
-        shapes: Shapes of the gradients in each call of ``consume_gradients``.
-        events: The calls before and after each backward graph.
+        grads: Buffers, in the order of the parameters.
+        shapes: Gradient shapes in each call of ``consume_gradients``, None for unused parameters.
+        events: Calls of ``before_backward`` and ``after_backward``, in order.
     """
 
     notifies_autograd = False
@@ -34,7 +34,7 @@ class Buckets(GraphOwner):
     def consume_gradients(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
-        """Copy gradients to the buffers; an unused parameter gets zeros."""
+        """Copy selected gradients to the buffers, zeros for unused parameters, and return the other gradients."""
         self.shapes.append([None if grad is None else grad.shape for grad in grads])
         index = {id(param): i for i, param in enumerate(self.params)}
         left: list[torch.Tensor | None] = []
@@ -59,7 +59,7 @@ class Buckets(GraphOwner):
 
 @contextmanager
 def replays() -> Iterator[list[torch.cuda.CUDAGraph]]:
-    """Yield a list of the graphs that are replayed in the context."""
+    """Yield a list that collects each graph replayed in the context, once per replay."""
     replayed: list[torch.cuda.CUDAGraph] = []
     replay = torch.cuda.CUDAGraph.replay
 

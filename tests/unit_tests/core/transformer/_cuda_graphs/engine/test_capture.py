@@ -1,4 +1,4 @@
-"""Captures into one pool, and the state of the process after a failed capture."""
+"""Tests captures into one pool, and the process state after a failed capture."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class Failure(Exception):
-    """Raised instead of an engine error."""
+    """Raised to make a capture fail."""
 
 
 @pytest.mark.parametrize("step", ["capture_begin", "capture_end"])
@@ -31,8 +31,8 @@ def test_capture_works_after_one_that_cannot_begin_or_end(step, monkeypatch):
     with pytest.raises(Failure), capture.recording(capture.new_graph()):
         x * 2
     assert not torch.cuda.is_current_stream_capturing()
-    torch.randn(2, device="cuda")  # which generators in capture mode refuse
-    another = Capture(None)  # a pool without graphs cannot be captured into again
+    torch.randn(2, device="cuda")  # raises if a generator is still in capture mode
+    another = Capture(None)  # new pool: torch rejects a pool whose graphs are all deleted
     graph = another.new_graph()
     with another.recording(graph):
         y = x * 3
@@ -42,7 +42,7 @@ def test_capture_works_after_one_that_cannot_begin_or_end(step, monkeypatch):
 
 @pytest.mark.parametrize("step", ["register_generator_state", "capture_begin"])
 def test_graph_unknown_to_a_generator_is_never_freed(step, monkeypatch):
-    """torch would end the process."""
+    """Freeing such a graph aborts the process."""
     graphs: list[weakref.ref] = []
 
     def fail(graph, *args, **kwargs):

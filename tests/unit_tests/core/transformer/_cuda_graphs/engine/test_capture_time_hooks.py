@@ -1,4 +1,4 @@
-"""Capture-time hooks run around every warm-up and capture pass, outside the graph."""
+"""Tests that capture-time hooks run around every warm-up and capture pass, outside the graph."""
 
 import re
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class Events:
-    """Events in order, marked if a graph was recording."""
+    """Records events in order, marking those that occur during a capture."""
 
     def __init__(self):
         self.seen: list[str] = []
@@ -43,7 +43,7 @@ class TracedIdentity(torch.autograd.Function):
 
 
 class Traced(torch.nn.Module):
-    """Reports when its forward and backward run."""
+    """A linear layer that records when its forward and backward passes run."""
 
     def __init__(self, name, events):
         super().__init__()
@@ -113,7 +113,7 @@ def test_only_forward_hooks_run_in_evaluation_mode():
     assert events.seen == [*forward_of("a"), *forward_of("a", " recorded")]
 
 
-# ------------------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------------------------ hook arguments
 
 
 def test_hooks_get_module_arguments_and_raw_output():

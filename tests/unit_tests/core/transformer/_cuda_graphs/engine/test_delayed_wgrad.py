@@ -1,4 +1,4 @@
-"""Weight gradients that modules compute in a separate pass, as TransformerEngine's modules do."""
+"""Tests weight gradients that modules compute in a separate pass, as TransformerEngine's do."""
 
 import queue
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ class _Product(torch.autograd.Function):
 
 
 class DelayedLinear(torch.nn.Module):
-    """A linear layer ``[4, 6]`` with the interface of TransformerEngine's under ``delay_wgrad_compute``."""
+    """Linear layer with TransformerEngine's ``delay_wgrad_compute`` interface; inputs are ``[4, 6]``."""
 
     def __init__(self, accumulates: bool = False):
         super().__init__()
@@ -61,7 +61,7 @@ class DelayedLinear(torch.nn.Module):
 
 
 def numbers_of(module: DelayedLinear, call, backward_dw) -> list:
-    """Return the numbers of two steps of ``call`` and ``backward_dw``."""
+    """Return the outputs and gradients of two steps of ``call`` and ``backward_dw``."""
     numbers = []
     for step in range(2):
         x, before = device_tensor(4, 6, seed=step), module.notified
@@ -84,7 +84,7 @@ def test_delayed_gradients_are_bit_identical_to_eager(order, accumulates):
     with torch.no_grad():
         module_of_eager.weight.copy_(weight)
     (graphed,) = make_graphed_callables((module,), ((device_tensor(4, 6),),), _order=order)
-    module.weight.main_grad.zero_()  # warm-up accumulated into it, as it does with TransformerEngine's engine
+    module.weight.main_grad.zero_()  # warm-up accumulated into it, as with TransformerEngine's engine
     assert_same_bits(
         numbers_of(module, graphed, graphed.backward_dw),
         numbers_of(module_of_eager, module_of_eager, module_of_eager.backward_dw),
@@ -104,14 +104,14 @@ def test_failed_capture_leaves_nothing_delayed(capturing):
 
     def fail(*call):
         calls.append(0)
-        if len(calls) > (3 if capturing else 0):  # three warm-up iterations come first
+        if len(calls) > (3 if capturing else 0):  # three warm-up passes run first
             raise ValueError("failed")
 
     calls: list[int] = []
     with pytest.raises(ValueError, match="failed"):
         make_graphed_callables((module,), ((device_tensor(4, 6),),), capture_time_hooks=[{"backward_hooks": {0: fail}}])
     assert module.wgrad_store.context.qsize() == 0
-    x = torch.arange(24.0, device="cuda").view(4, 6)  # sums of which are exact in any order
+    x = torch.arange(24.0, device="cuda").view(4, 6)  # exact sums in any order
     module(x).sum().backward()
     module.backward_dw()
     assert torch.equal(module.weight.grad, x.sum(0).expand(6, 6))
@@ -126,7 +126,7 @@ def test_fused_operations_delay_weight_gradients():
             self.operation = DelayedLinear()
 
         def forward(self, x):
-            return self.operation.forward(x)  # without its hooks
+            return self.operation.forward(x)  # skips its hooks
 
     module = make_graphed_callables(Fused(), (device_tensor(4, 6),))
     x = device_tensor(4, 6)
@@ -144,10 +144,13 @@ def test_eager_pass_computes_weight_gradients_eagerly():
     assert module.weight.grad.eq(8).all()
 
 
-class MarkedBias(torch.nn.Module):
-    """Marks weight and bias ``[6]`` as TransformerEngine does, but not ``other`` ``[6]``.
+# -------------------------------------------------------------------------------------- parameters with deferred hooks
 
-    The backward pass computes their gradients, as it does for the bias under FP8.
+
+class MarkedBias(torch.nn.Module):
+    """Marks its weight and bias as TransformerEngine does, but not ``other``, a parameter of shape ``[6]``.
+
+    The backward pass computes all gradients, as TransformerEngine does for the bias under FP8.
     """
 
     def __init__(self):
@@ -192,7 +195,7 @@ def test_gradients_of_marked_parameters_outlive_backward():
 
 
 def run_order(order, layers, delaying, graphed):
-    """Return numbers of two runs of ``order``; chunks are independent of each other."""
+    """Run ``order`` twice with independent chunks; return outputs and gradients."""
     torch.manual_seed(7)
     modules = [DelayedLinear(True) if chunk in delaying else mlp() for chunk, n in layers.items() for _ in range(n)]
     params = [param for module in modules for param in module.parameters()]

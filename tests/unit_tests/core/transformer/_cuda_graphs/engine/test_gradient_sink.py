@@ -1,4 +1,4 @@
-"""Owners consume parameter gradients inside backward graphs, and autograd does not get them."""
+"""Tests backward graphs that write parameter gradients to a sink instead of returning them to autograd."""
 
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 def eager_gradients(module, *args):
-    """Return the eager gradient of each parameter; zeros for an unused one."""
+    """Return the eager gradient of each parameter, zeros for unused ones."""
     grads = torch.autograd.grad(module(*args).square().sum(), list(module.parameters()), allow_unused=True)
     return [
         torch.zeros_like(param) if grad is None else grad

@@ -1,4 +1,4 @@
-"""Replays of make_graphed_callables are bit-identical to eager."""
+"""Tests that replays of graphed callables are bit-identical to eager execution."""
 
 import inspect
 
@@ -108,7 +108,7 @@ def test_replays_run_no_python_of_the_callable():
 
 
 def train_chain(graphed):
-    """Return numbers of a training of two modules, one after the other."""
+    """Train two modules in sequence; return losses, gradients and the RNG state."""
     torch.manual_seed(3)
     modules = mlp(), mlp()
     params = [param for module in modules for param in module.parameters()]
@@ -133,7 +133,7 @@ INTERLEAVED, ONE_BY_ONE = [1, 2, 1, 2, -2, -1, -2, -1], [1, 2, -2, -1, 1, 2, -2,
 
 
 def train_pipeline(order, graphed, **options):
-    """Return numbers of a training of two chunks (two layers and one), with two micro-batches per step."""
+    """Train chunks of two layers and one layer with two micro-batches; return losses, gradients and the RNG state."""
     torch.manual_seed(3)
     layers = mlp(), mlp(), mlp()
     params = [param for layer in layers for param in layer.parameters()]
@@ -158,7 +158,7 @@ def train_pipeline(order, graphed, **options):
                     hidden[microbatch] = layer(hidden[microbatch])
                 if chunk == 2:
                     losses[microbatch] = hidden[microbatch].square().sum()
-            elif chunk == -2:  # autograd goes on through the other chunk
+            elif chunk == -2:  # also runs the backward pass of the first chunk
                 losses[microbatch].backward()
                 numbers += copies([losses[microbatch], inputs[microbatch].grad])
         numbers += copies([param.grad for param in params])
@@ -192,7 +192,7 @@ def test_module_given_twice_with_order_has_two_graphs():
 
 
 class _Checkpointed(torch.nn.Module):
-    """Recomputes one layer in its backward pass; its bias may also be used outside of the layer."""
+    """Recomputes a layer in its backward pass, and optionally also uses the layer's bias without recomputation."""
 
     def __init__(self, also_outside: bool):
         super().__init__()

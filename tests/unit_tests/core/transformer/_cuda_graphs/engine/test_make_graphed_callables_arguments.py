@@ -1,4 +1,4 @@
-"""make_graphed_callables refuses invalid arguments with errors that name them."""
+"""Tests the errors of make_graphed_callables for unsupported arguments."""
 
 import pytest
 import torch

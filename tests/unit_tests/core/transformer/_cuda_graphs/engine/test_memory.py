@@ -1,4 +1,4 @@
-"""Weak references to memory, and the memory of a graph pool."""
+"""Tests that weak references do not own memory, and that the memory of a pool is recognized."""
 
 import gc
 from contextlib import nullcontext
@@ -51,7 +51,7 @@ def test_weak_reference_does_not_hold_memory():
 
 
 def captured(pool, make):
-    """Return a graph of ``pool`` that records ``make``, and the result of ``make``."""
+    """Capture ``make()`` into ``pool``; return the graph and the result."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         made = make()
@@ -60,7 +60,7 @@ def captured(pool, make):
 
 @pytest.fixture
 def snapshots(cpu_backend, monkeypatch) -> list[int]:
-    """The number of segments in each ``torch.cuda.memory_snapshot``."""
+    """Record the number of segments in each ``torch.cuda.memory_snapshot``."""
     sizes: list[int] = []
     take = torch.cuda.memory_snapshot
 
@@ -86,7 +86,7 @@ class _Product(torch.autograd.Function):
 
 
 class Placeholder(torch.nn.Module):
-    """Returns a tensor and a weight gradient outside of graph memory, as fused weight gradients are."""
+    """Returns an output and a weight gradient allocated outside graphs, as fused weight gradients are."""
 
     def __init__(self):
         super().__init__()
@@ -132,12 +132,12 @@ class TestPoolMemory:
         assert asked == [(0, number) if is_passed else None]
 
 
-# ------------------------------------------------------------------------------------ memory that several streams used
+# -------------------------------------------------------------------------------------- memory used on several streams
 
 
 @pytest.fixture
 def configure():
-    """Configures the allocator, and restores its defaults at the end."""
+    """Return a function that configures the allocator; restore the defaults afterwards."""
     yield torch._C._accelerator_setAllocatorSettings
     torch._C._accelerator_setAllocatorSettings(f"{REUSE_OPTION}:False")
     torch._C._accelerator_setAllocatorSettings("")

@@ -1,4 +1,4 @@
-"""Plans of passes for pipeline orders."""
+"""Tests the plan of steps for a pipeline order."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from ..pipeline_orders import orders
 
 
 def passes(plan):
-    """Return the steps as text, ``f0 f1 b1 w1 b0 w0`` for example."""
+    """Return the steps as text, for example ``f0 f1 b1 w1 b0 w0``."""
     return " ".join(f"{step.kind.value[0]}{step.slot}" for step in plan.steps)
 
 
@@ -51,7 +51,7 @@ def test_each_entry_runs_its_chunk_and_micro_batch(case):
         assert [plan.callable_of_slot[step.slot] for step in ran] == expected
         kind = Pass.FORWARD if chunk_step > 0 else Pass.BACKWARD if chunk_step % 1 == 0 else Pass.WEIGHT_GRADIENTS
         assert all(step.kind is kind for step in ran)
-        # The k-th forward of a chunk is its k-th micro-batch, and so are the k-th backward and weight gradients.
+        # The k-th forward, backward and weight gradients of a chunk belong to its k-th micro-batch.
         base = sum(layers[:chunk]) * order.count(chunk + 1)
         assert {(step.slot - base) // count for step in ran} <= {done[chunk_step]}
         done[chunk_step] += 1
@@ -83,11 +83,11 @@ def test_invalid_order_is_refused(order, layers, count, message):
         ordered_plan(order, layers, count)
 
 
-# -------------------------------------------------------------------------------------------- gradients that are read
+# ------------------------------------------------------------------------------------------------------ read gradients
 
 
 def read_after(plan):
-    """Return, for the slot of each backward step, the slots whose gradients have been read."""
+    """Return, by slot of each backward step, the slots whose gradients have been read."""
     return {step.slot: slots for step, slots in plan.gradients_read().items()}
 
 

@@ -1,4 +1,4 @@
-"""A capture, failed or not, restores the state of the process."""
+"""Tests that a capture, even a failed one, preserves the state of the process."""
 
 import gc
 import sys
@@ -20,7 +20,7 @@ HOOK_DICTS = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
 
 
 def state_of(module):
-    """Return the state that a capture of ``module`` must restore, as comparable values."""
+    """Return comparable values of all state that a capture of ``module`` must preserve."""
     return {
         "stream": torch.cuda.current_stream(),
         "capturing": torch.cuda.is_current_stream_capturing(),
@@ -37,7 +37,7 @@ def state_of(module):
 
 
 class Failure(Exception):
-    """Raised on purpose."""
+    """Raised by failing layers and hooks."""
 
 
 class FailingBackward(torch.autograd.Function):
@@ -53,7 +53,7 @@ class FailingBackward(torch.autograd.Function):
 
 
 def fail_in(phase):
-    """Return a function that raises in one phase only, "warm-up" or "capture"."""
+    """Return a function that raises only in ``phase``, "warm-up" or "capture"."""
 
     def fail(*unused):
         if torch.cuda.is_current_stream_capturing() == (phase == "capture"):
@@ -67,7 +67,7 @@ def raise_failure(*unused):
 
 
 def in_capture_only(kind):
-    """Return a hook that fails in its second run: in capture, after one warm-up iteration."""
+    """Return hooks that raise on their second call: in the capture, after one warm-up pass."""
     count = []
 
     def hook(*call):
@@ -108,7 +108,7 @@ def dropping(linear, x):
     return torch.nn.functional.dropout(linear(x), 0.5)
 
 
-# What fails: the layer, the options of the capture, the error.
+# By description: forward body, capture options, expected error.
 FAILURES: dict[str, tuple] = {
     "forward in warm-up": (forward_failing("warm-up"), {}, Failure),
     "backward in warm-up": (backward_failing("warm-up"), {}, Failure),
@@ -127,9 +127,9 @@ FAILURES: dict[str, tuple] = {
 
 
 def failed_capture(body, options, error):
-    """Return a module whose capture beside another module failed, and its state before."""
+    """Fail to capture a module together with a second one; return the module and its prior state."""
     module, other = torch.nn.Sequential(Forward(body)), mlp()
-    torch.nn.Dropout(0.5)(torch.ones(3, device="cuda"))  # the generators are no longer at their beginning
+    torch.nn.Dropout(0.5)(torch.ones(3, device="cuda"))  # advances the generator from its initial state
     for m in module.modules():
         m.register_forward_pre_hook(lambda *given: None)
         m.register_forward_hook(lambda *given: None, with_kwargs=True)
@@ -184,7 +184,7 @@ def test_garbage_collection_is_paused_in_captures(enabled, body):
 
 
 def phases_of(run) -> list[str]:
-    """Return the phases of callable 0 in a profile of ``run``, in order."""
+    """Profile ``run`` and return the phases of callable 0, in order."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
@@ -216,7 +216,7 @@ def test_buffers_are_restored(fails):
 
 
 class _Reassigning(torch.nn.Module):
-    """Counts its calls in a buffer that each call replaces."""
+    """Counts its calls in a buffer that each call reassigns."""
 
     def __init__(self):
         super().__init__()
@@ -247,7 +247,7 @@ def test_graph_reads_reassigned_buffer_in_place():
 
 @pytest.fixture
 def tracker():
-    """Megatron's RNG tracker with states that graphs can use."""
+    """Megatron's RNG tracker with graph-safe states."""
     tensor_parallel_random.initialize_rng_tracker(use_cudagraphable_rng=True)
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
     tracker.reset()
@@ -300,7 +300,7 @@ def test_unusable_rng_tracker_is_refused():
 
 @pytest.fixture
 def flag(monkeypatch):
-    """The capture flag of an imported TransformerEngine."""
+    """Capture flag of a stub TransformerEngine in ``sys.modules``."""
     flag = SimpleNamespace(on=False)
     graph = ModuleType("transformer_engine.pytorch.graph")
     graph.__dict__["is_graph_capturing"] = lambda: flag.on

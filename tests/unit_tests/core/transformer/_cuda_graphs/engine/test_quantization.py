@@ -1,4 +1,4 @@
-"""Quantized callables with a small TransformerEngine; tests/gpu uses the real one."""
+"""Tests quantized callables with a stub of TransformerEngine; tests/gpu uses the real one."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch):
-    """The small TransformerEngine, installed."""
+    """Install the stub of TransformerEngine."""
     return small_transformer_engine.installed(monkeypatch)
 
 
@@ -26,7 +26,7 @@ def capture(layers, **options):
 
 
 def train(graphed: bool, caches: bool = False, enabled: tuple[bool, bool] = (True, True)) -> list:
-    """Return losses, gradients and statistics of five steps of two micro-batches through two layers."""
+    """Train two layers for five steps of two micro-batches; return losses, gradients and statistics."""
     torch.manual_seed(4)
     State.reset()
     layers = [Linear(), Linear()]

@@ -1,4 +1,4 @@
-"""Passes whose graphs update FP8 statistics, with a small TransformerEngine."""
+"""Tests graphs that update FP8 statistics, with a stub of TransformerEngine."""
 
 from collections import deque
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch):
-    """The small TransformerEngine, installed."""
+    """Install the stub of TransformerEngine."""
     return small_transformer_engine.installed(monkeypatch)
 
 
 class Layer(torch.nn.Module, QuantizedProduct):
-    """Caches its quantized weight as Megatron's layers do, and adds up gradients as Megatron-FSDP does."""
+    """Caches its quantized weight like Megatron's layers, and accumulates gradients like Megatron-FSDP."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Layer(torch.nn.Module, QuantizedProduct):
 
 
 class Model:
-    """Two layers that run under autocast if ``around``; otherwise the caller has entered it."""
+    """Two layers under autocast, entered by the model if ``around``, otherwise by the caller."""
 
     def __init__(self, recipe="recipe", around=True, caches=True):
         torch.manual_seed(4)
@@ -100,7 +100,7 @@ class Model:
 
 
 def train(engine, model, captured_after=None):
-    """Return numbers of five steps of three micro-batches."""
+    """Train five steps of three micro-batches; return all numbers."""
     numbers, passes = [], None
     for step in range(5):
         if step == captured_after:
@@ -190,3 +190,6 @@ def test_uncached_weights_are_quantized_in_each_replay(engine):
             layer.weight.mul_(3)
     assert not torch.equal(passes.replay([x]), before[0])
     assert State.quantization_state.skip_fp8_weight_update_tensor.item() == 1
+
+
+# -------------------------------------------------------------------------------------------------- compared arguments

@@ -1,4 +1,4 @@
-"""Replays of graphed callables: memory of results, inputs, and refused calls."""
+"""Tests replays of graphed callables: returned memory, inputs and errors."""
 
 import copy
 from typing import Any
@@ -30,7 +30,7 @@ def test_next_replay_overwrites_outputs_and_input_gradients():
     graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
     results = []
     for value in (2.0, 3.0):
-        x = torch.full((3,), value, device="cuda", requires_grad=True) * 1  # the gradient of a leaf is copied
+        x = torch.full((3,), value, device="cuda", requires_grad=True) * 1  # non-leaf: gradients of leaves are copied
         output = graphed(x)
         results.append((output, *torch.autograd.grad(output.sum(), x)))
     assert [[tensor[0].item() for tensor in result] for result in results] == [[9.0, 6.0], [9.0, 6.0]]
@@ -87,7 +87,7 @@ def test_parameter_used_from_second_call_on_gets_gradient():
     assert all(param.grad is not None for param in module.parameters())
 
 
-# ------------------------------------------------------------------------------------------------------ inputs
+# ------------------------------------------------------------------------------------------------------- replay inputs
 
 
 def test_input_with_other_strides_is_copied():
@@ -98,7 +98,7 @@ def test_input_with_other_strides_is_copied():
 
 
 class _Doubled(torch.autograd.Function):
-    """Doubles its input; records output gradients, in capture the static one."""
+    """Doubles its input and records its output gradients; during capture, the static one."""
 
     @staticmethod
     def forward(ctx, x, noted):
@@ -134,7 +134,10 @@ def test_tensor_captured_twice_may_be_two_in_a_replay():
 
 
 def run_two(calls, backwards) -> list:
-    """Return outputs and gradients of two calls; ``backwards`` is the order of their backward passes."""
+    """Call each of two callables on its own input; return outputs and input gradients.
+
+    ``backwards`` is the order of backward passes.
+    """
     inputs = [device_tensor(4, 6, seed=seed) for seed in (1, 2)]
     outputs = [call(x) for call, x in zip(calls, inputs, strict=True)]
     numbers = copies(outputs)

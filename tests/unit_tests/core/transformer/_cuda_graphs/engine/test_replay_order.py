@@ -1,4 +1,4 @@
-"""Graphs that share memory replay in capture order. Any may be left out; another order is refused."""
+"""Tests the order of replays of graphs that share memory: replays may be skipped but not reordered."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ OVERWRITTEN = r"callable {} .*: a later replay has overwritten the activations"
 
 
 def captured(microbatches=1, **options):
-    """Return four layers and the slots of each micro-batch, all in flight at a time."""
+    """Capture four layers; return them and the slots of each micro-batch, all in flight at once."""
     torch.manual_seed(5)
     layers = [mlp(0) for _ in range(COUNT)]
     samples = [(device_tensor(4, 6),) for _ in range(COUNT * microbatches)]
@@ -29,7 +29,7 @@ def captured(microbatches=1, **options):
 
 
 def forward(layers, called, seed=0):
-    """Return the input and the output of each of the layers ``called``."""
+    """Run the layers ``called`` in sequence; return the input and each output."""
     returned = [device_tensor(4, 6, seed=seed)]
     for index in called:
         returned.append(layers[index](returned[-1]))
@@ -48,12 +48,12 @@ def test_layers_may_be_left_out(microbatches, called):
     for step in range(2):
         trained: tuple[list, list] = [], []
         for numbers, calls in zip(trained, (slots, [layers] * microbatches), strict=True):
-            # Each micro-batch leaves out others.
+            # Only micro-batches with an even index skip layers.
             passes = [
                 forward(calls[m], called if m % 2 == 0 else range(COUNT), seed=10 * step + m)
                 for m in range(microbatches)
             ]
-            for x, *between, output in passes:  # an auxiliary loss reads what passes between layers
+            for x, *between, output in passes:  # the loss also reads hidden states, as an auxiliary loss does
                 loss = output.square().sum() + sum(hidden.cos().sum() for hidden in between)
                 numbers.extend(gradients(loss, x, layers))
         assert_same_bits(*trained)
@@ -75,7 +75,7 @@ def test_another_order_is_refused(called, message):
     with pytest.raises(RuntimeError, match=message):
         gradients(output.sum(), x, layers)
     numbers = []
-    for calls in (layers, slots):  # the next step works
+    for calls in (layers, slots):  # the next step is correct again
         x, *_, output = forward(calls, range(COUNT))
         numbers.append(gradients(output.sum(), x, layers))
     assert_same_bits(*numbers)

@@ -1,4 +1,4 @@
-"""reset frees graphs; a module can then be captured again."""
+"""Tests that ``reset`` frees graphs and allows recapture."""
 
 import gc
 import weakref

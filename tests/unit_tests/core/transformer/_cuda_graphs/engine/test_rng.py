@@ -1,4 +1,4 @@
-"""Random number generators that graphs can use."""
+"""Tests graph-safe generators and the flags of a capture."""
 
 import random
 import sys
@@ -54,7 +54,7 @@ def test_safe_generator_has_no_inference_tensor():
     assert not generator.state.value.is_inference()
 
 
-# ---------------------------------------------------------------------------------------------- states of generators
+# ---------------------------------------------------------------------------------------------------- generator states
 
 
 class Failure(Exception):
@@ -85,7 +85,7 @@ def test_generators_of_transformer_engine_are_found(monkeypatch):
     distributed.get_all_rng_states = lambda: {"dropout": generator}
     monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
     assert generator_states() == [generator]
-    # Megatron's own tracker may have a state of that name, which is another.
+    # Megatron's tracker may have a different state with the same name.
     initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     get_cuda_rng_tracker().add("dropout", 3)
     states = generator_states()
@@ -143,7 +143,7 @@ def new_seed(tracker):
 
 @pytest.fixture
 def drawing(cpu_backend):
-    """The tracker, the graph states, and the state object from which graphs draw."""
+    """Return the tracker, the states of graphs, and the state object from which graphs draw."""
     initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     tracker = get_cuda_rng_tracker()
     tracker.add("model-parallel-rng", 5)
@@ -169,7 +169,7 @@ def test_graphs_adopt_new_tracker_states(drawing, inside):
 
 
 class TracksNoName:
-    """A tracker that does not record the open fork, as TransformerEngine's."""
+    """A tracker that does not record the open fork, like TransformerEngine's."""
 
     def __init__(self, state):
         self.states_ = {"model-parallel-rng": state}

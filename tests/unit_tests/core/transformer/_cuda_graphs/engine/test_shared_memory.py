@@ -1,4 +1,4 @@
-"""Memory that graphs share, and memory outside of graphs."""
+"""Tests memory that graphs share, and memory that they do not own."""
 
 import gc
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 def captured_for_sharing(order, shares=True, layers=2):
-    """Return slots of equal layers, captured with separate samples."""
+    """Capture layers of equal shapes with distinct sample inputs; return the slots."""
     count = layers * max(order.count(1), 1)
     samples = [(device_tensor(4, 6, seed=slot),) for slot in range(count)]
     modules = tuple(mlp() for _ in range(layers))
@@ -35,13 +35,13 @@ def test_shared_outputs_do_not_hold_memory(shares):
     address = slot.outputs[0].data_ptr()
     uses = torch._C._storage_Use_Count(slot.outputs[0].untyped_storage()._cdata)
     assert slot(device_tensor(4, 6)).data_ptr() == address
-    # The pool of the CPU backend holds all memory; an output that holds it too has a storage in common with the pool.
+    # The CPU backend's pool owns all memory, so an output that owns its memory shares the pool's storage.
     assert (uses <= 2) is shares
 
 
 def test_backward_overwrites_gradients_of_previous_backward():
     slots = captured_for_sharing([1, -1], layers=3)
-    inputs = [device_tensor(4, 6, seed=slot) * 1 for slot in range(3)]  # gradients of leaves are copied
+    inputs = [device_tensor(4, 6, seed=slot) * 1 for slot in range(3)]  # non-leaf: gradients of leaves are copied
     outputs = [slot(x) for slot, x in zip(slots, inputs, strict=True)]
     grads = []
     for x, output in zip(reversed(inputs), reversed(outputs), strict=True):
@@ -49,8 +49,11 @@ def test_backward_overwrites_gradients_of_previous_backward():
     assert [bool(grad.isnan().any()) for grad in grads] == [True, False, False]
 
 
+# -------------------------------------------------------------------------------------------- passed-through gradients
+
+
 def shifted(linear, x):
-    """Compute an output whose backward pass returns its gradient unchanged."""
+    """Add the bias; the backward pass returns its incoming gradient unchanged."""
     return x + linear.bias
 
 

@@ -1,4 +1,4 @@
-"""Gradients on the legacy default stream are refused; workspaces of the capture stream."""
+"""Tests that gradients on the legacy default stream are rejected, and workspaces of the capture stream."""
 
 from unittest import mock
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class _OnLegacyStream(torch.autograd.Function):
-    """Leaves the legacy default stream current in backward, as an AccumulateGrad node from there would."""
+    """Makes the legacy default stream current in backward, like an AccumulateGrad node created on it."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Whole passes as one graph each, with the work that hooks enqueue."""
+"""Tests graphs of whole forward and backward passes, including the work of their hooks."""
 
 import gc
 from collections import Counter
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class Owner(GraphOwner):
-    """Records its calls, and whether a graph was recording."""
+    """Records its calls and whether a capture is in progress."""
 
     def __init__(self):
         self.events: list[str] = []
@@ -63,7 +63,7 @@ def capture(plan, slots, warmup=1):
 
 
 class Sums:
-    """A module whose parameter hooks add gradients to buffers, as Megatron-FSDP's do."""
+    """A module whose parameter hooks accumulate gradients in buffers, like Megatron-FSDP's."""
 
     def __init__(self):
         torch.manual_seed(3)
@@ -98,7 +98,7 @@ def captured(model, owner=None, warmup=2):
 
 
 def trained(graphs):
-    """Return losses and sums of gradients of three steps."""
+    """Train three steps; return losses and accumulated gradients."""
     model = Sums()
     passes = captured(model) if graphs else None
     numbers = []
@@ -185,14 +185,14 @@ def test_forward_only_plan_captures_one_graph():
     assert not any(total.any() for total in model.sums.values())
 
 
-# Two chunks and three micro-batches of a virtual pipeline stage, with up to three passes in flight.
+# A virtual pipeline stage with two chunks and three micro-batches, and up to three passes in flight.
 ORDER = [1, 1, 2, -2, 2, -1, 1, -2, -1, 2, -2, -1]
 
 
 def chunk_passes(order, graphs, skipped=()):
-    """Return outputs, input gradients and sums of gradients of model chunks in a pipeline order.
+    """Run model chunks in a pipeline order; return outputs, input gradients and accumulated gradients.
 
-    Beside graphs, the micro-batches ``skipped`` run eagerly.
+    If ``graphs``, micro-batches in ``skipped`` run eagerly.
     """
     models = {chunk: Sums() for chunk in (1, 2)}
     functions = {chunk: lambda x, model=model: model.module(x) for chunk, model in models.items()}
@@ -219,7 +219,7 @@ def chunk_passes(order, graphs, skipped=()):
             else:
                 x, output = running[chunk, number]
                 output.backward(device_tensor(*output.shape, seed=number + 50).detach())
-        for x, output in running.values():  # all outlive later replays
+        for x, output in running.values():  # later replays must not overwrite them
             numbers += copies([output, x.grad])
         numbers += copies([total for model in models.values() for total in model.sums.values()])
     return numbers
