@@ -25,7 +25,7 @@ _USER_CODE = "tests/integration_tests/test_user_code.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 
-# Flags of a small model, which examples extend or override.
+# Flags of a small model, which examples extend or override
 FITTING = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
     --micro-batch-size 1 --train-iters 5 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 64
@@ -46,7 +46,7 @@ STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights
 
 
 def command_line(example: str) -> list[str]:
-    """Return ``FITTING`` plus the flags of an example, minus those after a ``!``."""
+    """Return ``FITTING`` and the flags of an example, without the flags that follow a ``!``."""
     words = example.split()
     line = FITTING
     for left_out in (word[1:] for word in words if word.startswith("!")):
@@ -60,10 +60,10 @@ class Working:
 
     Attributes:
         name: Name in ``pairs.FEATURES``.
-        flags: The flags, in one line; unique among all rows.
-        shown: Path of the test.
+        flags: The flags on one line, unique among all rows.
+        shown: Path of the test that covers the flags.
         example: Example flags for ``command_line``.
-        words: A remark, possibly empty.
+        words: Remark; may be empty.
         holds: The largest unit of a graph: ``model``, ``layers`` or ``parts``.
         sharding: The required wrapper.
     """
@@ -295,7 +295,7 @@ A flag without a row is passed through untested. `make docs` generates this page
 `megatron/core/transformer/_cuda_graphs/flags/table.py` and `tests/support/compatibility.py`.
 """
 ROWS: tuple[Row | Working, ...] = (*WORKING, *TABLE)
-# Topics by the beginning of a row's flags; the first match counts.
+# Topics by the beginning of a row's flags; the first match wins
 TOPICS: dict[str, tuple[str, ...]] = {
     "What graphs hold": ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-layers", "--cuda-graph-warmup"),
     "Sharding and Megatron-FSDP's buffers": (
@@ -339,7 +339,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
 
 
 def page(table: Iterable[Row | Working] = ROWS) -> str:
-    """Return the page for ``table`` as Markdown."""
+    """Return the Markdown page for ``table``."""
     by_topic: dict[str, list[Row | Working]] = {title: [] for title in TOPICS}
     for row in table:
         by_topic[next(title for title, flags in TOPICS.items() if row.flags.startswith(flags))].append(row)

@@ -9,12 +9,12 @@ TOKENS = 255  # --vocab-size of the NullTokenizer
 
 
 def write_documents(prefix: Path, count: int, longest: int) -> Path:
-    """Write the same dataset to ``prefix`` (a ``.bin`` and an ``.idx`` file) at every call, and return ``prefix``.
+    """Write a deterministic dataset to ``prefix`` (a ``.bin`` and an ``.idx`` file) and return ``prefix``.
 
     Args:
-        prefix: Path of the files without suffix.
+        prefix: Path of the files, without a suffix.
         count: Number of documents.
-        longest: Maximum number of tokens of a document; the minimum is 1.
+        longest: Maximum number of tokens per document; the minimum is 1.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 

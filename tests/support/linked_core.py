@@ -1,4 +1,4 @@
-"""Make a folder of links to the installed megatron-core, with edited files."""
+"""Create a folder of links to the installed megatron-core, with edited files."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def installed() -> Path:
 
 
 def linked_core(folder: Path) -> Path:
-    """Make the links below ``folder`` and return it."""
+    """Create the links under ``folder`` and return it."""
     for package in ("core", "training"):
         shutil.copytree(
             installed() / "megatron" / package,
@@ -44,7 +44,7 @@ def linked_core(folder: Path) -> Path:
 
 
 def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
-    """Replace a link by an edited copy; ``edits`` are pairs of old text, which must occur, and new text."""
+    """Replace a link with an edited copy; ``edits`` are pairs of old text, which must occur, and new text."""
     path = folder / name
     text = path.read_text()
     for old, new in edits:
@@ -55,14 +55,14 @@ def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
 
 
 def _with_every_strategy(follows: str) -> tuple[str, str]:
-    """Return an edit of a condition on sharded parameters: apply it to every strategy that shards."""
+    """Return an edit that extends a condition on sharded parameters to every sharding strategy."""
     return _SHARDS_PARAMETERS + follows, _SHARDS + follows
 
 
 def later_core(folder: Path) -> Path:
-    """Make a megatron-core below ``folder`` with the known changes of 0.20, and return the folder.
+    """Create a megatron-core under ``folder`` with the known changes of 0.20, and return the folder.
 
-    ``FullyShardedDataParallel`` constructs ``FullyShardedDataParallelV1`` or ``...V2``, and layers are units with every
+    ``FullyShardedDataParallel`` constructs ``FullyShardedDataParallelV1`` or ``...V2``, and layers are units with any
     sharding strategy.
     """
     linked_core(folder)

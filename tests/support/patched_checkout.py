@@ -1,8 +1,8 @@
-"""Apply the patch to a megatron-core checkout: it imports, eager training is bit-identical, and tests pass.
+"""Check that a patched megatron-core checkout imports, trains bit-identically without graphs, and passes tests.
 
     python -m tests.support.patched_checkout FOLDER [--quick]
 
-FOLDER must not exist. The overlay is off in the checkout. --quick runs few tests.
+FOLDER must not exist. The overlay is disabled in the checkout. --quick runs a few tests only.
 """
 
 import argparse
@@ -22,12 +22,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 UNIT_TESTS = REPOSITORY / "tests" / "unit_tests" / "core"
 QUICK = ("optimizer/test_empty_shards.py", "transformer/_cuda_graphs/engine/test_make_graphed_callables.py")
 WHOLE = ("optimizer", "transformer/_cuda_graphs", "transformer/moe")
-# Tests that compare with megatron-core's originals need the overlay.
+# These tests compare with megatron-core's originals and need the overlay.
 WITH_OVERLAY = re.compile(r"megatron_fsdp_cuda_graphs\.overlay|import overlay|tests\.support\.replaced")
 
 
 class Checkout:
-    """A git repository of the installed megatron-core, and processes that import it."""
+    """Git repository of the installed megatron-core, and processes that import it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class Checkout:
         assert not self.git("status", "--porcelain")
 
     def python(self, *arguments: str) -> str:
-        """Run Python and return its output; exit with the end of the output if it fails."""
+        """Run Python and return its output; on failure, exit with the end of the output."""
         command = [sys.executable, *arguments]
         done = subprocess.run(command, env=self._environment, cwd=REPOSITORY, capture_output=True, text=True)
         if done.returncode:
@@ -67,7 +67,7 @@ class Checkout:
         self.python("-c", code, str(self.folder), *patched_modules())
 
     def eager(self) -> list[str]:
-        """Train eagerly and return the printed numbers."""
+        """Train without graphs and return the printed numbers."""
         code = (
             "from tests.support.ranks.run_ranks import on_two_ranks;"
             "done = on_two_ranks('tests/support/trainings/eager_training.py');"
@@ -79,7 +79,7 @@ class Checkout:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command-line interface."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--quick", action="store_true")

@@ -10,7 +10,7 @@ from megatron_fsdp_cuda_graphs.overlay import ordinary_spec
 
 @cache
 def replaced(name: str) -> Any:
-    """Return megatron-core's module ``name``, loaded beside the patched one."""
+    """Load and return megatron-core's original module ``name`` next to the patched one."""
     spec = ordinary_spec(name, importlib.import_module(name.rpartition(".")[0]).__path__)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)

@@ -1,4 +1,6 @@
-"""Choose the parameters of tests that run in ``make test``; others are ``long`` and run in ``make test-all``."""
+"""Choose the parameters of tests that run in ``make test``; the others are marked ``long`` and run in ``make test-
+all``.
+"""
 
 from collections.abc import Iterable, Mapping
 from itertools import product
@@ -14,17 +16,17 @@ def name_of(case: Mapping[str, Any]) -> str:
 
 
 def each_once(*values: Iterable[Any]) -> list[Any]:
-    """Return all combinations for ``parametrize``; each value is in one that is not ``long``."""
+    """Return all combinations for ``parametrize``; those not marked ``long`` cover each value."""
     lists = [*map(list, values)]
     kept = [tuple(each[place % len(each)] for each in lists) for place in range(max(map(len, lists)))]
     return [pytest.param(*found, marks=[] if found in kept else [pytest.mark.long]) for found in product(*lists)]
 
 
 def mostly_long(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """Return cases for ``parametrize``, all ``long`` except ``quick``; a tuple holds the values of several names.
+    """Return cases for ``parametrize``, all marked ``long`` except ``quick``; a tuple is one value per parameter name.
 
     Raises:
-        ValueError: a quick case is not in ``cases``.
+        ValueError: A quick case is not in ``cases``.
     """
     listed = [*cases]
     if absent := [case for case in quick if case not in listed]:
@@ -40,7 +42,7 @@ def mostly_long(cases: Iterable[Any], *quick: Any) -> list[Any]:
 
 
 def asked(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
-    """Return the parameters of the selected tests in the fixture's file, in order."""
+    """Return the parameters of the selected tests in the file of the requesting test, in order."""
     found: list[tuple[Any, ...]] = []
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

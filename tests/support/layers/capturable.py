@@ -1,6 +1,6 @@
 """Stand-ins that make an optimizer's step capturable without TransformerEngine.
 
-Without TransformerEngine, megatron-core uses torch's Adam, which refuses ``capturable`` on CPU ranks, and a norm that
+Without TransformerEngine, megatron-core uses torch's Adam, which rejects ``capturable`` on CPU ranks, and a norm that
 synchronizes.
 """
 
@@ -12,24 +12,24 @@ import torch
 
 
 def apply(function, noop_flag, tensor_lists, *args):
-    """Call ``function`` as TransformerEngine's ``multi_tensor_applier`` does."""
+    """Call ``function`` like TransformerEngine's ``multi_tensor_applier``."""
     return function(2048 * 32, noop_flag, tensor_lists, *args)
 
 
 def norm(chunk_size, noop_flag, tensor_lists, per_tensor):
-    """Return the 2-norm of all tensors of the only list, float32 of shape [1], and None."""
+    """Return the 2-norm over all tensors of the only list, float32 of shape [1], and None."""
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensor_lists[0]]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
 def scale(chunk_size, noop_flag, tensor_lists, factor):
-    """Write each tensor of the first list times the tensor ``factor`` to the second list."""
+    """Write each tensor of the first list, times the tensor ``factor``, to the second list."""
     for source, to in zip(*tensor_lists, strict=True):
         to.copy_(source * factor)
 
 
 def capturable_on_this_device() -> AbstractContextManager[object]:
-    """Return a context in which optimizers may be ``capturable`` and clipping does not synchronize."""
+    """Return a context in which optimizers support ``capturable`` and clipping does not synchronize."""
     from megatron.core.optimizer import clip_grads
 
     stack = ExitStack()

@@ -13,10 +13,10 @@ from tests.support.stand_ins import fused_weight_gradient_mlp_cuda
 
 @contextmanager
 def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
-    """Provide the kernels of Megatron's linear layers and skip the version check of TransformerEngine.
+    """Provide the kernels of Megatron's linear layers and skip TransformerEngine's version check.
 
     Args:
-        as_transformer_engine: Under Megatron-FSDP accumulate gradients as TransformerEngine does, unless the weight has
+        as_transformer_engine: Under Megatron-FSDP, accumulate gradients like TransformerEngine unless the weight has
             ``overwrite_main_grad``. Megatron's own layers always overwrite.
     """
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
@@ -36,7 +36,7 @@ def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
 
 
 def _gemm(inputs: torch.Tensor, grads: torch.Tensor, *, out: torch.Tensor, **unused: Any) -> None:
-    """Write or add the gradient of the caller's ``weight`` to ``out``."""
+    """Write or add the gradient of the calling function's ``weight`` to ``out``."""
     weight = inspect.currentframe().f_back.f_locals["weight"]  # type: ignore[union-attr]
     product = grads.t() @ inputs
     if getattr(weight, "overwrite_main_grad", False):

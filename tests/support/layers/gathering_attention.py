@@ -1,4 +1,4 @@
-"""Context-parallel attention that gathers all keys and values, in place of TransformerEngine's."""
+"""Context-parallel attention that gathers all keys and values, a stand-in for TransformerEngine's."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 class GatheringAttention(torch.nn.Module):
-    """Causal attention; each rank has one chunk from the front and one from the back of the sequence."""
+    """Causal attention; each rank holds one chunk from the front and one from the back of the sequence."""
 
     def __init__(self, config: Any, **unused: Any):
         super().__init__()
@@ -21,7 +21,7 @@ class GatheringAttention(torch.nn.Module):
         self.dropout = torch.nn.Dropout(config.attention_dropout)
 
     def forward(self, query, key, value, attention_mask, **unused: Any):
-        """Return ``[tokens, sequences, heads x channels]`` for inputs of ``[tokens, sequences, heads, channels]``."""
+        """Return ``[tokens, sequences, heads x channels]``, given ``[tokens, sequences, heads, channels]``."""
         tokens, sequences = query.shape[:2]
         position = self._gathered(torch.arange(tokens * self.group.size(), device=query.device))
         own = position.view(self.group.size(), tokens)[self.group.rank()]
@@ -32,7 +32,7 @@ class GatheringAttention(torch.nn.Module):
         return output.reshape(tokens, sequences, -1)
 
     def _gathered(self, positions: torch.Tensor) -> torch.Tensor:
-        """Reorder positions from the order of the sequence to that of the ranks."""
+        """Reorder positions from sequence order to rank order."""
         ranks, chunks = self.group.size(), positions.chunk(2 * self.group.size())
         return torch.cat([chunks[each] for rank in range(ranks) for each in (rank, 2 * ranks - 1 - rank)])
 
@@ -41,13 +41,13 @@ class GatheringAttention(torch.nn.Module):
 
 
 def with_gathering_attention(layer: Any) -> Any:
-    """Return the layer spec ``layer`` with this attention."""
+    """Return the layer spec ``layer`` with ``GatheringAttention``."""
     layer = deepcopy(layer)
     layer.submodules.self_attention.submodules.core_attention = GatheringAttention
     return layer
 
 
 def local_layers(config: Any, vp_stage: int | None = None) -> Any:
-    """Return Megatron's layers with this attention, for ``--spec``."""
+    """Return the spec of Megatron's layers with ``GatheringAttention``, for ``--spec``."""
     block = get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=False, vp_stage=vp_stage)
     return replace(block, layer_specs=[with_gathering_attention(layer) for layer in block.layer_specs])

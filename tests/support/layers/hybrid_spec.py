@@ -1,6 +1,6 @@
 """Specs of hybrid models without TransformerEngine or ``mamba-ssm``.
 
-Use them by ``--hybrid-layer-pattern M-*-ME --spec tests.support.layers.hybrid_spec local``.
+Use them with ``--hybrid-layer-pattern M-*-ME --spec tests.support.layers.hybrid_spec local``.
 """
 
 from importlib.util import find_spec
@@ -30,11 +30,11 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-KERNEL = 4  # tokens in a mix
+KERNEL = 4  # tokens mixed per position
 
 
 class ShiftMixer(torch.nn.Module):
-    """Replaces ``MambaMixer``: gated causal mixing of the last tokens per channel, without CUDA kernels.
+    """Stand-in for ``MambaMixer``: gated causal mixing of the last tokens per channel, without CUDA kernels.
 
     Args:
         config: The ``TransformerConfig``.
@@ -50,7 +50,7 @@ class ShiftMixer(torch.nn.Module):
         self.out_proj = torch.nn.Linear(d_model, d_model, dtype=dtype)
 
     def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        """Return ``[sequence, batch, hidden]``, like ``hidden_states``, and no bias."""
+        """Return the mixed ``hidden_states``, ``[sequence, batch, hidden]``, and None for the bias."""
         values, gate = self.in_proj(self.norm(hidden_states)).chunk(2, dim=-1)
         padded = torch.nn.functional.pad(values, (0, 0, 0, 0, KERNEL - 1, 0))
         mixed = sum(tap * padded[shift : shift + len(values)] for shift, tap in enumerate(self.taps))
@@ -58,7 +58,7 @@ class ShiftMixer(torch.nn.Module):
 
 
 class LocalHybridStack(HybridStack):
-    """A ``HybridStack`` with Megatron's final norm."""
+    """``HybridStack`` with Megatron's final norm."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         with mock.patch.object(hybrid_block, "TENorm", LocalSpecProvider().layer_norm()):

@@ -1,6 +1,6 @@
-"""Attention within packed sequences, in place of TransformerEngine's, and random packed sequences.
+"""Attention within packed sequences, a stand-in for TransformerEngine's, and random packed sequences.
 
-Each context-parallel rank has a piece from the front and one from the back of each sequence.
+Each context-parallel rank holds one chunk from the front and one from the back of each sequence.
 """
 
 from copy import deepcopy
@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each packed sequence; reads offsets on the device only, as graphs require."""
+    """Causal attention within each packed sequence that reads offsets on the device only, as graphs require."""
 
     def __init__(self, config: Any, **unused: Any):
         super().__init__()
@@ -24,7 +24,7 @@ class PackedAttention(torch.nn.Module):
         self.dropout = torch.nn.Dropout(config.attention_dropout)
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params: PackedSeqParams, **unused: Any):
-        """Return ``[tokens, heads, channels]`` for inputs of that shape."""
+        """Return ``[tokens, heads, channels]`` given inputs of the same shape."""
         assert attention_mask is None
         ranks, rank = self.group.size(), self.group.rank()
         places = [places_on_rank(packed_seq_params.cu_seqlens_kv, len(key), each, ranks) for each in range(ranks)]
@@ -40,14 +40,14 @@ class PackedAttention(torch.nn.Module):
 
 
 def with_packed_attention(layer: Any) -> Any:
-    """Return the layer spec ``layer`` with this attention."""
+    """Return the layer spec ``layer`` with ``PackedAttention``."""
     layer = deepcopy(layer)
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return layer
 
 
 def local_layer(config: Any) -> Any:
-    """Return Megatron's layer with this attention, for ``--spec``."""
+    """Return the spec of Megatron's layer with ``PackedAttention``, for ``--spec``."""
     return with_packed_attention(get_gpt_layer_local_spec())
 
 
@@ -55,8 +55,8 @@ def places_on_rank(offsets: torch.Tensor, tokens: int, rank: int, ranks: int) ->
     """Return the positions of a rank's tokens among those of all ranks, int64 ``[tokens]``.
 
     Args:
-        offsets: Starts of the sequences and the end of the last one; lengths are multiples of ``2 * ranks``.
-        tokens: Number of tokens of the rank.
+        offsets: Start of each sequence, then the end of the last one; lengths are multiples of ``2 * ranks``.
+        tokens: Number of tokens on the rank.
         rank: The rank.
         ranks: Number of ranks.
     """
@@ -71,9 +71,9 @@ def places_on_rank(offsets: torch.Tensor, tokens: int, rank: int, ranks: int) ->
 
 
 def packed_params(tokens: int, sequences: int, generator: torch.Generator, ranks: int = 1) -> PackedSeqParams:
-    """Return padded parameters of up to ``sequences`` sequences of random lengths with ``tokens`` tokens in total.
+    """Return padded parameters of at most ``sequences`` random-length sequences with ``tokens`` tokens in total.
 
-    Lengths are divisible among ``ranks`` context-parallel ranks.
+    Lengths are divisible among the context-parallel ``ranks``.
     """
     count, least = int(torch.randint(1, sequences + 1, (), generator=generator)), 1 if ranks == 1 else 2 * ranks
     inner = (torch.randperm(tokens // least - 1, generator=generator)[: count - 1] + 1).sort().values * least
@@ -86,6 +86,6 @@ def packed_params(tokens: int, sequences: int, generator: torch.Generator, ranks
 
 
 def positions_in_sequences(offsets: torch.Tensor) -> torch.Tensor:
-    """Return each token's position in its sequence, int64 ``[tokens]``; offsets end with the number of tokens."""
+    """Return each token's position in its sequence, int64 ``[tokens]``; the last offset is the number of tokens."""
     token = torch.arange(int(offsets[-1]), device=offsets.device)
     return token - offsets[torch.searchsorted(offsets, token, right=True) - 1]

@@ -1,4 +1,4 @@
-"""A miniature TransformerEngine: delayed and current scaling, cached weights; the interface of 2.20."""
+"""Miniature TransformerEngine with delayed and current scaling, cached weights, and the interface of version 2.20."""
 
 import sys
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-LEVELS = 1024.0  # quantization steps of a scale
-CURRENT = "tensorwise"  # a recipe without statistics
+LEVELS = 1024.0  # quantization steps per scale
+CURRENT = "tensorwise"  # recipe without statistics
 INPUT, GRADIENT, WEIGHT = range(3)  # indices of a layer's statistics
 
 
 class State:
-    """Replaces ``FP8GlobalStateManager``."""
+    """Stand-in for ``FP8GlobalStateManager``."""
 
     enabled = capturing = first = False
     recipe = group = None
@@ -117,14 +117,14 @@ def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics() -> dict[str, Any]:
-    """Return statistics of input, gradient and weight."""
+    """Return the statistics of input, gradient and weight."""
     return {"scale": torch.full((3,), 64.0, device="cuda"), "amax": torch.zeros(3, device="cuda")}
 
 
 def _quantized(
     x: torch.Tensor, meta: dict[str, Any], place: int, recipe: Any, skip: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return ``x`` quantized; record its maximum unless ``skip`` is set on the device."""
+    """Return ``x`` quantized, and record its maximum unless the device tensor ``skip`` is set."""
     amax = x.abs().max().float()
     if recipe == CURRENT:
         return rounded(x, LEVELS / amax.clamp(min=1e-6)).to(x.dtype)
@@ -153,7 +153,7 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedProduct:
-    """Mixin of modules with a quantized weight."""
+    """Mixin for modules with a quantized weight."""
 
     __module__ = "transformer_engine.pytorch.module.base"  # whose modules change attributes between passes
     weight: torch.Tensor
@@ -174,7 +174,7 @@ class QuantizedProduct:
         return self._fp8_workspaces.get("weight", torch.zeros_like(self.weight))
 
     def product(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        """Return ``x @ weight.t()``, quantized; requantize weights in the first micro-batch, or always for None."""
+        """Return the quantized ``x @ weight.t()``; requantize weights in the first micro-batch, or always if None."""
         capturing, meta, recipe = State.fp8_graph_capturing(), self.fp8_meta, State.recipe
         skip = State.quantization_state.skip_fp8_weight_update_tensor if capturing else None
         if skip is not None:
@@ -196,7 +196,7 @@ class QuantizedProduct:
 
 
 class Linear(torch.nn.Module, QuantizedProduct):
-    """A quantized linear layer from and to ``[4, 6]``."""
+    """Quantized linear layer that maps ``[4, 6]`` to ``[4, 6]``."""
 
     def __init__(self):
         super().__init__()
@@ -210,7 +210,7 @@ class Linear(torch.nn.Module, QuantizedProduct):
 
 
 class DotProductAttention(torch.nn.Module):
-    """Attention with statistics, used only if the recipe quantizes attention."""
+    """Attention with statistics that are used only if the recipe quantizes attention."""
 
     def __init__(self):
         super().__init__()
@@ -221,7 +221,7 @@ class DotProductAttention(torch.nn.Module):
 
 
 class Operation(torch.nn.Module):
-    """An operation with statistics of each direction."""
+    """Operation with statistics per direction."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ class Operation(torch.nn.Module):
 
 
 class Fused(torch.nn.Module):
-    """A fused module that does not call its operation."""
+    """Fused module that does not call its operation."""
 
     def __init__(self):
         super().__init__()
@@ -282,7 +282,7 @@ def _modules() -> dict[str, Any]:
 
 
 def installed(monkeypatch) -> ModuleType:
-    """Install the stand-in; return its ``transformer_engine.pytorch.graph``."""
+    """Install the stand-in and return its ``transformer_engine.pytorch.graph``."""
     modules = _modules()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -293,7 +293,7 @@ def installed(monkeypatch) -> ModuleType:
 
 
 class _InMegatron(QuantizedProduct):
-    """Mixin that quantizes Megatron's linear layers, as TransformerEngine's are."""
+    """Mixin that quantizes Megatron's linear layers like TransformerEngine's."""
 
     config: Any
     is_first_microbatch: bool
@@ -308,7 +308,7 @@ class _InMegatron(QuantizedProduct):
 
 
 def quantize_linear_layers(model: torch.nn.Module) -> None:
-    """Quantize the linear layers in all layers of ``model``."""
+    """Quantize all linear layers in the layers of ``model``."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     of_layers = [part for name in ("decoder", "mtp") for part in getattr(model, name, torch.nn.Module()).modules()]
@@ -322,7 +322,7 @@ def quantize_linear_layers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def in_megatron() -> Iterator[None]:
-    """Use this quantization in place of TransformerEngine's in Megatron."""
+    """Replace TransformerEngine's quantization in Megatron with this one."""
     from megatron.core import fp8_utils, parallel_state, recompute
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401  # checks the version of TransformerEngine
     from megatron.core.models.hybrid import hybrid_block

@@ -1,8 +1,8 @@
-"""Train sets of flags that together contain every two compatible rows of the flag table.
+"""Train with sets of flags that together cover every pair of compatible rows of the flag table.
 
 A feature is a row of the table, or ``job`` for anything else. It sets flags of ``pretrain.py`` (``True`` for a flag
 without a value) or removes them (``False``). ``pairs.json`` has sets of features with their numbers of ranks; every two
-compatible features are in one of them. Add a new feature to the sets that it fits.
+compatible features share a set. Add a new feature to the sets that it is compatible with.
 """
 
 import json
@@ -16,7 +16,7 @@ Setting = Mapping[str, str | bool]
 FILE = Path(__file__).with_name("pairs.json")
 QUICK = (30, 41)  # sets in `make test`
 STEPS, SAVED = 6, 3
-CHECKPOINTS = "CHECKPOINTS"  # placeholder of a folder
+CHECKPOINTS = "CHECKPOINTS"  # placeholder for a folder
 MODULES, LAYERS = "--cuda-graph-modules", "--cuda-graph-layers-per-graph"
 ONLY_WITH_GRAPHS = (LAYERS, "--cuda-graph-warmup-steps")
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -41,7 +41,7 @@ PARTS = "attn moe_router moe_preprocess"
 
 
 def heterogeneous_layers() -> str:
-    """Return the JSON of four layers, the second without attention, the third without an MLP."""
+    """Return the JSON of four layers: the second without attention, the third without an MLP."""
 
     def layer(attention: bool, multiple: float | None) -> dict[str, Any]:
         return {
@@ -86,7 +86,7 @@ BASE: Setting = {
     "--hidden-dropout": "0",
     "--attention-dropout": "0",
 }
-# By the name of the row, with a suffix if it has several.
+# By row name, with a suffix if a row has several features
 FEATURES: dict[str, Setting] = {
     "whole layers": {MODULES: False, "--num-experts": False, LAYERS: "all"},
     "whole layers: one in a graph": {MODULES: False, LAYERS: "1"},
@@ -124,7 +124,7 @@ FEATURES: dict[str, Setting] = {
     "positions: learned": {"--position-embedding-type": "learned_absolute"},
     "positions: none": {"--position-embedding-type": "none"},
     "hybrid models": {
-        "--hybrid-layer-pattern": "M*-M*-",  # every kind in both of two stages
+        "--hybrid-layer-pattern": "M*-M*-",  # every kind in both stages
         "--spec": "tests.support.layers.hybrid_spec local",
         "--num-layers": False,
         "--num-experts": False,
@@ -176,7 +176,7 @@ FEATURES: dict[str, Setting] = {
     "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},
 }
-# Working rows without a feature, and their missing requirements on the CPU backend.
+# Working rows without a feature, and the requirements that the CPU backend lacks
 ELSEWHERE = {
     "fp8": "TransformerEngine's layers",
     "fp8 parameters": "TransformerEngine's layers",
@@ -186,7 +186,7 @@ ELSEWHERE = {
 
 
 def joined(names: Iterable[str]) -> Setting | None:
-    """Merge the flags of features; return None if two differ."""
+    """Merge the flags of features; return None if two features set a flag differently."""
     found: dict[str, str | bool] = {}
     for name in names:
         for flag, value in FEATURES[name].items():
@@ -196,7 +196,7 @@ def joined(names: Iterable[str]) -> Setting | None:
 
 
 def command(names: Iterable[str]) -> list[str]:
-    """Return the flags of a training with these features, without ``GRAPHS``.
+    """Return the flags for training with these features, without ``GRAPHS``.
 
     Raises:
         ValueError: two set a flag differently.
@@ -215,7 +215,7 @@ def command(names: Iterable[str]) -> list[str]:
 
 
 def planned(names: Iterable[str]) -> list[str]:
-    """Return the flags of a training with these features and graphs, for ``plan``.
+    """Return the flags for training with these features and graphs, for ``plan``.
 
     Raises:
         ValueError: two set a flag differently.
@@ -231,7 +231,7 @@ def _flags(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def stored() -> list[tuple[tuple[str, ...], int]]:
-    """Return the sets of ``FILE`` with their numbers of ranks."""
+    """Return the sets in ``FILE`` with their numbers of ranks."""
     return [(tuple(names), ranks) for names, ranks in json.loads(FILE.read_text())]
 
 
@@ -239,7 +239,7 @@ def train(names: Sequence[str], ranks: int, folder: Path, *, graphs: bool) -> li
     """Train with features and return the metrics of each step; with graphs, resume in new processes.
 
     Raises:
-        AssertionError: it failed; includes the end of the log.
+        AssertionError: The run failed. The message includes the end of the log.
     """
     folder.mkdir()
     arguments = " ".join(command(names)).replace(CHECKPOINTS, str(folder / "checkpoints"))
@@ -254,12 +254,12 @@ def train(names: Sequence[str], ranks: int, folder: Path, *, graphs: bool) -> li
 
 
 def _without_graphs(words: Sequence[str]) -> list[str]:
-    """Return flags without those of graphs."""
+    """Return ``words`` without the flags for graphs."""
     return [word for flag in _flags(words) if flag[0] not in ONLY_WITH_GRAPHS for word in flag]
 
 
 def assert_as_eager(names: Sequence[str], ranks: int, folder: Path) -> None:
-    """Assert that training with features is bit-identical to eager and uses graphs."""
+    """Assert that training with features and graphs is bit-identical to eager training and replays graphs."""
     eager, graphed = (train(names, ranks, folder / kind, graphs=kind == "graphed") for kind in ("eager", "graphed"))
     assert len(eager) == STEPS
     assert numbers(graphed) == numbers(eager)

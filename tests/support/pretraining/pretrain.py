@@ -28,20 +28,20 @@ TIMEOUT = 900  # seconds
 
 
 class Pretraining:
-    """A run in the background.
+    """A pretraining run in the background.
 
     Args:
-        folder: An existing folder for log and metrics.
-        flags: Further flags, as one string.
-        graphs: Capture, after three steps by default.
-        data: Path of a dataset without suffix; None for a few documents in ``folder``.
-        script: Script of the ranks.
-        base: Flags before ``flags``; if empty, ``BATCH`` is left out.
+        folder: Existing folder for the log and metrics.
+        flags: Additional flags, as one string.
+        graphs: Use CUDA graphs, captured after three steps by default.
+        data: Path of a dataset without a suffix; None to write a few documents to ``folder``.
+        script: Script that the ranks run.
+        base: Flags before ``flags``; if empty, ``BATCH`` is omitted.
         ranks: Number of processes.
         launch: ``ForkedRanks``, or a class with the same interface.
 
     Attributes:
-        log: File of the output.
+        log: Path of the output.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Pretraining:
         ranks: int = 2,
         launch: Callable[..., Any] = ForkedRanks,
     ) -> None:
-        # Shuffling mock data takes longer than a short training.
+        # Shuffling mock data takes longer than a short run.
         data = data or write_documents(folder / "documents", count=100, longest=400)
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
         batch = BATCH if base and SCHEDULE not in flags else ""
@@ -65,14 +65,14 @@ class Pretraining:
         self._ranks = launch(arguments, self.log, ranks, {"STEP_METRICS_PATH": str(self._metrics)})
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the lines of ``step_metrics.StepMetrics`` so far."""
+        """Return the lines written by ``step_metrics.StepMetrics`` so far."""
         return steps_in(self._metrics)
 
     def ended(self) -> int:
         """Wait for the run and return the exit status.
 
         Raises:
-            AssertionError: timeout; includes the end of the log.
+            AssertionError: The run timed out. The message includes the end of the log.
         """
         return self._ranks.ended(TIMEOUT)
 
@@ -82,16 +82,16 @@ class Pretraining:
 
 
 def steps_in(metrics: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of ``step_metrics.StepMetrics`` in a file that may not exist yet."""
+    """Return the complete lines of a ``step_metrics.StepMetrics`` file, which may not exist yet."""
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def pretrain(folder: Path, flags: str, *, graphs: bool, **others: Any) -> list[dict[str, Any]]:
-    """Run to the end and return the metrics of each step; see ``Pretraining``.
+    """Run to completion and return the metrics of each step; see ``Pretraining`` for the arguments.
 
     Raises:
-        AssertionError: it failed; includes the end of the log.
+        AssertionError: The run failed. The message includes the end of the log.
     """
     folder.mkdir()
     run = Pretraining(folder, flags, graphs=graphs, **others)
@@ -100,5 +100,5 @@ def pretrain(folder: Path, flags: str, *, graphs: bool, **others: Any) -> list[d
 
 
 def numbers(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return the values to compare: number, loss, gradient norm and skip of each step."""
+    """Return the values to compare: number, loss, gradient norm and skip flag of each step."""
     return [tuple(step[key] for key in ("step", "loss_hex", "grad_norm_hex", "skipped")) for step in steps]

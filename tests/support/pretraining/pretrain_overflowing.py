@@ -1,7 +1,7 @@
-"""Run ``examples/pretrain_gpt.py`` with steps that send all tokens of some ranks to the experts of the first rank.
+"""Run ``examples/pretrain_gpt.py`` and, in some steps, route all tokens of some ranks to the first rank's experts.
 
-OVERFLOWS maps steps, from 1, to ranks, as JSON. Each rank appends JSON lines to NOTES_PATH.RANK: each queried step and
-whether it overflowed, and at the end the buffers of its routers.
+OVERFLOWS is JSON that maps steps, from 1, to ranks. Each rank appends JSON lines to NOTES_PATH.RANK: each queried step,
+whether it overflowed, and finally the buffers of its routers.
 """
 
 import json
@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.training import training
 from tests.support.pretraining.pretrain import SCRIPT
 
-MUCH = 10.0  # compared with sigmoid scores
+MUCH = 10.0  # large compared with sigmoid scores
 step = 0
 
 

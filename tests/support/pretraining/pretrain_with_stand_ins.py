@@ -1,6 +1,6 @@
 """Run ``examples/pretrain_gpt.py`` with stand-ins for TransformerEngine.
 
-They are a capturable optimizer (``--optimizer-cuda-graph``) and fused weight-gradient kernels (unless
+These are a capturable optimizer (with ``--optimizer-cuda-graph``) and fused weight-gradient kernels (unless
 ``--no-gradient-accumulation-fusion`` is given).
 """
 

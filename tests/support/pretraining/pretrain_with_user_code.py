@@ -1,6 +1,6 @@
 """Run ``examples/pretrain_gpt.py`` with user code.
 
-USER_CODE names functions of this module, separated by spaces; each one patches the example. TensorBoard's writer is
+USER_CODE is a space-separated list of functions of this module; each patches the example. TensorBoard's writer is
 the stand-in of ``pretrain_with_writers``.
 """
 
@@ -23,19 +23,19 @@ import pretrain_gpt  # isort: skip
 
 
 def averaged_weights():
-    """Update an exponential moving average of the weights after each step; note its hash as a scalar of each rank."""
+    """Maintain an exponential moving average of the weights; log its hash as a scalar of each rank after each step."""
     train_step = training.train_step
     averages: dict[str, torch.Tensor] = {}
 
     def train_and_average(forward_step, data, model, *args, **kwargs):
         result = train_step(forward_step, data, model, *args, **kwargs)
         for chunk in model:
-            chunk.stop_communication()  # the chunk then has the optimizer's parameters
+            chunk.stop_communication()  # the chunk then holds the optimizer's parameters
             for name, param in chunk.named_parameters():
                 weights = param.to_local().detach().float()
                 averages.setdefault(name, weights.clone()).lerp_(weights, 0.1)
         bits = b"".join(average.numpy(force=True).tobytes() for average in averages.values())
-        value = int(hashlib.sha256(bits).hexdigest()[:12], 16)  # exact as a float
+        value = int(hashlib.sha256(bits).hexdigest()[:12], 16)  # exactly representable as a float
         pretrain_with_writers.note(f"rank {os.environ['RANK']}", "averages", value, kwargs["iteration"])
         return result
 
@@ -43,7 +43,7 @@ def averaged_weights():
 
 
 def unused_parameters():
-    """Add an unused parameter to the model and to two layers, as many as fit the double buffer."""
+    """Add an unused parameter to the model and to each of two layers, as many as the double buffer can hold."""
 
     def add(chunks):
         for chunk in chunks:
@@ -77,7 +77,7 @@ def _change_model(change):
 
 
 def masked_losses():
-    """Mask every third token in place, and all tokens of every third micro-batch; log another value."""
+    """Mask every third token in place, and all tokens of every third micro-batch; log a different value."""
     loss_func, calls = pretrain_gpt.loss_func, 0
 
     def masked(mask, output):
@@ -102,7 +102,7 @@ def mean_losses():
 
 
 def weighted_by_a_first_pass():
-    """Call the model twice: the first call, without gradients, weights the losses of the second."""
+    """Call the model twice: use the first call, without gradients, to weight the losses of the second."""
     forward_step = pretrain_gpt.forward_step
 
     def twice(data, model):
@@ -156,7 +156,7 @@ def terminated_in_capture():
 
 
 def terminated_launcher():
-    """Send SIGTERM to the launcher in the fifth step, and wait for its own SIGTERM to the ranks."""
+    """Send SIGTERM to the launcher in the fifth step, and wait until it sends SIGTERM to the ranks."""
     train_step, steps = training.train_step, 0
 
     def train_and_terminate(*args, **kwargs):

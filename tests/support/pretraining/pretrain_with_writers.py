@@ -1,6 +1,6 @@
 """Run ``examples/pretrain_gpt.py`` with stand-ins for TensorBoard's writer and W&B.
 
-They append JSON lines to the file SCALARS_PATH: writer, name, value, iteration.
+The stand-ins append JSON lines with writer, name, value and iteration to the file SCALARS_PATH.
 """
 
 import json
@@ -20,7 +20,7 @@ def note(writer, name, value, step):
 
 
 class SummaryWriter:
-    """Implements the methods that Megatron calls."""
+    """TensorBoard writer with the methods that Megatron calls."""
 
     def __init__(self, log_dir, max_queue):
         self.flush = self.add_text = mock.Mock()
@@ -40,7 +40,7 @@ def install():
     vars(tensorboard).update(SummaryWriter=SummaryWriter)
     vars(wandb).update(init=mock.Mock(), finish=mock.Mock(), log=log, config=mock.Mock())
     for module in (tensorboard, wandb):
-        module.__spec__ = ModuleSpec(module.__name__, None)  # read by checks for installed packages
+        module.__spec__ = ModuleSpec(module.__name__, None)  # read by Megatron's checks for installed packages
         sys.modules[module.__name__] = module
 
 

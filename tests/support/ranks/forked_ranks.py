@@ -1,6 +1,6 @@
 """Run scripts on CPU ranks forked from a process that has imported everything.
 
-Imports take longer than a short training. Each process that starts ranks has its own preloaded process.
+Imports take longer than a short run. Each process that starts ranks has its own preloaded process.
 """
 
 import os
@@ -17,11 +17,11 @@ from torch.multiprocessing import start_processes
 
 PRELOADED = "tests.support.ranks.preloaded"
 OWN = {"TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
-GRACE = 120  # seconds for ranks on a busy machine to write a checkpoint
+GRACE = 120  # seconds that ranks on a busy machine need to write a checkpoint
 
 
 class ForkedRanks:
-    """Runs a script on ranks of the CPU backend in the background. The first failed rank ends the others.
+    """Runs a script on CPU-backend ranks in the background. If one rank fails, the others are terminated.
 
     Args:
         arguments: The script and its arguments.
@@ -43,7 +43,7 @@ class ForkedRanks:
         context.set_forkserver_preload([PRELOADED])
         variables = os.environ | OWN | (environment or {})
         self._launcher = context.Process(target=_launch, args=(list(arguments), variables, log, ranks))
-        with mock.patch.dict(os.environ, OWN):  # for imports of the server, which starts with the first process
+        with mock.patch.dict(os.environ, OWN):  # time for the server's imports; it starts with the first process
             self._launcher.start()
 
     def running(self) -> bool:
@@ -58,7 +58,8 @@ class ForkedRanks:
         """Wait for the ranks and return the exit status, 0 if all ranks succeeded.
 
         Raises:
-            AssertionError: ``timeout`` seconds passed; includes the end of the log. The ranks are terminated.
+            AssertionError: ``timeout`` seconds passed, and the ranks were terminated. The message includes the end of
+                the log.
         """
         self._launcher.join(timeout)
         if self.running():
@@ -77,7 +78,7 @@ def _launch(arguments: list[str], environment: dict[str, str], log: Path, ranks:
     """Start the ranks, forward SIGTERM (and SIGKILL after ``GRACE``), and wait for them.
 
     Raises:
-        ProcessExitedException: a rank failed.
+        ProcessExitedException: A rank failed.
     """
     with log.open("wb") as file:
         for stream in (sys.stdout, sys.stderr):

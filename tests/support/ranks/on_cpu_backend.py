@@ -12,14 +12,14 @@ from megatron_fsdp_cuda_graphs.cpu_backend import install, installed, uninstall
 
 @contextmanager
 def on_cpu_backend() -> Iterator[None]:
-    """Install the CPU backend and restore torch afterwards, unless it was installed before."""
+    """Install the CPU backend unless it is already installed, and restore torch on exit."""
     if installed():
         yield
         return
     if torch.cuda.is_available():
         pytest.skip("a GPU is visible: the CPU backend needs CUDA_VISIBLE_DEVICES=''")
     install()
-    gc.freeze()  # skip imported objects when captures collect garbage
+    gc.freeze()  # exclude imported objects from the garbage collections of captures
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Import the CPU backend and everything that scripts import, before ranks are forked.
+"""Import the CPU backend and all modules that scripts import, before ranks are forked.
 
 Never import this module elsewhere: the CPU backend stays installed.
 """
@@ -9,7 +9,7 @@ import runpy
 import sys
 from typing import Any
 
-# Import before megatron-core, whose layers look up the stand-in kernel at import.
+# Import before megatron-core, whose layers look up the stand-in kernel at import time.
 import tests.support.ranks.rank_backend  # noqa: F401
 
 # isort: split
@@ -28,10 +28,10 @@ def _read_once(factory: Any, config: type) -> dict[str, str]:
     return dict(_docstrings[config])
 
 
-# megatron-core parses help texts from its sources: a third of the time of a short training.
+# megatron-core parses help texts from its sources, which takes a third of the time of a short run.
 argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
 arguments.add_megatron_arguments(argparse.ArgumentParser())
 sys.path.insert(0, str(SCRIPT.parent))
 runpy.run_path(str(SCRIPT))
 gc.collect()
-gc.freeze()  # skip imported objects when captures and model building collect garbage
+gc.freeze()  # exclude imported objects from the garbage collections of captures and model building

@@ -1,4 +1,4 @@
-"""Install the CPU backend without a GPU. Scripts of ranks import this module before megatron-core.
+"""Install the CPU backend if there is no GPU. Scripts of ranks import this module before megatron-core.
 
 Never import it in a test process: the CPU backend stays installed.
 

@@ -1,6 +1,6 @@
 """Fixtures that make this process rank 0 of four on the CPU backend, with collectives that move no data.
 
-Hooks, allocations and releases of Megatron-FSDP do not depend on the data. Tests of values run as one rank.
+Megatron-FSDP's hooks, allocations and releases do not depend on the data. Tests of values use one rank.
 """
 
 import gc
@@ -31,7 +31,7 @@ def _four_ranks(instances: int, rank: int = 0, **groups: int):
         num_distributed_optimizer_instances=instances, create_gloo_process_groups=False, **groups
     )
     model_parallel_cuda_manual_seed(1234)
-    gc.freeze()  # skip imported objects when building a model collects garbage
+    gc.freeze()  # exclude imported objects from the garbage collections of model building
     yield instances
     gc.unfreeze()
     parallel_state.destroy_model_parallel()
@@ -40,35 +40,35 @@ def _four_ranks(instances: int, rank: int = 0, **groups: int):
 
 @pytest.fixture(scope="module")
 def ranks(cpu_backend_of_module):
-    """Make four ranks that shard together."""
+    """Provide four ranks that shard together."""
     with _four_ranks(1) as instances:
         yield instances
 
 
 @pytest.fixture(scope="module")
 def hybrid_ranks(cpu_backend_of_module):
-    """Make two HSDP replicas of two ranks."""
+    """Provide two HSDP replicas of two ranks."""
     with _four_ranks(2) as instances:
         yield instances
 
 
 @pytest.fixture
 def instances_of_one_rank(cpu_backend_of_module):
-    """Make four HSDP replicas of one rank."""
+    """Provide four HSDP replicas of one rank."""
     with _four_ranks(4) as instances:
         yield instances
 
 
 @pytest.fixture
 def four_ranks(cpu_backend_of_module):
-    """Return a function that makes four ranks with a number of HSDP replicas, a rank and parallel groups."""
+    """Return a function that sets up four ranks, given the number of HSDP replicas, the rank and parallel groups."""
     with ExitStack() as stack:
         yield lambda *args, **groups: stack.enter_context(_four_ranks(*args, **groups))
 
 
 @pytest.fixture(scope="module")
 def process_group(cpu_backend_of_module):
-    """Make a process group of one rank, without Megatron's groups."""
+    """Provide a process group of one rank, without Megatron's groups."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -76,7 +76,7 @@ def process_group(cpu_backend_of_module):
 
 @pytest.fixture(scope="module")
 def one_rank(process_group):
-    """Make one rank, with real collectives."""
+    """Provide one rank with real collectives."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -88,8 +88,8 @@ def one_rank(process_group):
 
 @pytest.fixture
 def side_stream(cpu_backend_of_module):
-    """Leave the legacy default stream, as programs that capture do."""
+    """Leave the legacy default stream, as capturing programs do."""
     gc.collect()
-    gc.freeze()  # skip live objects when captures and model building collect garbage
+    gc.freeze()  # exclude live objects from the garbage collections of captures and model building
     with torch.cuda.stream(torch.cuda.Stream()):
         yield

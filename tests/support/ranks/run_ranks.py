@@ -13,12 +13,12 @@ TIMEOUT = 600  # seconds
 
 
 def on_two_ranks(script: str, *arguments: str) -> CompletedProcess:
-    """Run ``script`` on two ranks, as ``on_ranks`` does."""
+    """Run ``script`` on two ranks; see ``on_ranks``."""
     return on_ranks(2, script, *arguments)
 
 
 def on_ranks(count: int, script: str, *arguments: str) -> CompletedProcess:
-    """Run ``script``, a path from the repository root; stdout and stderr are the output of all ranks."""
+    """Run ``script``, a path relative to the repository root; stdout and stderr contain the output of all ranks."""
     command = [str(ROOT / script), *arguments]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -29,10 +29,10 @@ def on_ranks(count: int, script: str, *arguments: str) -> CompletedProcess:
 
 
 def lines_of(launch: CompletedProcess) -> list[dict[str, Any]]:
-    """Return the JSON objects that the first rank printed, one per line.
+    """Return the JSON objects printed by the first rank, one per line.
 
     Raises:
-        AssertionError: there is none; includes the end of the output.
+        AssertionError: There are no JSON lines. The message includes the end of the output.
     """
     lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
     assert lines, launch.stderr[-3000:]

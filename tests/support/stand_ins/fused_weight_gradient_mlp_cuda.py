@@ -1,6 +1,6 @@
-"""A plain-torch stand-in for Apex's extension of this name, for tests of fused weight gradients.
+"""Stand-in in plain torch for Apex's extension of the same name, for tests of fused weight gradients.
 
-Megatron's own linear layers refuse ``gradient_accumulation_fusion`` without the extension, which has to be built from
+Megatron's own linear layers reject ``gradient_accumulation_fusion`` without the extension, which must be built from
 source.
 """
 

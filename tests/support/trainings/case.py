@@ -1,4 +1,4 @@
-"""The description of one training of a small model: model, graphs, and how its steps change."""
+"""Describe how a small model is trained: the model, its graphs, and how steps change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -7,43 +7,43 @@ from typing import Any
 import torch
 
 VOCABULARY = 128
-EVALUATION = 10_000  # evaluations read the batches of this step and the following ones
+EVALUATION = 10_000  # evaluations read the batches from this step on
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training.
+    """Configuration of a training run.
 
     Attributes:
         model: ``gpt``, ``vision`` (a vision encoder) or ``captions`` (a GPT that reads a vision encoder's features).
-        pattern: ``--hybrid-layer-pattern`` of a hybrid model; overrides ``layers`` and ``mtp``.
-        transformer_engine: Use TransformerEngine's layers, not Megatron's own.
-        mtp: Depths of multi-token prediction.
+        pattern: ``--hybrid-layer-pattern`` for a hybrid model; overrides ``layers`` and ``mtp``.
+        transformer_engine: Use TransformerEngine's layers instead of Megatron's.
+        mtp: Number of multi-token prediction depths.
         positions: ``position_embedding_type``.
-        tied: Share the embedding's weights with the output layer.
+        tied: Share weights between the embedding and the output layer.
         packed: Maximum number of packed sequences in a micro-batch; 0 for one sequence per row.
         fp8: ``fp8_recipe``; None for no FP8.
         unbalanced: Bias the router to send all tokens to the first experts.
         wrapper: ``fsdp`` (Megatron-FSDP), ``ddp`` (DistributedDataParallel) or ``fsdp2`` (torch's FSDP2).
         virtual: Model chunks per pipeline stage; None without interleaving.
-        passes: Forward passes per micro-batch before their backward passes.
-        microbatches_later: Micro-batches from the second step after capture on; 0 for no change.
-        sequences_later, micro_batches_later: Sequence lengths and micro-batch sizes used in turn from the second step
-            after capture on, each for ``turn`` steps; empty for no change.
+        passes: Forward passes per micro-batch, all before the backward passes.
+        microbatches_later: Number of micro-batches from the second step after capture on; 0 for no change.
+        sequences_later, micro_batches_later: Sequence lengths and micro-batch sizes to cycle through from the second
+            step after capture on, each for ``turn`` steps; empty for no change.
         later_on_one_rank: Change shapes on the last data-parallel rank only.
-        masked_step: The only step with an attention mask, which hides more than the causal one; None for the causal
+        masked_step: The only step whose attention mask hides more than the causal mask; None to use the causal
             mask in every step.
-        evaluates: Evaluate after the step that follows capture; ``often``: also before and after capture and after
-            each step.
-        evaluated_sequence: Sequence length of evaluations; 0 for that of training.
+        evaluates: Evaluate after the step that follows capture; ``often`` to evaluate also before and after capture
+            and after each step.
+        evaluated_sequence: Sequence length in evaluation; 0 to use the training sequence length.
         modules: ``cuda_graph_modules``; empty for whole layers.
         holds: The largest unit of a graph: ``model``, ``decoder`` or ``layer``; None for the default.
         local: Use ``cuda_graph_impl="local"``.
-        unchecked: Skip the check of flags.
-        optimizer_graph: Capture the optimizer's step; eager runs use the same optimizer.
+        unchecked: Skip flag validation.
+        optimizer_graph: Capture the optimizer step; eager runs use the same optimizer.
         norm_on_device: Compute the gradient norm without synchronizing, as TransformerEngine's kernels do.
-        warmup: Steps before capture; with ``local``, warm-up passes of each layer.
-        config: Further attributes of ``TransformerConfig`` and of the wrapper's configuration, by name.
+        warmup: Steps before capture; with ``local``, warm-up passes per layer.
+        config: Additional attributes of ``TransformerConfig`` and the wrapper's configuration, by name.
     """
 
     model: str = "gpt"
@@ -86,13 +86,13 @@ class Case:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Case":
-        """Return the case with these attributes and entries of ``config``; lists become tuples."""
+        """Return a case with these attributes; other names become entries of ``config``, and lists become tuples."""
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         own: dict[str, Any] = {each.name: given.pop(each.name) for each in fields(cls) if each.name in given}
         return cls(**own, config=tuple(sorted(given.items())))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the entry ``name`` of ``config``."""
+        """Return the entry ``name`` of ``config``, or ``default``."""
         return dict(self.config).get(name, default)
 
     @property
@@ -101,11 +101,11 @@ class Case:
 
     @property
     def cuda_graph_layers_per_graph(self) -> str | int | None:
-        """The attribute of this name of ``TransformerConfig``."""
+        """The value of ``TransformerConfig.cuda_graph_layers_per_graph``."""
         return {"model": "model", "decoder": "all", "layer": 1, None: None}[self.holds]
 
     def microbatches_of(self, step: int) -> int:
-        """Return the number of micro-batches of ``step``."""
+        """Return the number of micro-batches in ``step``."""
         return self.microbatches_later or self.microbatches if step > self.warmup else self.microbatches
 
     def sequence_of(self, step: int) -> int:

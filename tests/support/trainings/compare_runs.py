@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 tests/support/trainings/compare_runs.py --cases cases.json --output results.json --tp 2
     torchrun --nproc-per-node 2 tests/support/trainings/compare_runs.py --serve /dev/stdin
 
-``cases.json`` is a list of arguments of ``Case.of``; ``control`` names one of ``controls.CONTROLS``. Without a GPU it
-runs on the CPU backend. ``--serve`` reads jobs, the other arguments, from the lines of a file or pipe. On GPUs each
-layout of ranks needs its own processes: NCCL keeps the memory of unused communicators.
+``cases.json`` is a list of arguments of ``Case.of``; ``control`` names one of ``controls.CONTROLS``. Without a GPU, it
+runs on the CPU backend. ``--serve`` reads jobs (the other arguments) from the lines of a file or pipe. On GPUs, each
+rank layout needs its own processes because NCCL keeps the memory of unused communicators.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from tests.support.trainings.training import Trace, train
 
 
 def main() -> None:
-    """Run the job of the command line, or the jobs of ``--serve``."""
+    """Run the job given on the command line, or the jobs read by ``--serve``."""
     args = parse(sys.argv[1:])
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Served ranks wait for the next job without a timeout.
+    # Served ranks wait for their next job without a timeout.
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(days=1))
     served = Served()
     for job in jobs(args.serve) if args.serve else (args,):
         served.run(job)
     dist.destroy_process_group()
-    cpu_backend.leave()  # also on GPUs: torch aborts if NCCL windows outlive their communicators
+    cpu_backend.leave()  # on GPUs as well: torch aborts if NCCL windows outlive their communicators
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -65,7 +65,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def jobs(source: Path) -> Iterator[argparse.Namespace]:
-    """Yield the jobs of ``source``, which the first rank reads, on every rank."""
+    """Yield the jobs that the first rank reads from ``source``, on every rank."""
     with source.open() if dist.get_rank() == 0 else nullcontext() as lines:
         while True:
             line = [lines.readline() if lines else ""]
@@ -76,14 +76,14 @@ def jobs(source: Path) -> Iterator[argparse.Namespace]:
 
 
 class Served:
-    """Runs jobs; keeps process groups and eager results for the next job in the same layout."""
+    """Runs jobs; reuses process groups and eager results for the next job with the same layout."""
 
     def __init__(self) -> None:
         self._layout: dict[str, int | None] = {}
         self._eager: dict[Case, Trace] = {}
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run every case; the first rank writes results after each."""
+        """Run every case; the first rank writes the results after each one."""
         self._arrange(args)
         results = []
         for arguments in json.loads(args.cases.read_text()):
@@ -91,16 +91,16 @@ class Served:
             errors_to = args.output if args.stop_at_error else None
             results.append(compare(Case.of(arguments), control, self._eager, errors_to))
             gc.collect()
-            gc.freeze()  # skip live objects when captures collect garbage
+            gc.freeze()  # exclude live objects from the garbage collections of captures
             if dist.get_rank() == 0:
-                partial = args.output.with_suffix(".partial")  # readers find complete JSON at any time
+                partial = args.output.with_suffix(".partial")  # readers always find complete JSON
                 partial.write_text(json.dumps(results, indent=1))
                 partial.replace(args.output)
                 shown = results[-1]["error"][-300:] or results[-1]["differences"][:3] or "bit-equal"
                 print(f"{results[-1]['case']}: {shown} ({results[-1]['seconds']:.1f} s)", flush=True)
 
     def _arrange(self, args: argparse.Namespace) -> None:
-        """Initialize the process groups of the layout."""
+        """Initialize the process groups for the layout."""
         from megatron.core import parallel_state
 
         layout: dict[str, int | None] = {
@@ -116,19 +116,19 @@ class Served:
         if self._layout:
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**layout)
-        if dist.get_world_size() == 1:  # one rank can stand for two replicas
+        if dist.get_world_size() == 1:  # one rank can represent two replicas
             parallel_state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = dist.new_group([0])
         self._layout, self._eager = layout, {}
 
 
 def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to: Path | None = None) -> dict:
-    """Train ``case`` both ways and gather the differences.
+    """Train ``case`` eagerly and with graphs, and gather the differences.
 
     Args:
-        case: The training.
+        case: The case to train.
         control: Name of a control; None for a plain capture.
-        eager: Cache of eager results, by cases without options of graphs.
-        errors_to: File for an error that ends the process; None to continue after errors.
+        eager: Cache of eager results, keyed by the case without graph options.
+        errors_to: File to write an error to before the process exits; None to continue after errors.
     """
     from megatron.core import parallel_state
 
@@ -144,11 +144,11 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     except Exception:
         error = traceback.format_exc()
         if errors_to is not None:
-            # Other ranks may wait for this one and fail later.
+            # Other ranks may be waiting for this one and fail later.
             with suppress(FileExistsError), errors_to.open("x") as file:
                 json.dump([{"case": str(case), "error": error, "differences": []}], file)
             os._exit(1)
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # another stage may wait for this one
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # another stage may be waiting for this one
             print(f"{case}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
     errors: list = [None] * dist.get_world_size()

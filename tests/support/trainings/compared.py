@@ -13,20 +13,20 @@ def assert_as_eager(result: dict[str, Any]) -> None:
 
 
 def assert_went_on_eagerly(result: dict[str, Any]) -> None:
-    """Assert that training continued without graphs after a failed capture."""
+    """Assert that training continued eagerly after a failed capture."""
     assert_as_eager(result)
     assert (result["graphs"], result["replays"]) == (0, 0)
 
 
 def assert_differs_from(result: dict[str, Any], step: int) -> None:
-    """Assert that losses differ from eager from ``step`` on, on some rank."""
+    """Assert that, on some rank, losses differ from eager from ``step`` on."""
     differences = result["differences"]
     assert any(f"losses[{step}]" in line for line in differences), differences
     assert not any(f"losses[{step - 1}]" in line for line in differences), differences
 
 
 def replays_of_evaluations(values: Mapping[str, Any], layers: int) -> list[int]:
-    """Return the expected graph replays of each evaluation.
+    """Return the expected number of graph replays in each evaluation.
 
     Args:
         values: The case.

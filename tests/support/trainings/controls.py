@@ -1,4 +1,4 @@
-"""Controls: captures that break one thing, which a comparison must detect, or unusual ones that must succeed."""
+"""Controls: captures that break one thing, which a comparison must detect, and unusual captures that must succeed."""
 
 import os
 import re
@@ -22,7 +22,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {}
 
 
 def control(function: Callable[[Training], None]) -> Callable[[Training], None]:
-    """Register a control, which captures in place of ``create_cudagraphs``."""
+    """Register a control, which runs in place of ``create_cudagraphs``."""
     CONTROLS[function.__name__] = function
     return function
 
@@ -40,14 +40,14 @@ def _kill_replays(training: Training) -> None:
 
 @control
 def no_manual_hooks(training: Training) -> None:
-    """Leave layers under DistributedDataParallel without the hooks that gather before a replay."""
+    """Run layers under DistributedDataParallel without the hooks that gather parameters before a replay."""
     training.helper.create_cudagraphs()
     training.helper.cuda_graph_set_manual_hooks = mock.Mock()
 
 
 @control
 def hooks_left(training: Training) -> None:
-    """Capture layers with their hooks."""
+    """Capture layers without removing their hooks."""
     from megatron.core.transformer._cuda_graphs import hooks
 
     with mock.patch.object(hooks.ModuleHooks, "extract", _keep_hooks):
@@ -80,19 +80,19 @@ def no_pre_backward_sentinel(training: Training) -> None:
 
 @control
 def failed_forward_capture(training: Training) -> None:
-    """Synchronize in the forward pass of a layer, which fails the capture."""
+    """Fail the capture by synchronizing in the forward pass of a layer."""
     _fail_capture(training, lambda tensor: tensor.sum().item())
 
 
 @control
 def failed_backward_capture(training: Training) -> None:
-    """Synchronize in the backward pass of a layer, which fails the capture."""
+    """Fail the capture by synchronizing in the backward pass of a layer."""
     _fail_capture(training, lambda tensor: tensor.register_hook(lambda grad: (grad.sum().item(), None)[1]) and None)
 
 
 @control
 def fallback_after_a_failure_on_one_rank(training: Training) -> None:
-    """Run out of memory in a layer of the last rank: with ``cuda_graph_fallback`` all ranks continue eagerly."""
+    """Run out of memory in a layer of the last rank; with ``cuda_graph_fallback``, all ranks continue eagerly."""
 
     def hook(module, args, output):
         raise torch.OutOfMemoryError("out of memory, as it were")
@@ -111,7 +111,7 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
 
 @control
 def interrupted_on_one_rank(training: Training) -> None:
-    """Interrupt the last rank in a capture, a recapture and a capture for evaluation: each ends on all ranks."""
+    """Interrupt the last rank in a capture, a recapture and an evaluation capture; each must end on all ranks."""
     from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
 
     helper, case = training.helper, training.case
@@ -130,7 +130,7 @@ def interrupted_on_one_rank(training: Training) -> None:
 
 
 def _interrupt(training: Training, capture: Callable[[], object]) -> None:
-    """Call ``capture`` and raise KeyboardInterrupt in the last layer of the last rank."""
+    """Call ``capture`` and raise KeyboardInterrupt in the last layer on the last rank."""
     mlp, last = training.layers[-1].mlp, dist.get_world_size() - 1
     forward = mlp.forward
 
@@ -171,13 +171,13 @@ def failed_recaptures(training: Training) -> None:
 
 @control
 def failed_forward_between_collectives(training: Training) -> None:
-    """Fail on the last rank in warm-up, between the collectives of attention and MLP."""
+    """Fail on the last rank during warm-up, between the collectives of attention and MLP."""
     _fail_between_collectives(training, "forward", _run_out_of_memory)
 
 
 @control
 def failed_backward_between_collectives(training: Training) -> None:
-    """Fail on the last rank in the backward pass of warm-up, between collectives."""
+    """Fail on the last rank during the backward pass of warm-up, between collectives."""
     _fail_between_collectives(training, "backward", lambda output: output.register_hook(_run_out_of_memory))
 
 
@@ -215,7 +215,7 @@ def _fail_between_collectives(training: Training, phase: str, touch: Callable[[t
 
 @control
 def hook_on_one_rank(training: Training) -> None:
-    """Register a hook outside of layers on the last rank: all ranks capture layers, not the whole model."""
+    """Register a hook outside of layers on the last rank; all ranks must then capture layers, not the whole model."""
     if dist.get_rank() == dist.get_world_size() - 1:
         from megatron.core.utils import get_attr_wrapped_model
 
@@ -231,7 +231,7 @@ def hook_on_one_rank(training: Training) -> None:
 
 @control
 def layer_hook_on_one_rank(training: Training) -> None:
-    """Register a hook on a layer of the last rank: all ranks capture it alone."""
+    """Register a hook on one layer on the last rank; all ranks must then capture that layer separately."""
     if dist.get_rank() == dist.get_world_size() - 1:
         training.layers[1].register_forward_hook(lambda *_: None)
     training.helper.create_cudagraphs()
@@ -239,7 +239,7 @@ def layer_hook_on_one_rank(training: Training) -> None:
 
 @control
 def late_hook_on_one_rank(training: Training) -> None:
-    """Capture, then hook every second layer of the last rank, which runs them eagerly beside replays."""
+    """Capture, then hook every second layer on the last rank so that these layers run eagerly between replays."""
     training.helper.create_cudagraphs()
     for layer in training.layers[1::2] if dist.get_rank() == dist.get_world_size() - 1 else ():
         hooked = [
@@ -252,7 +252,9 @@ def late_hook_on_one_rank(training: Training) -> None:
 
 @control
 def late_hook_on_one_rank_without_plans(training: Training) -> None:
-    """Do the same without recorded collectives: replays gather and reduce through hooks."""
+    """Capture and hook like ``late_hook_on_one_rank``, but replays gather and reduce in hooks, without recorded
+    collectives.
+    """
     with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
         late_hook_on_one_rank(training)
 
@@ -271,7 +273,7 @@ def eager_micro_batch_on_one_rank(training: Training) -> None:
 
 @control
 def refused_on_one_stage(training: Training) -> None:
-    """Register a hook outside of layers in the last pipeline stage: all stages capture layers."""
+    """Register a hook outside of layers in the last pipeline stage; all stages must then capture layers."""
     last = dist.get_rank() == dist.get_world_size() - 1
     if last:
         from megatron.core.utils import get_attr_wrapped_model
@@ -323,7 +325,7 @@ def captured_again_later(training: Training) -> None:
 
 @control
 def evaluation_eager_on_one_rank(training: Training) -> None:
-    """Capture; from the second evaluation on, a hook makes the last rank eager."""
+    """Capture; from the second evaluation on, a hook makes the last rank evaluate eagerly."""
     training.helper.create_cudagraphs()
     last, since = dist.get_rank() == dist.get_world_size() - 1, len(training.evaluations)
 
@@ -340,13 +342,13 @@ def evaluation_eager_on_one_rank(training: Training) -> None:
 
 @control
 def failed_capture_for_evaluation(training: Training) -> None:
-    """Run out of memory on the last rank when the first evaluation captures: all ranks evaluate eagerly."""
+    """Run out of memory on the last rank in the first evaluation capture; all ranks must then evaluate eagerly."""
     _fail_for_evaluation(training, torch.cuda.is_current_stream_capturing)
 
 
 @control
 def failed_warm_up_for_evaluation(training: Training) -> None:
-    """Run out of memory in warm-up for evaluation, between the collectives of attention and MLP."""
+    """Run out of memory in evaluation warm-up, between the collectives of attention and MLP."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
     graphs = getattr(training.chunks[0].module, "graphs", None)
@@ -365,7 +367,7 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
         return forward(*args, **kwargs)
 
     def synchronize() -> None:
-        """Wait for gathers, as schedules do at the end of an evaluation."""
+        """Wait for all-gathers, like the schedules do at the end of an evaluation."""
         if training.case.wrapper != "fsdp2":
             training.chunks[0].synchronize_param_gather()
 
@@ -384,19 +386,19 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
     assert changed == [] or (changed == ["rng"] and training.case.transformer_engine), (
         f"a failed capture changed {changed}"
     )
-    training.evaluations.clear()  # the eager run has no evaluation here
+    training.evaluations.clear()  # the eager run does not evaluate here
     training.evaluation_replays.clear()
 
 
 @control
 def not_reduced_across_replicas(training: Training) -> None:
-    """Capture; then reduce nothing across HSDP replicas."""
+    """Capture, then skip gradient reduction across HSDP replicas."""
     _not_across_replicas(training, "grad_reduce_pipeline", "reduce_all_across_replicas")
 
 
 @control
 def not_gathered_across_replicas(training: Training) -> None:
-    """Capture; then gather nothing across HSDP replicas."""
+    """Capture, then skip parameter gathering across HSDP replicas."""
     _not_across_replicas(training, "all_gather_pipeline", "gather_across_replicas")
 
 
@@ -408,7 +410,7 @@ def _not_across_replicas(training: Training, pipeline: str, method: str) -> None
 
 @control
 def captured_by_two_helpers(training: Training) -> None:
-    """Capture the last layers and the first with a helper each, as multimodal models do."""
+    """Capture the first layer and the others with separate helpers, as multimodal models do."""
     from megatron.core.transformer import cuda_graphs
 
     first, *rest = training.layers
@@ -420,7 +422,7 @@ def captured_by_two_helpers(training: Training) -> None:
 
 @control
 def failed_language_capture(training: Training) -> None:
-    """Capture the vision encoder; fail to capture the language model."""
+    """Capture the vision encoder, then fail to capture the language model."""
     vision = training.helper.vision
     vision.create_cudagraphs()
     training.helper = training.helper.language
@@ -430,7 +432,7 @@ def failed_language_capture(training: Training) -> None:
 
 @control
 def beside_a_larger_model(training: Training) -> None:
-    """Capture; then train a larger model, one step per forward pass, with graphs after its warm-up."""
+    """Capture; then train a larger model, one step per forward pass, and capture it after its warm-up."""
     case = replace(training.case, hidden=2 * training.case.hidden)
     training.helper.create_cudagraphs()
     other = Training(case, graphs=True)
@@ -450,7 +452,7 @@ def beside_a_larger_model(training: Training) -> None:
 
 @control
 def taken_addresses(training: Training) -> None:
-    """Capture, then allocate the memory that Megatron-FSDP freed."""
+    """Capture, then allocate memory of the sizes that Megatron-FSDP freed."""
     training.helper.create_cudagraphs()
     groups = training.chunks[0].module.param_and_grad_buffer.parameter_groups
     training.taken = [
@@ -461,7 +463,7 @@ def taken_addresses(training: Training) -> None:
 
 @control
 def parameters_not_kept(training: Training) -> None:
-    """Capture; then let torch's FSDP2 free parameters after each pass."""
+    """Capture, then let torch's FSDP2 free parameters after each pass."""
     from megatron.core.transformer._cuda_graphs.te import capture_session
     from megatron.core.transformer._cuda_graphs.te.torch_fsdp import kept_parameters
 
@@ -484,7 +486,7 @@ def dead_local_replay(training: Training) -> None:
 
     def kill(create: Callable[[], None]) -> None:
         create()
-        for runner in _runners(training):  # not on the class, whose method steps patch
+        for runner in _runners(training):  # not on the class, whose method the test steps patch
             graphs = runner.graphs
             for name in ("forward_graph", "backward_graph"):
                 setattr(graphs, name, mock.Mock(kept=getattr(graphs, name)))
@@ -494,13 +496,13 @@ def dead_local_replay(training: Training) -> None:
 
 @control
 def failed_local_capture(training: Training) -> None:
-    """Synchronize in a local capture, which fails: training continues eagerly."""
+    """Fail a local capture by synchronizing; training continues eagerly."""
     _fail_local_capture(training)
 
 
 @control
 def failed_local_capture_on_one_rank(training: Training) -> None:
-    """Fail the local capture of the last rank; the others replay."""
+    """Fail the local capture on the last rank; the other ranks replay."""
     if dist.get_rank() == dist.get_world_size() - 1:
         _fail_local_capture(training)
 
@@ -528,7 +530,7 @@ def _fail_local_capture(training: Training) -> None:
 
 @control
 def local_graphs_recorded_again(training: Training) -> None:
-    """Delete local graphs after the fourth step and record the next one."""
+    """Delete local graphs after the fourth step, and record the next step."""
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
     def delete(create: Callable[[], None]) -> None:
@@ -557,7 +559,7 @@ def observed_evaluation_on_one_rank(training: Training) -> None:
 
 
 def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
-    """Wrap the function that schedules call at the end of each step by ``run``."""
+    """Replace the function that schedules call at the end of each step with ``run``, which receives the original."""
     from megatron.core.pipeline_parallel import schedules
 
     create = schedules.create_cudagraphs
@@ -573,7 +575,7 @@ def _runners(training: Training) -> list:
 
 
 def _process_state() -> dict[str, object]:
-    """Return the process state that a failed capture must restore."""
+    """Return the process state that must survive a failed capture."""
     import gc
 
     from megatron.core.tensor_parallel.random import get_all_rng_states
@@ -608,7 +610,7 @@ def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -
 
 
 def training_state(training: Training) -> dict[str, object]:
-    """Return the state of process and model that a failed capture must restore."""
+    """Return the process and model state that must survive a failed capture."""
     layers = training.layers
     fsdp = training.chunks[0].module
     return _process_state() | {
@@ -619,7 +621,7 @@ def training_state(training: Training) -> dict[str, object]:
         ],
         "graphs": [list(layer.cuda_graphs) for layer in layers],
         "parameters": [(name, id(param)) for name, param in training.chunks[0].named_parameters()],
-        # FSDP2's gradients are zeroed after a capture.
+        # A capture zeroes FSDP2's gradients.
         "gradients": [
             param.grad is None or training.case.wrapper == "fsdp2" for param in training.chunks[0].parameters()
         ],

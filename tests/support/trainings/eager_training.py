@@ -27,7 +27,7 @@ CASES = {
 
 
 def main() -> None:
-    """Train each case and print losses, norms and checksums of the weights."""
+    """Train each case and print the losses, norms and weight checksums."""
     from megatron.core import parallel_state
 
     dist.init_process_group("nccl")

@@ -1,10 +1,10 @@
-"""Define sizes and environment of comparisons on GPUs."""
+"""Sizes and environment for comparisons on GPUs."""
 
 from typing import Any
 
 import torch
 
 SIZES: dict[str, Any] = {"transformer_engine": True, "hidden": 512, "sequence": 1024, "micro_batch": 1}
-# Otherwise cuDNN's attention backward differs between runs.
+# Without this, cuDNN's attention backward differs between runs.
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""Train megatron-core's ``HybridModel``: attention, MLP, MoE and Mamba layers in the order of a pattern."""
+"""Train megatron-core's ``HybridModel`` with attention, MLP, MoE and Mamba layers in the order of a pattern."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from tests.support.trainings.training import Training
 
 
 class HybridTraining(Training):
-    """A training of a hybrid model; ``case.pattern`` sets the layers."""
+    """Training of a hybrid model with the layers of ``case.pattern``."""
 
     def __init__(self, case: Case, graphs: bool):
         main, *depths = case.pattern.split("/")

@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json --stride 40
     torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output out.json --tp 2 --holds layer model
 
-Between steps of one model, captures are attempted with one fault after another, on one rank or on all. After each
-attempt every rank must have raised the same error, which names the failed rank, within ``LIMIT`` seconds (the timeout
+Between the steps of one model, captures are attempted with one fault at a time, on one rank or on all. After each
+attempt, every rank must have raised the same error, which names the failed rank, within ``LIMIT`` seconds (the timeout
 of collectives), and hooks, parameters, generators, flags, environment and buffers must be restored. Every few attempts,
-and at the end with graphs, a step must equal that of a model that never captured. Without a GPU it runs on the CPU
-backend. Results are written as they come.
+and at the end with graphs, a step must equal the same step of a model that never captured. Without a GPU, it runs on
+the CPU backend. Results are written as they arrive.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from tests.support.trainings.controls import training_state
 from tests.support.trainings.training import Trace, Training, train
 
 LIMIT = 60.0  # seconds
-STEPS_BETWEEN = 25  # attempts between two steps
+STEPS_BETWEEN = 25  # attempts between steps
 SMALL: dict[str, Any] = {"hidden": 16, "sequence": 8, "micro_batch": 1, "dropout": 0.1, "warmup": 10}
 SMALL |= {"num_attention_heads": 2}
 
@@ -58,7 +58,7 @@ def _raise(error: type[BaseException]) -> None:
 
 
 def _wait_on_host() -> None:
-    """Synchronize, which a capture forbids."""
+    """Synchronize, which is forbidden during capture."""
     if not on_cpu:
         torch.cuda.current_stream().synchronize()
         return
@@ -80,11 +80,11 @@ class Faults(TorchDispatchMode):
     """Counts the operators and calls of a capture and fails one of them.
 
     Attributes:
-        at: Index of the operator or call to fail; None for none.
-        happens: The fault.
-        captured_only: Count in stream captures only.
-        names: Names of the operators and calls so far.
-        fired: Whether the fault has happened.
+        at: Index of the operator or call to fail; None to only count.
+        happens: Called to inject the fault; raises or synchronizes.
+        captured_only: Count only during stream capture.
+        names: Names of the operators and calls counted so far.
+        fired: Whether the fault has been injected.
     """
 
     at: int | None = None
@@ -92,7 +92,7 @@ class Faults(TorchDispatchMode):
     captured_only: bool = False
     names: list[str] = field(default_factory=list)
     fired: bool = False
-    internal: int = 0  # inside the CPU backend, without a counterpart on GPUs
+    internal: int = 0  # depth of calls inside the CPU backend, which have no counterpart on GPUs
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Faults(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, name: str, captured: bool) -> None:
-        """Count one operator or call, or fail it."""
+        """Count one operator or call, and inject the fault if its index is ``at``."""
         if self.captured_only and not captured:
             return
         self.names.append(name)
@@ -126,7 +126,7 @@ class Faults(TorchDispatchMode):
                 from megatron_fsdp_cuda_graphs.cpu_backend import distributed as cpu_distributed
                 from megatron_fsdp_cuda_graphs.cpu_backend.tape import Recorder
 
-                for name in cpu_distributed.WRITING:  # after ranks have agreed to launch it
+                for name in cpu_distributed.WRITING:  # after ranks have agreed on the launch
                     self._patch(stack, dist.ProcessGroup, name, counted=False, internal=True)
                 self._patch(stack, cpu_distributed.HeldWork, "wait", counted=True, internal=True)
                 self._patch(stack, Recorder, "_record", counted=True, captured=True, internal=True)
@@ -153,7 +153,7 @@ class Faults(TorchDispatchMode):
 
 
 def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, float]:
-    """Capture with ``faults`` as if for the first time; return the error and the time in seconds."""
+    """Capture with ``faults`` as if for the first time; return the error, or None, and the time in seconds."""
     if hasattr(training.chunks[0].module, "graphs"):
         training.chunks[0].module.graphs.reduced_once.clear()
     start = time.perf_counter()
@@ -167,15 +167,15 @@ def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, f
 
 @dataclass
 class Attempts:
-    """The attempts on one model.
+    """Capture attempts on one model.
 
     Attributes:
-        steps: What preceded each step of the model.
-        problems: The failed attempts and steps.
-        counted, passed: Number of attempts of each kind, and of those that left nothing behind.
+        steps: Event that preceded each step of the model.
+        problems: Attempts and steps that failed the checks.
+        counted, passed: Number of attempts by kind, and number of attempts that left no state behind.
         slowest: Longest time from the start of an attempt to its error, in seconds.
-        unreached: Faults after the end of a shorter capture.
-        compared: Compared steps.
+        unreached: Number of faults whose index was beyond the end of a shorter capture.
+        compared: Number of compared steps.
     """
 
     training: Training
@@ -188,7 +188,7 @@ class Attempts:
     compared: int = 0
 
     def places(self, captured_only: bool) -> list[str]:
-        """Return the operators and calls of a capture on rank 0; ranks may differ in a few."""
+        """Return the names of the operators and calls of a capture on rank 0; other ranks may differ slightly."""
         faults = Faults(captured_only=captured_only)
         error, _ = attempt(self.training, faults)
         if error is not None:
@@ -199,7 +199,7 @@ class Attempts:
         return names[0]
 
     def fail(self, kind: str, at: int, on: list[int]) -> None:
-        """Fail a capture at one place on the ranks ``on`` and record leftover state."""
+        """Inject a fault into a capture at index ``at`` on the ranks ``on``, and record leftover state."""
         before = training_state(self.training)
         mine = dist.get_rank() in on
         faults = Faults(at if mine else None, KINDS[kind], captured_only=kind == "host sync")
@@ -249,7 +249,7 @@ class Attempts:
         self.steps.append(where)
 
     def compare(self, eager: Trace) -> None:
-        """Record differences of the steps from a model that never captured."""
+        """Record differences between these steps and the steps of a model that never captured."""
         found = eager.differences(self.training.trace())
         self.compared = len(self.training.losses)
         everywhere: list[Any] = [None] * dist.get_world_size()
@@ -267,19 +267,19 @@ def run(
     """Attempt captures with faults.
 
     Args:
-        case: The training.
+        case: The case to train.
         kinds: Keys of ``KINDS``.
-        stride: Distance between faults; the first is after half of it.
-        write: Called with the results so far.
+        stride: Distance between fault indices, starting at half of it.
+        write: Callback that receives the results so far.
     """
     start = time.monotonic()
     training = Training(case, graphs=True)
     training.make_helper()
     attempts = Attempts(training)
     attempts.step("at the beginning")
-    attempts.places(False)  # allocate memory for later captures
+    attempts.places(False)  # allocates memory that later captures reuse
     gc.collect()
-    gc.freeze()  # skip live objects when captures collect garbage
+    gc.freeze()  # exclude live objects from the garbage collections of captures
     places: dict[str, int] = {}
     replays = 0
 
@@ -307,7 +307,9 @@ def run(
         for number, at in enumerate(range(stride // 2, len(names), stride)):
             ranks = list(range(dist.get_world_size()))
             if dist.get_rank() == 0:
-                print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)  # the last line if it hangs
+                print(
+                    f"{kind} at {at} of {len(names)}: {names[at]}", flush=True
+                )  # last line of output if the run hangs
             attempts.fail(kind, at, ranks)
             if len(ranks) > 1:
                 attempts.fail(kind, at, [ranks[number % len(ranks)]])
@@ -323,7 +325,7 @@ def run(
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command-line interface."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="where the results go, as JSON")
     parser.add_argument("--stride", type=int, default=1, help="distance between faults")

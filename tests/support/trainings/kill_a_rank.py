@@ -1,10 +1,10 @@
-"""Kills one of two ranks in a capture, or in the middle of a step of replays, and tells how the other one ends.
+"""Kill one of two ranks during capture or between the replays of a step, and report how the other rank ends.
 
     python tests/support/trainings/kill_a_rank.py --timeout 30
     python tests/support/trainings/kill_a_rank.py --timeout 30 --in-capture
 
-The ranks are started without torchrun, which would end the survivor too. On GPUs it is NCCL's watchdog that ends it,
-``--timeout`` seconds later; on the CPU backend, where this runs without two GPUs, gloo notices the closed connection.
+The ranks are started without torchrun, which would terminate the survivor. On GPUs, NCCL's watchdog terminates it
+``--timeout`` seconds later. On the CPU backend, used without two GPUs, gloo detects the closed connection.
 """
 
 import argparse
@@ -23,16 +23,16 @@ import torch
 import torch.distributed as dist
 
 LAUNCHED = "replays begin"
-TIMEOUT_IN_CAPTURE = 2  # seconds, from before the capture on, as with --distributed-timeout-seconds-after-init
+TIMEOUT_IN_CAPTURE = 2  # seconds, from before capture on, as with --distributed-timeout-seconds-after-init
 
 
 def killed(timeout: int, holds: str, in_capture: bool = False) -> tuple[int, float, str]:
-    """Kill one of two ranks; return the survivor's exit status, its remaining time in seconds, and its output.
+    """Kill one of two ranks; return the survivor's exit status, the seconds until it exited, and its output.
 
     Args:
         timeout: Timeout of the process groups in seconds.
-        holds: As in ``Case``.
-        in_capture: Kill the rank during capture, not replay.
+        holds: See ``Case``.
+        in_capture: Kill the rank during capture instead of replay.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -61,7 +61,7 @@ def killed(timeout: int, holds: str, in_capture: bool = False) -> tuple[int, flo
 
 
 def kill_at(graphs: type, name: str, call: int) -> None:
-    """Kill this process at the given ``call`` of ``graphs.name``, counted from 1."""
+    """Kill this process at call number ``call``, from 1, of the method ``name`` of ``graphs``."""
     method, calls = getattr(graphs, name), []
 
     def die(graph: torch.cuda.CUDAGraph, *args, **kwargs) -> None:
@@ -74,7 +74,7 @@ def kill_at(graphs: type, name: str, call: int) -> None:
 
 
 def train(timeout: int, holds: str, in_capture: bool) -> None:
-    """Train with graphs; kill the last rank before its second capture, or its second replay of the second step."""
+    """Train with graphs; kill the last rank before its second capture or its second replay of the second step."""
     on_cpu = torch.cuda.device_count() < 2
     if on_cpu:
         from megatron_fsdp_cuda_graphs import cpu_backend
@@ -86,7 +86,7 @@ def train(timeout: int, holds: str, in_capture: bool) -> None:
     from tests.support.trainings.case import Case
     from tests.support.trainings.training import Training
 
-    # The surviving first rank owns the store.
+    # The first rank survives and owns the store.
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=timeout))
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout / 60)
     training = Training(Case(layers=2, warmup=2, holds=holds), graphs=True)
@@ -108,7 +108,7 @@ def train(timeout: int, holds: str, in_capture: bool) -> None:
 
 
 def main() -> None:
-    """Run a rank if RANK is set, otherwise the parent of both."""
+    """Run a rank if RANK is set, otherwise start both ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=int, default=30, help="timeout of the process groups in seconds")
     parser.add_argument("--holds", default="decoder", help="as in Case")

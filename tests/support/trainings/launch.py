@@ -1,4 +1,4 @@
-"""Fixtures that run ``compare_runs.py`` on ranks of its own.
+"""Fixtures that run ``compare_runs.py`` on separate ranks.
 
 torchrun starts the ranks on GPUs; without a GPU they are forked.
 """
@@ -19,7 +19,7 @@ from tests.support.ranks.forked_ranks import OWN, ForkedRanks
 
 COMPARE = Path(__file__).with_name("compare_runs.py")
 FAULTS = Path(__file__).with_name("inject_faults.py")
-TIMEOUT = 3600  # seconds; longer than any run takes on a busy machine
+TIMEOUT = 3600  # seconds; longer than any run on a busy machine
 
 
 def launch(
@@ -29,17 +29,17 @@ def launch(
     folder: Path,
     environment: dict[str, str] | None = None,
 ) -> tuple[subprocess.CompletedProcess, list[dict[str, Any]]]:
-    """Train ``cases`` both ways on ``ranks`` new torchrun processes.
+    """Train ``cases`` eagerly and with graphs on ``ranks`` new torchrun processes.
 
     Args:
         cases: Arguments of ``Case.of``; ``control`` names one of ``controls.CONTROLS``.
-        options: Further arguments of ``compare_runs.py``.
+        options: Additional arguments of ``compare_runs.py``.
         ranks: Number of processes.
-        folder: An existing folder for the cases and their results.
+        folder: Existing folder for the cases and their results.
         environment: Additional environment variables.
 
     Returns:
-        The finished launcher with its output, and the results so far in the order of the cases.
+        The completed process with its output, and the results that were written, in the order of the cases.
     """
     done = _torchrun(COMPARE, [*_write(cases, folder), *options], ranks, environment)
     return done, _read(folder)
@@ -51,7 +51,7 @@ def inject_faults(
     """Run ``inject_faults.py`` on ``ranks`` new processes and return its results.
 
     Raises:
-        AssertionError: a rank died; includes the end of its output.
+        AssertionError: A rank died. The message includes the end of the output.
     """
     output = folder / "results.json"
     status, shown = _run(FAULTS, ["--output", str(output), *options], ranks, folder, environment)
@@ -63,7 +63,7 @@ def inject_faults(
 def _run(
     script: Path, arguments: Sequence[str], ranks: int, folder: Path, environment: dict[str, str] | None
 ) -> tuple[int, str]:
-    """Run ``script`` on ``ranks`` new processes; return the exit status and the end of their output."""
+    """Run ``script`` on ``ranks`` new processes; return the exit status and the end of the output."""
     if torch.cuda.is_available():
         done = _torchrun(script, arguments, ranks, environment)
         return done.returncode, done.stdout[-3000:] + done.stderr[:6000] + done.stderr[-6000:]
@@ -86,7 +86,7 @@ def _torchrun(
 
 
 def _write(cases: Sequence[dict[str, Any]], folder: Path) -> list[str]:
-    """Write ``cases`` to a file; return the arguments for it and for the results."""
+    """Write ``cases`` to a file; return the arguments for this file and the results file."""
     (folder / "cases.json").write_text(json.dumps(cases))
     return ["--cases", str(folder / "cases.json"), "--output", str(folder / "results.json")]
 
@@ -97,7 +97,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 class Server:
-    """CPU ranks that run one job after another.
+    """CPU ranks that run jobs one after the other.
 
     Attributes:
         ranks: The processes.
@@ -110,10 +110,10 @@ class Server:
         self.ranks = ForkedRanks([str(COMPARE), "--serve", str(jobs)], folder / "log", ranks)
 
     def run(self, cases: Sequence[dict[str, Any]], options: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-        """Train ``cases`` both ways and return the results.
+        """Train ``cases`` eagerly and with graphs, and return the results.
 
         Raises:
-            AssertionError: the ranks died; includes the end of their log.
+            AssertionError: The ranks died. The message includes the end of the log.
         """
         self._jobs.write(" ".join([*_write(cases, folder), *options]) + "\n")
         self._jobs.flush()
@@ -124,10 +124,10 @@ class Server:
         return results
 
     def close(self) -> None:
-        """End the ranks between two jobs.
+        """Shut down the ranks between jobs.
 
         Raises:
-            AssertionError: they did not exit on their own.
+            AssertionError: The ranks did not exit.
         """
         self._jobs.close()
         self.ranks.ended(TIMEOUT)
@@ -137,7 +137,7 @@ class Server:
 def compare_runs(tmp_path_factory) -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """Return a function that trains cases eagerly and with graphs in other processes, one result per case.
 
-    Without a GPU, ranks serve all calls of the session unless ``--stop-at-error`` may end them.
+    Without a GPU, the same ranks serve all calls of the session, except calls with ``--stop-at-error``.
     """
     servers: dict[int, Server] = {}
 
@@ -162,7 +162,7 @@ def compare_runs(tmp_path_factory) -> Iterator[Callable[..., list[dict[str, Any]
 
 @pytest.fixture(scope="session")
 def trained(compare_runs) -> Callable[..., dict[str, Any]]:
-    """Return a function that trains a case once per session in a layout of ranks and returns its result."""
+    """Return a function that trains a case in a rank layout, once per session, and returns its result."""
     results: dict[str, dict[str, Any]] = {}
 
     def train(case: dict[str, Any], *options: str, ranks: int = 2) -> dict[str, Any]:

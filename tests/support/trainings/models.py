@@ -19,7 +19,7 @@ YARN = {
 }
 
 
-# Attributes that the patch reads and `TransformerConfig` does not declare.
+# Attributes that the patch reads and `TransformerConfig` does not declare
 PATCHED = ("moe_use_grouped_tensor", "cuda_graph_max_captures")
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -28,7 +28,7 @@ def transformer_config(case: Case, graphs: bool):
     """Return the ``TransformerConfig`` of ``case``, with or without graphs.
 
     Raises:
-        ValueError: an entry of ``case.config`` belongs to no configuration.
+        ValueError: No configuration has an attribute for an entry of ``case.config``.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -85,7 +85,7 @@ def transformer_config(case: Case, graphs: bool):
     if case.fp8:
         values |= {"fp8": "hybrid", "fp8_recipe": case.fp8}
     if "recompute_modules" in given:
-        # A recomputed MLP would return its bias, a parameter, which becomes an output of its own recomputation.
+        # A recomputed MLP would return its bias, a parameter, as an output of the recomputation.
         biased = "mlp" not in given["recompute_modules"] and not case.experts
         values |= {"recompute_granularity": "selective", "add_bias_linear": biased}
     kind: Any = TransformerConfig
@@ -118,7 +118,7 @@ def _names_of_sharding() -> set[str]:
 
 
 def gpt_layer_spec(case: Case):
-    """Return the spec of a GPT's layers, all of one kind."""
+    """Return the layer spec of a GPT with layers of a single kind."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     if not case.transformer_engine:
@@ -135,7 +135,7 @@ def gpt_layer_spec(case: Case):
 
 
 def gpt(case: Case, config, virtual_stage: int | None = None):
-    """Return the GPT of ``case``, or the model chunk of a virtual pipeline stage."""
+    """Return the GPT of ``case``, or its model chunk for a virtual pipeline stage."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
@@ -153,7 +153,7 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
     if case.local and "moe_router" in case.modules and config.cuda_graph_impl == "local":
         from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
-        spec.module = MoETransformerLayer  # the same layer, in parts that local graphs can hold
+        spec.module = MoETransformerLayer  # the same layer, in parts that local graphs can capture
     mtp = None
     if case.mtp:
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
@@ -195,7 +195,7 @@ def wrapped(case: Case, config, model):
         )
 
         if not case.transformer_engine:
-            config.transformer_impl = "local"  # whose linear layers are not sharded by themselves
+            config.transformer_impl = "local"  # whose linear layers are not sharded separately
         sharding = TorchFullyShardedDataParallelConfig(reshard_after_forward=case.get("reshard_after_forward", True))
         return distributed.TorchFullyShardedDataParallel(config, sharding, model)
     values: dict[str, Any] = {
@@ -205,7 +205,10 @@ def wrapped(case: Case, config, model):
         "grad_reduce_in_fp32": True,
     }
     if case.wrapper == "ddp":
-        values |= {"align_param_gather": case.virtual is not None, "bucket_size": 10_000}  # several buckets
+        values |= {
+            "align_param_gather": case.virtual is not None,
+            "bucket_size": 10_000,
+        }  # small enough for several buckets
     else:
         values |= {
             "use_megatron_fsdp": True,
@@ -222,7 +225,7 @@ def wrapped(case: Case, config, model):
 
 
 def optimizer(case: Case, chunks: list[torch.nn.Module], **options: Any):
-    """Return the optimizer of wrapped chunks; ``options`` go to ``get_megatron_optimizer``."""
+    """Return the optimizer of wrapped chunks; ``options`` are passed to ``get_megatron_optimizer``."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(

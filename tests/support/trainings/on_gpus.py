@@ -1,11 +1,11 @@
-"""Train the cases of ``tests/gpu`` on all GPUs of this machine, many at a time, and list those unlike eager.
+"""Train the cases of ``tests/gpu`` on all GPUs of this machine concurrently, and list those that differ from eager.
 
     python -m tests.support.trainings.on_gpus --output equality.json
     python -m tests.support.trainings.on_gpus --layouts "two instances" --tests test_hybrid_sharding --logs logs
     python -m tests.support.trainings.on_gpus --share 1/2 --output first_half.json
 
-pytest takes hours, during which the GPUs are mostly idle. Numbers of graphs and replays are in the results but not
-checked. Cases that ran out of memory beside others are trained again. Requires GPUs and TransformerEngine.
+pytest takes hours, with mostly idle GPUs. The results include graph and replay counts, which are not
+checked. Cases that ran out of memory next to others are retrained. Requires GPUs and TransformerEngine.
 """
 
 import argparse
@@ -34,15 +34,15 @@ from tests.support.sample import name_of
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.trainings.launch import launch
 
-LAST = 75  # approximate seconds of a launch
-CASES = 5  # per launch, which keeps memory of each
-# Controls that must differ from eager.
+LAST = 75  # approximate duration of a launch in seconds
+CASES = 5  # per launch; each case leaves memory allocated
+# Controls that must differ from eager
 DEAD = {"dead_local_replay", "dead_replay"}
-LEFT_OUT = {"losses", "grad_norms", "threads", "instructions"}  # of results, already compared
+LEFT_OUT = {"losses", "grad_norms", "threads", "instructions"}  # keys of results that were already compared
 
 
 class Job(NamedTuple):
-    """A case and its layout.
+    """A case and its rank layout.
 
     Attributes:
         tests: Name of the test module.
@@ -101,18 +101,20 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Train the jobs of one launch and return the results; a crash is the error of the rest, or of the last job."""
+    """Train the jobs of one launch and return the results; a crash is reported for the rest of them, or for the last
+    one.
+    """
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)
     done, found = launch([job.case for job in part], *first.options, ranks=GPUS, folder=folder, environment=environment)
     (folder / "log").write_text(done.stdout + done.stderr)
     if done.returncode:
-        fatal = done.stderr.find("Fatal Python error")  # faulthandler's, of a signal
+        fatal = done.stderr.find("Fatal Python error")  # printed by faulthandler on a fatal signal
         print(f"{folder.name}:", done.stderr[-3000:] if fatal < 0 else done.stderr[max(0, fatal - 1000) :][:4000])
     crashed = {"differences": [], "error": f"the process ended with {done.returncode}: {folder.name}/log"}
     results = [*found, *([crashed] * (len(part) - len(found)))]
-    if done.returncode and len(found) == len(part):  # at its end
+    if done.returncode and len(found) == len(part):  # crashed while exiting
         results[-1] |= {"error": results[-1]["error"] or crashed["error"]}
     return [
         {"tests": job.tests, "layout": job.layout, "case": name_of(job.case)}
@@ -128,7 +130,7 @@ def control(job: Job) -> str:
 
 
 def is_as_it_should_be(result: dict[str, Any]) -> bool:
-    """Return whether a result equals eager, or differs if it must."""
+    """Return whether a result equals eager, or differs if it must differ."""
     return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
 
 

@@ -1,6 +1,6 @@
-"""Generate tokens with a small GPT and static batching, eagerly and with local graphs, and print both as JSON.
+"""Generate tokens with a small GPT and static batching, eagerly and with local graphs, and print both results as JSON.
 
-Without a GPU it runs on the CPU backend, with torch operators in place of flash-attn's decoding kernel.
+Without a GPU, it runs on the CPU backend with torch operators in place of flash-attn's decoding kernel.
 """
 
 import json
@@ -72,7 +72,7 @@ def new_model(graphs: bool) -> torch.nn.Module:
 
 
 def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, int, int]:
-    """Generate a sequence per batch; return tokens and logits, the number of graphs, and of shared inputs."""
+    """Generate one sequence per batch; return the tokens, the logits, and the numbers of graphs and shared inputs."""
     model = new_model(graphs)
     found = []
     contexts = {size: StaticInferenceContext(size, LENGTH) for size in set(batches)}
@@ -107,7 +107,7 @@ def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, 
 
 
 def main() -> None:
-    """Print a JSON object with the lists ``eager`` and ``graphed`` and the numbers ``graphs`` and ``shared_inputs``."""
+    """Print JSON with the lists ``eager`` and ``graphed`` and the numbers ``graphs`` and ``shared_inputs``."""
     os.environ.setdefault("LOCAL_RANK", "0")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(

@@ -1,6 +1,6 @@
-"""Train a small model, eagerly or with CUDA graphs, and record the numbers to compare.
+"""Train a small model, eagerly or with CUDA graphs, and record the values to compare.
 
-The code uses ``torch.cuda``; on CPU ranks install the CPU backend first.
+The code uses ``torch.cuda``: on CPU ranks, install the CPU backend first.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ class Trace:
     Attributes:
         losses: Per step, the mean loss over micro-batches and data-parallel ranks.
         grad_norms: Per step; -1 if the optimizer skipped the step.
-        shards: Local shards of the optimizer's parameters at the end.
+        shards: Local shards of the optimizer's final parameters.
         graphs: Number of layer graphs.
         step_replays: Per step, the number of graph replays.
         evaluations: Per evaluation, the losses of its micro-batches.
@@ -51,7 +51,7 @@ class Trace:
         return self.step_replays[-1]
 
     def differences(self, other: "Trace") -> list[str]:
-        """Return the bitwise differences of ``other``."""
+        """Return the bitwise differences between this trace and ``other``."""
         found = []
         for what in ("losses", "grad_norms", "evaluations", "logged"):
             for step, (mine, theirs) in enumerate(zip(getattr(self, what), getattr(other, what), strict=True)):
@@ -64,7 +64,7 @@ class Trace:
 
 
 class Training:
-    """A model with its optimizer, ready to train. Requires model-parallel groups.
+    """A model and its optimizer, ready to train. Requires model-parallel groups.
 
     Attributes:
         chunks: The wrapped model chunks of this pipeline stage.
@@ -88,7 +88,7 @@ class Training:
             1234, te_rng_tracker=case.transformer_engine, use_cudagraphable_rng=True, force_reset_rng=True
         )
         self._set_microbatches(0)
-        self.patches = ExitStack()  # closed when the training is over
+        self.patches = ExitStack()  # closed at the end of training
         if case.fp8 and not case.transformer_engine:
             self.patches.enter_context(small_transformer_engine.in_megatron())
         fused = case.get("gradient_accumulation_fusion") and case.wrapper == "fsdp"
@@ -108,13 +108,13 @@ class Training:
         if case.optimizer_graph:
             self._capture_optimizer(graphs)
         self._gather_in_hooks(False)
-        self.taken: list[torch.Tensor] = []  # memory that a control occupies
+        self.taken: list[torch.Tensor] = []  # memory allocated by a control
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
-        self.replayed: list[Any] = []  # graphs, in the last step
+        self.replayed: list[Any] = []  # graphs replayed in the last step
         self.evaluations: list[list[float]] = []
         self.evaluation_replays: list[int] = []
-        self.step_replays: list[int] = []  # of layers, in each step
+        self.step_replays: list[int] = []  # layer graph replays per step
         self.logged: list[dict[str, list[float]]] = []
 
     def _set_microbatches(self, step: int) -> None:
@@ -134,7 +134,7 @@ class Training:
         return models.gpt(self.case, self.config, virtual_stage)
 
     def _connect(self) -> None:
-        """Set the functions that megatron.training sets for the schedules."""
+        """Set the functions that schedules call and megatron.training provides."""
         from megatron.core.distributed import finalize_model_grads
 
         self.config.no_sync_func = self._of_chunks("no_sync")
@@ -144,7 +144,7 @@ class Training:
         self.config.grad_scale_func = self.optimizer.scale_loss
 
     def _capture_optimizer(self, graphs: bool) -> None:
-        """Capture the optimizer's step after ``case.warmup`` steps, or only make it capturable."""
+        """Capture the optimizer step after ``case.warmup`` steps, or only make it capturable."""
         from megatron.core.optimizer import optimizer_cuda_graph
 
         wrapper = optimizer_cuda_graph.OptimizerCudaGraphWrapper
@@ -158,13 +158,13 @@ class Training:
         return methods[0] if len(methods) == 1 else methods
 
     def _gather_in_hooks(self, on: bool, param_sync: bool = False) -> None:
-        """Turn parameter gathering in forward hooks on or off.
+        """Enable or disable parameter gathering in forward hooks.
 
-        megatron.training turns it off in the first step, at capture and in evaluation.
+        megatron.training disables it in the first step, during capture and in evaluation.
 
         Args:
-            on: Turn it on.
-            param_sync: Gather all parameters when turning it off.
+            on: Enable gathering.
+            param_sync: Gather all parameters when disabling it.
         """
         if self.case.wrapper != "ddp" or not self.case.get("overlap_param_gather", True):
             return
@@ -218,25 +218,29 @@ class Training:
 
         layers = [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for chunk in self.chunks if self.case.mtp else ():
-            from megatron.core.transformer._cuda_graphs.te.layers import mtp_layers  # missing with the patch off
+            from megatron.core.transformer._cuda_graphs.te.layers import (
+                mtp_layers,
+            )  # does not exist if the patch is disabled
 
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             layers += mtp_layers(model)
         return layers
 
     def capture(self, capture: Callable[["Training"], None]) -> None:
-        """Call ``capture`` in place of ``create_cudagraphs``, as megatron.training does."""
+        """Call ``capture`` in place of ``create_cudagraphs``, at the point where megatron.training captures."""
         first_step_done = bool(self.losses)
         if first_step_done:
             self._gather_in_hooks(False)
-        self.config.cuda_graph_layers_per_graph = self.case.cuda_graph_layers_per_graph  # a recapture may use another
+        self.config.cuda_graph_layers_per_graph = (
+            self.case.cuda_graph_layers_per_graph
+        )  # a recapture may use a different one
         with torch.cuda.stream(self.stream):
             capture(self)
         if first_step_done:
             self._gather_in_hooks(True)
 
     def before_step(self) -> bool:
-        """Call the helper before a step, as megatron.training does."""
+        """Call the helper before a step, like megatron.training."""
         self._set_microbatches(len(self.losses))
         with torch.cuda.stream(self.stream):
             finished: bool = self.helper.before_step()
@@ -265,12 +269,12 @@ class Training:
             self.losses.append(loss.item() / (dist.get_world_size() // stages))
             self.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
             for group in self.optimizer.param_groups if self.case.optimizer_graph else ():
-                group["lr"].mul_(0.75)  # a graph must read the new learning rate
+                group["lr"].mul_(0.75)  # graphs must read the new learning rate
         if number == 0:
             self._gather_in_hooks(True)
 
     def _read_log(self) -> None:
-        """Read and clear logged metrics of MoE layers and multi-token prediction."""
+        """Read and clear the logged metrics of MoE layers and multi-token prediction."""
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
@@ -333,9 +337,9 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
     """Train ``case`` and return its trace.
 
     Args:
-        case: The training.
+        case: The case to train.
         graphs: Capture after ``case.warmup`` steps.
-        at_capture: Called in place of the capture; with ``case.local`` at the beginning.
+        at_capture: Called in place of the capture; with ``case.local``, called before the first step.
     """
     training = _training(case)(case, graphs)
     by_helper = graphs and not case.local
@@ -370,7 +374,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
 
 
 def _clear_caches_of_rotary_embeddings() -> None:
-    """Clear caches that keep models alive through hooks of their embeddings."""
+    """Clear caches that keep models alive through the hooks of their embeddings."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
@@ -398,7 +402,7 @@ def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
 
 
 def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
-    """Return the CUDA graphs of layers, decoder and model."""
+    """Return the CUDA graphs of the layers, decoder and model."""
     slots = [engine_callable(graph) for layer in layers for graph in getattr(layer, "cuda_graphs", ())]
     slots += whole_passes(helper)
     graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
@@ -406,12 +410,12 @@ def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
 
 
 def whole_passes(helper: Any) -> list[Any]:
-    """Return the graphs of model, chunks or decoder."""
+    """Return the graphs of the model, its chunks or its decoder."""
     return [passes for graphs in standing_in(helper) for passes in graphs.slots]
 
 
 def standing_in(helper: Any) -> list[Any]:
-    """Return the replacements of the forward of models or decoders."""
+    """Return the objects that replace the forward methods of models or decoders."""
     helpers = [helper, getattr(helper, "vision", None), getattr(helper, "language", None)]
     return [graphs for each in helpers if hasattr(each, "_state") for graphs in each._state.whole]
 
@@ -422,18 +426,18 @@ def _evaluation_graphs(helper: Any) -> list[Any]:
 
 
 def _number_of(replayed: list[Any], graphs: list[Any]) -> int:
-    """Return the number of ``replayed`` among ``graphs``."""
+    """Return how many of the ``replayed`` graphs are in ``graphs``."""
     ours = set(map(id, graphs))
     return sum(id(graph) in ours for graph in replayed)
 
 
 def engine_callable(graph: Any) -> Any:
-    """Return the engine's callable of an entry of ``layer.cuda_graphs``."""
+    """Return the engine's callable for an entry of ``layer.cuda_graphs``."""
     return getattr(graph.graphed, "graphed", graph.graphed)  # vision encoders wrap it
 
 
 def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
-    """Return the number of layers in graphs."""
+    """Return the number of layer graphs."""
     together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
     return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
@@ -463,7 +467,7 @@ def _batches(case: Case, step: int):
     given = not case.packed and case.masked_step in (None, step)
     positions = torch.arange(sequence).expand(size, -1)
     for microbatch in tokens:
-        if case.positions == "mrope":  # positions differ between micro-batches, as for images in a text
+        if case.positions == "mrope":  # positions differ between micro-batches, as with images in a text
             steps = torch.randint(1, 4, (3, size, sequence), generator=generator)
             positions = steps.cumsum(-1)
         packed = None

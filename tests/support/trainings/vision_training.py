@@ -15,7 +15,7 @@ PATCH, CLASSES = 4, 10  # side of a patch in pixels
 
 
 class VisionTraining(Training):
-    """A training of a vision encoder. A micro-batch is one image: vision encoders have a batch dimension of 1."""
+    """Training of a vision encoder on one image per micro-batch: vision encoders have a batch dimension of 1."""
 
     def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
         return classifier(self.config, _side(self.case), self.case.transformer_engine)
@@ -61,7 +61,7 @@ class VisionTraining(Training):
 
 
 class CaptionTraining(VisionTraining):
-    """A training of a GPT with a vision encoder. A micro-batch is one image and one text."""
+    """Training of a GPT with a vision encoder on one image and one text per micro-batch."""
 
     def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
         return captioner(self.config, self.case)
@@ -81,7 +81,7 @@ class CaptionTraining(VisionTraining):
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """Captured layers, the vision encoder's first."""
+        """Captured layers, starting with the vision encoder's."""
         return super().layers + super(VisionTraining, self).layers
 
 
@@ -116,7 +116,7 @@ def _side(case: Case) -> int:
 
 
 def classifier(config: Any, side: int, transformer_engine: bool = False) -> torch.nn.Module:
-    """Return a model with a ``vision_model`` that computes the loss of images of ``side`` times ``side`` pixels."""
+    """Return a model that computes a loss with its ``vision_model`` for images of ``side`` times ``side`` pixels."""
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
@@ -128,7 +128,7 @@ def classifier(config: Any, side: int, transformer_engine: bool = False) -> torc
             self.head = torch.nn.Linear(config.hidden_size, CLASSES)
 
         def set_input_tensor(self, input_tensor):
-            """Ignore the input: there is one pipeline stage."""
+            """Ignore the input tensor, since there is only one pipeline stage."""
 
         def forward(self, images, labels):
             tokens = self.vision_model(images)
@@ -177,7 +177,7 @@ def _encoder(config: Any, side: int, transformer_engine: bool) -> torch.nn.Modul
         patch_dim=PATCH,
         img_h=side,
         img_w=side,
-        # With an odd number of tokens TransformerEngine's attention uses another kernel under capture.
+        # With an odd number of tokens, TransformerEngine's attention selects a different kernel under capture.
         add_class_token=False,
-        model_subtype="internvit",  # other subtypes have norms that require Apex or TransformerEngine
+        model_subtype="internvit",  # other subtypes use norms that require Apex or TransformerEngine
     )
