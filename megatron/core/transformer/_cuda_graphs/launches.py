@@ -1,4 +1,4 @@
-"""Detects whether this rank has launched a collective, which the other ranks would wait for."""
+"""Detection of collectives that this rank launched, for which other ranks would wait."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ import torch
 
 
 def launches_of(group: torch.distributed.ProcessGroup) -> Callable[[], bool]:
-    """Return a function that returns whether a collective of ``group`` was launched since this call."""
-    if torch.distributed.get_backend(group) == "fake":  # communicates and counts nothing
+    """Return a predicate: whether this rank has launched a collective of ``group`` since this call."""
+    if torch.distributed.get_backend(group) == "fake":  # neither communicates nor counts collectives
         return lambda: True
     before = group._get_sequence_number_for_group()
     return lambda: group._get_sequence_number_for_group() != before

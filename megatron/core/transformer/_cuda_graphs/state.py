@@ -1,4 +1,4 @@
-"""Capture and warm-up flags of the process, which all of megatron-core reads."""
+"""Process-wide capture and warm-up flags, read throughout megatron-core."""
 
 import os
 
@@ -9,22 +9,22 @@ from megatron.core.utils import get_torch_version
 _IS_GRAPH_CAPTURING = False
 _IS_GRAPH_WARMUP = False
 
-# From this version on, torch does not collect garbage at the start of every capture.
+# Before this version, torch collects garbage at the start of every capture.
 FREEZE_GC_MAX_TORCH_VERSION = Version("2.9.0a0")
-# Whether live objects are frozen (gc.freeze) during capture, which makes these collections short. The environment
-# variable CUDA_GRAPH_CAPTURE_FREEZE_GC=0 forbids it.
+# Whether to freeze live objects (gc.freeze) during capture, which makes these collections fast.
+# CUDA_GRAPH_CAPTURE_FREEZE_GC=0 in the environment disables it.
 FREEZE_GC: bool = os.getenv("CUDA_GRAPH_CAPTURE_FREEZE_GC") != "0" and (
     get_torch_version() < FREEZE_GC_MAX_TORCH_VERSION
 )
 
 
 def is_graph_capturing() -> bool:
-    """Whether CUDA graphs are being captured."""
+    """Return whether CUDA graphs are being captured."""
     return _IS_GRAPH_CAPTURING
 
 
 def _set_capture_start() -> None:
-    """Enter capture mode, in which hooks that reduce gradients or gather parameters skip communication."""
+    """Enter capture mode, in which hooks skip gradient reduction and parameter gathering."""
     global _IS_GRAPH_CAPTURING
     _IS_GRAPH_CAPTURING = True
 
@@ -36,7 +36,7 @@ def _set_capture_end() -> None:
 
 
 def is_graph_warmup() -> bool:
-    """Whether modules are being warmed up for a capture."""
+    """Return whether modules are being warmed up for a capture."""
     return _IS_GRAPH_WARMUP
 
 

@@ -1,4 +1,4 @@
-"""The hooks that run around one callable in warm-up and capture, outside the graph."""
+"""Hooks that run around a callable in warm-up and capture, outside the graph."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -8,18 +8,18 @@ from ..hooks import HOOK_KINDS
 
 
 class CaptureTimeHooks:
-    """The hooks that run around one callable in warm-up and capture, outside the graph.
+    """Runs hooks around one callable in warm-up and capture, outside the graph.
 
-    Forward-pre hooks can take ``(module, args, kwargs)``, forward hooks ``(module, args, output)``, the others
-    ``(module)``. Each hook gets the arguments that it requires, and further ones if its parameters have these names.
-    Its other parameters keep their defaults.
+    Forward-pre hooks accept ``(module, args, kwargs)``, forward hooks ``(module, args, output)``, and backward hooks
+    ``(module)``. Required parameters get these arguments by position; a parameter with a default gets one only if it
+    has the same name.
 
     Args:
         name: Name of the callable.
-        hooks: ``{kind: {id: hook}}`` with the kinds of ``HOOK_KINDS``; None for no hooks.
+        hooks: ``{kind: {id: hook}}``, with kinds from ``HOOK_KINDS``; None for no hooks.
 
     Raises:
-        ValueError: the kind of a hook is unknown.
+        ValueError: a kind is unknown.
         TypeError: a hook is not callable, or hooks are not in a dict.
     """
 
@@ -53,12 +53,12 @@ class CaptureTimeHooks:
                 )
 
 
-# The arguments of hooks after the module.
+# Hook arguments after the module.
 _ARGUMENTS = {"forward_pre_hooks": ("args", "kwargs"), "forward_hooks": ("args", "output")}
 
 
 def _argument_count(hook: Callable, names: Sequence[str]) -> int:
-    """Return the number of leading arguments of ``names`` that ``hook`` takes after the module."""
+    """Return how many of the arguments ``names`` to pass to ``hook`` after the module."""
     try:
         parameters = list(inspect.signature(hook, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):  # some built-in functions have no signature

@@ -1,4 +1,4 @@
-"""Capture of one CUDA graph: streams, memory pool, random states, restored state, replay order."""
+"""Capture of one CUDA graph: streams, memory pool, RNG states, state to restore, replay order."""
 
 import ctypes
 import gc
@@ -17,10 +17,10 @@ from .rng import current_rng_state, generator_states, preserve_rng, refuse_host_
 
 @contextmanager
 def capture_environment(*contexts: AbstractContextManager) -> Iterator[None]:
-    """Run warm-up and capture on the capture stream, without garbage collection; restore random states at the end.
+    """Run warm-up and capture on the capture stream, without garbage collection; restore RNG states at the end.
 
     Args:
-        contexts: Additional contexts, entered while the caller's stream is current.
+        contexts: Additional contexts, entered on the caller's stream.
     """
     with ExitStack() as stack:
         for context in (pause_gc(), preserve_rng(), *contexts, capture_stream()):
@@ -29,10 +29,10 @@ def capture_environment(*contexts: AbstractContextManager) -> Iterator[None]:
 
 
 def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None = None) -> torch.cuda.CUDAGraph:
-    """Return a graph from ``make``, after an empty capture on a new stream.
+    """Create a graph with ``make`` and record an empty capture in it, on a new stream.
 
     Args:
-        make: Called on that stream.
+        make: Returns the graph; called on the new stream.
         pool: Memory pool of the capture; None for a new pool.
     """
     with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
@@ -44,17 +44,17 @@ def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None 
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:
-    # "thread_local" permits work of threads that pin memory or watch NCCL.
+    # "thread_local" lets other threads pin memory and query NCCL events meanwhile.
     with _never_freed_after_an_error(graph):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
 
 @contextmanager
 def _never_freed_after_an_error(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Keep ``graph`` alive forever if the context, which registers it with generators, ends with an exception.
+    """Leak ``graph`` if this context, which registers it with generators, raises an exception.
 
-    A registration allocates memory. If that fails, only the graph refers to the generator and not the reverse, and
-    freeing the graph would end the process.
+    Registration allocates memory. If the allocation fails, the graph refers to the generator but not vice versa, and
+    freeing the graph would abort the process.
     """
     try:
         yield
@@ -64,12 +64,12 @@ def _never_freed_after_an_error(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 
 
 def reclaim_memory_of_other_streams() -> None:
-    """Allow the next capture to reuse memory of earlier captures that other streams no longer use.
+    """Let the next capture reuse memory of earlier captures that other streams no longer use.
 
-    Autograd marks gradients as used on the stream of their AccumulateGrad node. If that is not the capture's stream,
-    torch reuses their memory only after an event on the other stream has completed, and it checks events only at
-    allocations outside of captures. Here the first allocation records the event, and the one after the
-    synchronization finds it complete. ``torch.cuda.empty_cache`` would do the same, and takes longer.
+    Autograd records gradients as used on the stream of their AccumulateGrad node. If that is not the capture stream,
+    torch reuses their memory only after an event on that stream has completed, and it polls events only at allocations
+    outside captures. Here the first allocation records the event, and the second, after the synchronization, finds it
+    complete. ``torch.cuda.empty_cache`` has the same effect but takes longer.
     """
     torch.empty(1, device="cuda")
     torch.cuda.synchronize()
@@ -77,11 +77,11 @@ def reclaim_memory_of_other_streams() -> None:
 
 
 class ReplayOrder:
-    """Refuses backward replays whose activations a later replay has overwritten.
+    """Rejects backward replays whose activations a later replay has overwritten.
 
-    Graphs of one pool share memory: a graph may use memory that earlier graphs have freed. So replays preserve each
-    other's activations only in capture order; any may be left out. A forward replay that does not come after the last
-    replay begins a new *round*, and the activations of earlier rounds are lost.
+    Graphs of one pool share memory: a graph may reuse memory that earlier graphs freed. Replays therefore preserve each
+    other's activations only in capture order, possibly with omissions. A forward replay out of this order begins a new
+    *round*, and the activations of earlier rounds are lost.
 
     Attributes:
         last: Number of the last replay.
@@ -95,12 +95,12 @@ class ReplayOrder:
         self.round = self._passes = 0
 
     def number(self) -> int:
-        """Return the number of the next pass that is captured."""
+        """Return a number for the next captured pass."""
         self._passes += 1
         return self._passes - 1
 
     def forward(self, number: int) -> int:
-        """Record a forward replay; return its round, which its backward replay needs."""
+        """Record a forward replay; return its round, which its backward replay requires."""
         if number <= self.last:
             self.round += 1
         self.last = number
@@ -112,10 +112,10 @@ class ReplayOrder:
         Args:
             name: Name of the callable, for the error.
             number: Number of the pass; None for a pass that overwrites nothing.
-            round_of_forward: The value that ``forward`` returned.
+            round_of_forward: The return value of ``forward``.
 
         Raises:
-            RuntimeError: the activations are lost.
+            RuntimeError: the activations have been overwritten.
         """
         if round_of_forward != self.round or (number is not None and number <= self.last):
             raise RuntimeError(
@@ -130,25 +130,25 @@ class ReplayOrder:
 
 
 class WarmUp:
-    """Takes the place of ``Capture`` in warm-up passes, and records nothing."""
+    """Stand-in for ``Capture`` that records nothing, for warm-up passes."""
 
     phase = "warm-up"
 
     def new_graph(self) -> None:
-        """Return None: no graph is captured."""
+        """Return None, because warm-up captures no graph."""
 
     def recording(self, graph: None) -> AbstractContextManager[None]:
-        """Return an empty context."""
+        """Return a null context."""
         return nullcontext()
 
 
 class Capture:
-    """Records graphs one after another on the current stream, into one memory pool.
+    """Records graphs sequentially on the current stream, into one memory pool.
 
     Args:
         pool: A handle from ``torch.cuda.graph_pool_handle``; None for a new pool.
         draws: Whether the recorded work may draw random numbers.
-        order: The order of replays, shared by captures into one pool.
+        order: Replay order, shared by all captures into the pool; None for a new one.
     """
 
     phase = "capture"
@@ -161,7 +161,7 @@ class Capture:
     def new_graph(self) -> torch.cuda.CUDAGraph:
         """Return an empty graph with every generator registered."""
         graph = torch.cuda.CUDAGraph()
-        # Registration allocates tensors that outlive this graph and may be written outside inference mode later.
+        # Registration allocates tensors that outlive this graph and may later be written outside inference mode.
         with torch.inference_mode(False), _never_freed_after_an_error(graph):
             for generator in self._generators:
                 graph.register_generator_state(generator)
@@ -169,7 +169,7 @@ class Capture:
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record the work of the context on the current stream into ``graph``.
+        """Record the work that this context enqueues on the current stream into ``graph``.
 
         Raises:
             RuntimeError: an operation in the context cannot be captured.
@@ -192,13 +192,13 @@ class Capture:
             raise
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a failed capture, so that eager work can use the allocator and the generators again."""
+        """End a failed capture, so that eager code can use the allocator and the generators again."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns if nothing was recorded yet
                 graph.capture_end()
-        except RuntimeError:  # CUDA refused before torch took allocator and generators out of capture mode
-            with suppress(RuntimeError):  # the capture had not begun, or was ended
+        except RuntimeError:  # raised by CUDA before torch took the allocator and generators out of capture mode
+            with suppress(RuntimeError):  # the capture had not begun, or has ended
                 device = torch.cuda.current_device()
                 torch._C._cuda_endAllocateToPool(device, self.pool)
                 torch._C._cuda_releasePool(device, self.pool)
@@ -210,7 +210,7 @@ _away_from_default: dict[int, torch.cuda.Stream] = {}  # by device
 
 
 def leave_default_stream() -> None:
-    """Switch to another stream if the legacy default stream is current: autograd cannot be captured on it."""
+    """Switch to another stream if the legacy default stream is current, on which autograd cannot be captured."""
     device, default = torch.cuda.current_device(), torch.cuda.default_stream()
     if torch.cuda.current_stream() == default:
         if device not in _away_from_default:
@@ -221,7 +221,7 @@ def leave_default_stream() -> None:
 
 
 def return_to_default_stream() -> None:
-    """Undo ``leave_default_stream``, if its stream is still current."""
+    """Undo ``leave_default_stream`` if its stream is still current."""
     stream = _away_from_default.get(torch.cuda.current_device())
     if stream is not None and torch.cuda.current_stream() == stream:
         default = torch.cuda.default_stream()
@@ -234,9 +234,9 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 @contextmanager
 def capture_stream() -> Iterator[torch.cuda.Stream]:
-    """Run on the device's capture stream, ordered after earlier and before later work of the current stream.
+    """Run on the device's capture stream, after earlier and before later work of the current stream.
 
-    All captures of the process share it, because cuBLAS keeps a workspace for every stream that it was used on.
+    All captures in the process share it, because cuBLAS keeps a workspace for every stream it has run on.
     """
     device = torch.cuda.current_device()
     if device not in _streams:
@@ -247,10 +247,10 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
 
 
 def make_workspaces() -> None:
-    """Make cuBLAS allocate its workspaces for the current stream, in this thread and in autograd's.
+    """Allocate cuBLAS workspaces for the current stream, in this thread and in autograd's.
 
-    Allocated in a capture, they would stay and divide the largest blocks of the graph's pool. Getting a handle makes
-    torch allocate one without a product, whose kernels might have to be loaded.
+    Allocated during capture, they would permanently split the largest blocks of the graph's pool. Requesting a handle
+    allocates a workspace without a matrix product, whose kernels might have to be loaded first.
     """
     with torch.enable_grad():
         _GetHandles.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
@@ -277,15 +277,15 @@ LEGACY_STREAM_ADVICE = (
 
 @contextmanager
 def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Refuse a backward pass that accumulates gradients of ``leaves`` on the legacy default stream.
+    """Reject a backward pass that accumulates gradients of ``leaves`` on the legacy default stream.
 
-    Such a pass cannot be captured. In warm-up, the error comes before a capture would fail.
+    Such a pass cannot be captured; warm-up detects it before a capture fails.
 
     Args:
-        leaves: Parameters and inputs; a hook on each records the stream on which autograd runs its AccumulateGrad node.
+        leaves: Parameters and inputs. A hook on each records the stream of its AccumulateGrad node.
 
     Raises:
-        RuntimeError: a gradient was accumulated there; raised at the end of the context.
+        RuntimeError: a gradient was accumulated on that stream; raised at the end of the context.
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()
@@ -299,9 +299,9 @@ def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[
 
 @contextmanager
 def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restore the buffers of ``modules``, token counts of an MoE router for example, and their values.
+    """Restore the buffers of ``modules`` and their values, for example the token counts of an MoE router.
 
-    A reassigned buffer becomes the former tensor again. After an exception, new buffers are removed.
+    Reassigned buffers are rebound to the original tensors. After an exception, new buffers are removed.
     """
     buffers = [buffer for module in modules for buffer in module.buffers()]
     with rebind_buffers(modules), preserve_tensors(buffers):
@@ -310,7 +310,7 @@ def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restore the tensors that are buffers of ``modules``; after an exception, remove new buffers."""
+    """Rebind buffers of ``modules`` to their original tensors at the end; after an exception, remove new buffers."""
     owners = dict.fromkeys(child for module in modules for child in module.modules())
     bound = [(owner._buffers, dict(owner._buffers)) for owner in owners]
     try:
@@ -327,20 +327,20 @@ def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore the values of ``tensors``."""
+    """Restore the values of ``tensors`` at the end."""
     saved = {tensor: tensor.clone() for tensor in tensors}
     try:
         yield
     finally:
-        with torch.inference_mode():  # inference tensors can also be written here
+        with torch.inference_mode():  # also permits writes to inference tensors
             for tensor, value in saved.items():
-                # Unchanged ones may be expanded (not writable), or saved for a backward pass, which checks versions.
+                # Unchanged ones may be read-only (expanded) or saved for a backward pass, which checks versions.
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 
 
 def moe_metrics() -> list[torch.Tensor]:
-    """Return the metrics that MoE layers accumulate for the log (auxiliary losses)."""
+    """Return the metrics that MoE layers accumulate for logging (auxiliary losses)."""
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
     return [entry.values for entry in metrics.values()]
@@ -348,10 +348,10 @@ def moe_metrics() -> list[torch.Tensor]:
 
 @contextmanager
 def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Remove ``grad`` and the hooks (``register_hook``) of ``params``, and restore them at the end.
+    """Hide ``grad`` and the hooks (``register_hook``) of ``params``, and restore them at the end.
 
-    This separates gradients accumulated in the context from earlier ones. Hooks run at each replay, on the gradients
-    that it returns; recorded in the graph they would run twice.
+    This separates gradients accumulated in the context from earlier ones. Hooks run at each replay on the gradients
+    that it returns; if recorded in the graph, they would run twice.
     """
     without = replaced_attribute(params, "_backward_hooks", lambda hooks: None)
     with replaced_attribute(params, "grad", lambda grad: None), without:
@@ -359,21 +359,21 @@ def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def pause_gc() -> AbstractContextManager[None]:
-    """Disable garbage collection: freeing a graph while another is captured invalidates the capture."""
+    """Disable garbage collection, because freeing a graph during the capture of another one invalidates the capture."""
     return between(gc.disable, gc.enable) if gc.isenabled() else nullcontext()
 
 
 def allow_nested_backward() -> AbstractContextManager[None]:
-    """Permit activation checkpointing to run its backward pass inside ``torch.autograd.grad``.
+    """Allow activation checkpointing to run its backward pass inside ``torch.autograd.grad``.
 
-    torch refuses that, because ``grad`` does not return the gradients that the nested pass accumulates. The caller must
-    collect them.
+    torch forbids this, because ``grad`` does not return gradients that the nested pass accumulates. The caller must
+    collect these.
     """
     return replaced_attribute([torch.autograd], "_is_checkpoint_valid", lambda is_valid: lambda: True)
 
 
 def connected_leaves(outputs: Iterable[torch.Tensor], stops: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Return the leaves that require grad in the computation of ``outputs``, each once, in arbitrary order.
+    """Return the distinct leaves that require grad in the autograd graph of ``outputs``, in arbitrary order.
 
     Args:
         stops: Tensors at which the backward pass ends.

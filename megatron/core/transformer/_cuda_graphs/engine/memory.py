@@ -1,4 +1,4 @@
-"""The memory of graphs: the tensors in a pool, and references that do not keep memory allocated."""
+"""Graph memory pools, and references that do not keep pool memory allocated."""
 
 import gc
 import sys
@@ -12,10 +12,10 @@ import torch
 
 
 def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a tensor over ``storage`` with the layout of ``tensor``.
+    """Return a detached tensor over ``storage`` with the layout of ``tensor``.
 
-    It has the dtype, shape, strides, storage offset and the conjugate and negative bits of ``tensor``, is on the device
-    of ``storage``, and takes no part in autograd.
+    The dtype, shape, strides, storage offset, and conjugate and negative bits are copied from ``tensor``; the tensor
+    is on the device of ``storage``.
     """
     alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -27,10 +27,10 @@ def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
 
 
 def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the memory of ``tensor`` that does not keep it allocated, and takes no part in autograd.
+    """Return a detached alias of ``tensor`` that does not keep its memory allocated.
 
-    Once no other tensor holds the memory, graphs that are captured later into the same pool may use it: read the
-    results of a replay before those graphs replay. The memory stays mapped as long as a graph of the pool lives.
+    Once no other tensor holds the memory, graphs captured later into the same pool may reuse it, so read the results of
+    a replay before these graphs replay. The memory stays mapped while any graph of the pool is alive.
     """
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
@@ -43,11 +43,11 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 class PoolMemory:
-    """The memory of a graph pool, from the allocator's list of its segments.
+    """Memory segments of a graph pool, as listed by the allocator.
 
-    Segments stay in a pool as long as a graph of the pool lives, so they are cached. The list is read again only for an
-    address outside of all known segments, and only if the allocator has taken memory from the device since: reading it
-    takes longer the more graphs the pool holds.
+    The list is cached, because segments stay in a pool while any of its graphs is alive, and reading the list takes
+    longer the more graphs the pool holds. It is read again only for an address outside all known segments, and only if
+    the allocator has reserved more memory since.
 
     Args:
         pool: Handle of a pool with captured graphs.
@@ -60,7 +60,7 @@ class PoolMemory:
 
     @classmethod
     def of(cls, graph: torch.cuda.CUDAGraph) -> "PoolMemory":
-        """Return the memory of the pool of ``graph``, as one object for all its graphs."""
+        """Return the memory of the pool of ``graph``, one object per pool."""
         pool = tuple(graph.pool())
         memory = _memories.get(pool)
         if memory is None:
@@ -68,7 +68,7 @@ class PoolMemory:
         return memory
 
     def owned(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Return the storage addresses of the ``tensors`` in the pool's memory."""
+        """Return the storage addresses of all ``tensors`` in the pool."""
         addresses = {storage_address(tensor) for tensor in tensors if tensor.is_cuda and tensor.numel()}
         if not all(map(self._has, addresses)):
             self._read_segments()
@@ -84,11 +84,11 @@ class PoolMemory:
         return sum(end - start for start, end in self._segments)
 
     def _read_segments(self) -> None:
-        reserved = torch.cuda.memory_stats()["reserved_bytes.all.allocated"]  # never goes down
+        reserved = torch.cuda.memory_stats()["reserved_bytes.all.allocated"]  # a cumulative counter
         if reserved == self._reserved:
             return
         self._reserved = reserved
-        # Before 2.15, torch drops a reference to each of these numbers; small ones are never freed.
+        # Before 2.15, torch drops one reference too many to each of these integers; small ones are never freed.
         pool = self._pool if max(self._pool) <= 256 else None
         self._segments = sorted(
             (segment["address"], segment["address"] + segment["total_size"])
@@ -103,7 +103,7 @@ _memories: weakref.WeakValueDictionary[tuple, PoolMemory] = weakref.WeakValueDic
 def release_cached_memory() -> None:
     """Return the allocator's cached memory to the device: graphs have their own pool and cannot use it.
 
-    Collect only younger generations of garbage: a walk through all objects can take longer than the capture.
+    Collects only the younger garbage generations, because a full collection can take longer than the capture.
     """
     gc.collect(1)
     torch.cuda.synchronize()
@@ -115,10 +115,11 @@ REUSE_OPTION = "graph_capture_record_stream_reuse"
 
 @contextmanager
 def reuse_across_streams() -> Iterator[None]:
-    """Allow captures to reuse freed memory that several streams have used.
+    """Let captures reuse freed memory that was used on several streams.
 
-    By default, the allocator keeps it until the capture ends. With torch's option ``graph_capture_record_stream_reuse``
-    it checks in the graph whether all its uses come before. A value in ``PYTORCH_CUDA_ALLOC_CONF`` takes precedence.
+    By default, the allocator holds such memory until the capture ends. With torch's option
+    ``graph_capture_record_stream_reuse``, it reuses the memory once all its uses precede the allocation in the graph. A
+    value in ``PYTORCH_CUDA_ALLOC_CONF`` takes precedence.
     """
     current = allocator_settings()
     configured: str = current["PYTORCH_CUDA_ALLOC_CONF"]
@@ -134,11 +135,11 @@ def reuse_across_streams() -> Iterator[None]:
 
 
 def allocator_settings() -> dict[str, Any]:
-    """Return the allocator's settings by name, and the text of the environment variable under its name."""
-    no_pool = (1, 1)  # has no segments to list; not a new handle, see PoolMemory
+    """Return the allocator's settings by name, including the string ``PYTORCH_CUDA_ALLOC_CONF``."""
+    no_pool = (1, 1)  # a pool without segments; a new handle would lose references, see PoolMemory
     return torch._C._cuda_memorySnapshot(no_pool)["allocator_settings"]
 
 
 def _configure_allocator(*settings: str) -> None:
-    # Omitted options return to their defaults, except for switches like this one.
+    # Omitted options revert to their defaults, except for boolean ones like REUSE_OPTION.
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, settings)))

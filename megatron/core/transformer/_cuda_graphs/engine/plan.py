@@ -1,4 +1,4 @@
-"""The order of passes in a capture, and the static tensors that its graphs share over time."""
+"""The order of passes in a capture, and the reuse of static tensors between its graphs."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,7 +15,7 @@ from .memory import storage_address
 
 
 class Pass(Enum):
-    """The kind of a step. Weight gradients have a separate pass if modules delay them."""
+    """Kind of a step. Delayed weight gradients have a separate pass."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -32,12 +32,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of warm-up and capture, in training order.
+    """Steps of warm-up and capture, in training order.
 
     Attributes:
         callable_of_slot: For each slot, the index of its callable. Slots are numbered by model chunk, then
-            micro-batch, then layer of the chunk; without an order there is one slot per callable.
-        runs: The steps of each entry of the order: the layers of one chunk for one micro-batch.
+            micro-batch, then layer within the chunk; without an order there is one slot per callable.
+        runs: The steps of each entry of the order: all layers of one chunk for one micro-batch.
     """
 
     callable_of_slot: tuple[int, ...]
@@ -62,14 +62,14 @@ class Plan:
         return Plan(self.callable_of_slot, tuple(runs))
 
     def last_steps(self) -> frozenset[Step]:
-        """Return the last step of every slot, after which another slot may use its static tensors."""
+        """Return the last step of every slot, after which other slots may reuse its static tensors."""
         return frozenset({step.slot: step for step in self.steps}.values())
 
     def gradients_read(self) -> dict[Step, list[int]]:
-        """Return, for each backward step, the slots whose input gradients have been read once the step has run.
+        """Return, for each backward step, the slots whose input gradients are no longer needed after it.
 
-        Within a chunk, the next backward step reads them. Gradients of a chunk's first layer leave the chunk, perhaps
-        to another pipeline stage, and have certainly been read at the end of the next backward pass of any chunk.
+        Within a chunk, the next backward step reads them. The input gradients of a chunk's first layer leave the chunk,
+        possibly for another pipeline stage, and have been read by the end of the next backward pass of any chunk.
         """
         read: dict[Step, list[int]] = {}
         leaving: int | None = None
@@ -85,7 +85,7 @@ class Plan:
 
 
 def unordered_plan(num_callables: int) -> Plan:
-    """Plan all forward passes, then all backward passes in reverse, each followed by delayed weight gradients."""
+    """Plan all forward passes, then all backward passes in reverse, each followed by its delayed weight gradients."""
     slots = range(num_callables)
     forward = tuple(Step(slot, Pass.FORWARD) for slot in slots)
     backward = tuple(Step(slot, kind) for slot in reversed(slots) for kind in (Pass.BACKWARD, Pass.WEIGHT_GRADIENTS))
@@ -96,12 +96,13 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
     """Plan the passes of a pipeline order.
 
     Args:
-        order: ``c`` for the forward of model chunk ``c``, counted from 1; ``-c`` for its backward; ``-c - 0.5`` for the
-            weight gradients that its backward delayed, for every micro-batch of the chunk or for none.
+        order: ``c`` for the forward pass of model chunk ``c``, counted from 1; ``-c`` for its backward pass;
+            ``-c - 0.5`` for the weight gradients delayed by its backward pass, for all micro-batches of a chunk or
+            none.
         num_layers_per_chunk: Number of callables of each chunk; None to divide the callables evenly.
 
     Raises:
-        ValueError: the order is invalid, or does not match the numbers of callables.
+        ValueError: the order is invalid, or does not match the number of callables.
     """
     passes = [_pass_of(entry) for entry in order]
     num_chunks = max((chunk for _, chunk in passes), default=1)
@@ -146,7 +147,7 @@ _AFTER = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT_GRADIENTS: Pass.BACKWARD}
 
 
 def _pass_of(entry: float) -> tuple[Pass, int]:
-    """Return the pass and the chunk, counted from 1, of an entry of an order."""
+    """Return the pass and the chunk, counted from 1, of an entry in an order."""
     kind = Pass.FORWARD if entry > 0 else Pass.BACKWARD if entry == int(entry) else Pass.WEIGHT_GRADIENTS
     chunk = int(abs(entry))
     if chunk < 1 or entry not in (chunk, -chunk, -chunk - 0.5):
@@ -156,11 +157,11 @@ def _pass_of(entry: float) -> tuple[Pass, int]:
 
 @dataclass(eq=False, slots=True)
 class Lease[Buffers]:
-    """Static tensors of a ``BufferPool``, with the number of their holders.
+    """Reference-counted static tensors of a ``BufferPool``.
 
     Attributes:
-        key: Requests with an equal key may reuse the tensors.
-        holders: Number of holders; 0 while the tensors are free.
+        key: Only requests with an equal key may reuse the tensors.
+        holders: Reference count; 0 while the tensors are free.
     """
 
     key: Hashable
@@ -169,17 +170,17 @@ class Lease[Buffers]:
 
 
 class BufferPool[Buffers]:
-    """Lends static tensors by key, first freed first.
+    """Pool of reusable static tensors by key, first in, first out.
 
-    Calls must come in replay order. Releasing tensors asserts that only replays of their next holder read or write them
-    from then on.
+    Call the methods in replay order. Release tensors only after the last replay of their holder that reads or writes
+    them.
     """
 
     def __init__(self) -> None:
         self._free: defaultdict[Hashable, deque[Lease[Buffers]]] = defaultdict(deque)
 
     def acquire(self, key: Hashable, make: Callable[[], Buffers]) -> Lease[Buffers]:
-        """Return free tensors for ``key``, or new ones from ``make``, with one holder."""
+        """Return free tensors for ``key``, or else new ones from ``make``, with one holder."""
         free = self._free[key]
         lease = free.popleft() if free else Lease(key, make())
         lease.holders = 1
@@ -196,10 +197,10 @@ class BufferPool[Buffers]:
         lease.holders += 1
 
     def release(self, lease: Lease[Buffers]) -> None:
-        """Remove a holder. After the last one, the tensors are free for the next ``acquire`` with their key.
+        """Remove a holder. After the last one, the next ``acquire`` with an equal key may reuse the tensors.
 
         Raises:
-            ValueError: the tensors are free already.
+            ValueError: the tensors are already free.
         """
         if not lease.holders:
             raise ValueError("static memory is given back twice")
@@ -215,15 +216,15 @@ class BufferPool[Buffers]:
 def share_inputs[Inputs](
     plan: Plan, signature_of: Callable[[int], Hashable], inputs_of: Callable[[int], Inputs]
 ) -> list[Inputs]:
-    """Return the inputs of every slot of ``plan``, shared by slots that are not in use at the same time.
+    """Return the inputs of every slot of ``plan``, shared between slots that are not in use at the same time.
 
-    A slot's inputs are in use from its forward pass to its last pass. Afterwards, the next forward pass with the same
-    signature reuses them, first freed first.
+    A slot is in use from its forward pass to its last pass. Afterwards, the next forward pass with the same signature
+    reuses its inputs, first in, first out.
 
     Args:
         plan: The passes in execution order.
-        signature_of: Returns a key for a slot: only slots with equal keys share inputs.
-        inputs_of: Returns the inputs of a slot; called only for slots that need new inputs.
+        signature_of: Returns the key of a slot; only slots with equal keys share inputs.
+        inputs_of: Returns new inputs for a slot; called only if there are none to reuse.
     """
     pool = BufferPool[Inputs]()
     leases: dict[int, Lease[Inputs]] = {}
@@ -237,16 +238,16 @@ def share_inputs[Inputs](
 
 
 def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:
-    """Give inputs their own memory if replays would overwrite one by another.
+    """Copy inputs that alias each other, if replays would overwrite one with the other.
 
-    A tensor that shares memory with another input of its slot is copied, as a replay may be called with two different
-    ones. A tensor that requires grad is also copied if it shares memory with one of another slot in use: the forward
-    pass of that slot would overwrite what the backward pass reads. Inputs without grad (masks, position embeddings) may
-    stay shared among slots. Expanded tensors become dense.
+    A tensor that aliases another input of its slot is copied, because a replay may receive two different tensors. A
+    tensor that requires grad is also copied if it aliases an input of another slot in use: the forward pass of one slot
+    would overwrite the activations of the other. Inputs without grad (masks, position embeddings) may stay shared
+    between slots. Expanded tensors become dense.
 
     Args:
-        plan: The passes in execution order; a slot is in use from its forward pass to its last one.
-        inputs: Positional and keyword inputs of each slot; tensors, possibly nested.
+        plan: The passes in execution order. A slot is in use from its forward pass to its last pass.
+        inputs: Positional and keyword inputs of each slot: tensors, possibly nested.
     """
     last_steps = plan.last_steps()
     apart = list(inputs)
@@ -276,7 +277,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def signature(args: tuple, kwargs: Mapping[str, Any]) -> Hashable:
-    """Return structure, shapes, dtypes and layouts of inputs, regardless of the order of keywords."""
+    """Return a key of the structure, shapes, dtypes and layouts of inputs, independent of keyword order."""
     leaves, structure = tree_flatten((args, sorted(kwargs.items())))
     return repr(structure), tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.layout, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf

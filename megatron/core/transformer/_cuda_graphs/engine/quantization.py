@@ -1,8 +1,8 @@
-"""Quantized layers (FP8, FP4) in CUDA graphs, through TransformerEngine's own calls.
+"""Quantized layers (FP8, FP4) in CUDA graphs, implemented with TransformerEngine.
 
-Some of the work cannot be recorded and runs around the graph: TransformerEngine's ``autocast`` during capture, and at a
-replay the registration of statistics for delayed scaling, their reduction after the first module's backward pass, and
-the flag for cached quantized weights. The protocol is the one of TransformerEngine 2.20's ``make_graphed_callables``.
+Some work cannot be recorded and runs on the host: TransformerEngine's ``autocast`` during capture, and at replay the
+registration of delayed-scaling statistics, their reduction after the first module's backward pass, and the flag for
+cached quantized weights. The protocol follows ``make_graphed_callables`` of TransformerEngine 2.20.
 """
 
 import sys
@@ -20,7 +20,7 @@ from .graph import preserve_tensors
 
 
 def transformer_engine_flag() -> AbstractContextManager[None]:
-    """Return a context in which TransformerEngine's capture flag, which its modules read, is set, if it is loaded."""
+    """Return a context that sets TransformerEngine's capture flag for its modules, if TransformerEngine is loaded."""
     graph = sys.modules.get("transformer_engine.pytorch.graph")
     if graph is None or graph.is_graph_capturing():
         return nullcontext()
@@ -36,12 +36,12 @@ def resolve_quantization(
     amax_reduction_group: Any,
     cache_quantized_params: bool | None,
 ) -> "list[Quantization] | list[None]":
-    """Return how each callable is quantized, given these arguments of ``make_graphed_callables``.
+    """Return the quantization of each callable from the arguments of ``make_graphed_callables``.
 
     Raises:
         ValueError: ``enabled`` has the wrong length.
         TypeError: ``enabled`` is neither a bool nor a sequence of bools, or is True for a function.
-        RuntimeError: TransformerEngine, which quantizes, cannot be imported.
+        RuntimeError: quantization is requested and TransformerEngine cannot be imported.
     """
     given = enabled
     if enabled is None or isinstance(enabled, bool):
@@ -75,9 +75,9 @@ def resolve_quantization(
 
 
 def current_quantization() -> "Quantization | None":
-    """Return the quantization of the current TransformerEngine ``autocast`` context; None outside of one.
+    """Return the quantization of the current TransformerEngine ``autocast`` context, or None outside one.
 
-    Weights are quantized in a step's first micro-batch only, as in Megatron's layers.
+    Weights are quantized only in the first micro-batch of a step, as in Megatron's layers.
     """
     graph = sys.modules.get("transformer_engine.pytorch.graph")
     if graph is None or not graph.FP8GlobalStateManager.is_fp8_enabled():
@@ -93,13 +93,13 @@ def current_quantization() -> "Quantization | None":
 
 @dataclass(eq=False)
 class Quantization:
-    """How a callable is quantized, and the part of it that replays leave to the host.
+    """Quantization settings of a callable, and the host-side work around its replays.
 
     Attributes:
         graph: The module ``transformer_engine.pytorch.graph``.
         recipe: TransformerEngine's recipe; None if no callable of the capture is quantized.
-        amax_reduction_group: Process group for the reduction of amaxes.
-        caches_params: Whether weights are quantized in a step's first micro-batch only.
+        amax_reduction_group: Process group for amax reduction.
+        caches_params: Whether weights are quantized only in the first micro-batch of a step.
         enabled: Whether the callable is quantized.
         calibrating: Whether a callable that is not quantized collects statistics.
     """
@@ -111,21 +111,21 @@ class Quantization:
     caches_params: bool
     enabled: bool = True
     calibrating: bool = False
-    # Modules with statistics that ran in warm-up or capture.
+    # Modules with statistics that ran in warm-up or capture; used as ordered sets.
     _modules: dict[Any, None] = field(default_factory=dict, init=False)
     _attention: dict[Any, None] = field(default_factory=dict, init=False)
     _operations: dict[Any, None] = field(default_factory=dict, init=False)
 
     @property
     def state(self) -> Any:
-        """TransformerEngine's state of FP8 and FP4."""
+        """TransformerEngine's global FP8 and FP4 state."""
         return self.graph.FP8GlobalStateManager
 
     def context(self, graph: bool = True) -> AbstractContextManager:
         """Return the ``autocast`` context for warm-up and capture of the callable.
 
         Args:
-            graph: Whether replays do TransformerEngine's work at the end of the outermost context.
+            graph: Whether to defer TransformerEngine's work at the end of the outermost context to replays.
         """
         return self.graph.autocast(
             enabled=self.enabled,
@@ -137,7 +137,7 @@ class Quantization:
 
     @contextmanager
     def preserve_statistics(self, callables: Iterable[Any]) -> Iterator[None]:
-        """Restore the delayed-scaling statistics of all ``callables`` of a capture at the end."""
+        """Restore the delayed-scaling statistics of ``callables`` at the end."""
         modules = [module for module in callables if isinstance(module, torch.nn.Module)]
         if self.caches_params:
             self.state.set_skip_fp8_weight_update_tensor(False)
@@ -148,7 +148,7 @@ class Quantization:
             self.graph.restore_fp8_tensors(modules, statistics)
 
     def note(self, ran: Iterable[torch.nn.Module]) -> None:
-        """Add modules that ran in the callable; replays register their statistics, if any."""
+        """Add modules that ran in the callable; replays register the statistics of these modules."""
         for module in ran:
             if hasattr(module, "fp8_meta"):
                 is_attention = any(kind.__name__ == "DotProductAttention" for kind in type(module).__mro__)
@@ -160,11 +160,11 @@ class Quantization:
         """Prepare a replay of the forward graph.
 
         Args:
-            is_first_microbatch: Whether to quantize weights again; needed only if they are cached.
+            is_first_microbatch: Whether to requantize weights; required only if they are cached.
 
         Returns:
-            The reduction to run after the backward replay, once per outermost ``autocast`` context of
-            TransformerEngine; None otherwise.
+            The reduction to run after the backward replay, for the first module of TransformerEngine's outermost
+            ``autocast`` context; None for other modules.
 
         Raises:
             ValueError: weights are cached and ``is_first_microbatch`` is not a bool.
@@ -195,30 +195,30 @@ class Quantization:
 
 
 class RecordedQuantization:
-    """FP8 of passes that are recorded as they run in eager training: their graphs also update the statistics.
+    """FP8 quantization of passes recorded exactly as in eager mode, including updates of the statistics.
 
-    Replays only tell the graphs, through a flag on the device, whether to quantize weights again.
+    Replays only set a flag on the device, which selects whether the graphs requantize weights.
 
     Args:
-        delayed: Whether scaling is delayed: only then there are statistics.
+        delayed: Whether the recipe uses delayed scaling, the only one with statistics.
     """
 
     def __init__(self, quantization: Quantization, module: torch.nn.Module, delayed: bool):
         self._quantization, self.delayed = quantization, delayed
         self._modules = [each for each in module.modules() if hasattr(each, "reset_fp8_meta_tensors")]
         self._cached = [each for each in module.modules() if hasattr(each, "is_first_microbatch")]
-        # Read by the graphs: whether to keep the quantized weights; None for modules that do not cache them.
+        # Read by the graphs: nonzero to reuse the quantized weights; None if weights are not cached.
         self._skips_weights = torch.zeros(1, device="cuda") if quantization.caches_params else None
-        self._skips = False  # its value
+        self._skips = False  # value of the flag
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore, after warm-up and capture, all statistics and which modules will quantize weights again."""
+        """Restore the statistics and the ``is_first_microbatch`` flags of modules after warm-up and capture."""
         state = self._quantization.state.quantization_state
         stashed = {id(queue): list(queue) for queue in state.fp8_tensors_recompute_buffer}
 
         def unstash() -> None:
-            # After a failed capture, the next recomputation of layers would take the entries of the failed one.
+            # After a failed capture, the next recomputation would consume entries that the failed one left.
             for queue in state.fp8_tensors_recompute_buffer:
                 queue.clear()
                 queue.extend(stashed.get(id(queue), ()))
@@ -231,28 +231,25 @@ class RecordedQuantization:
                 buffers = state.global_amax_history_buffer, state.global_scale_buffer
                 statistics = chain.from_iterable(each for buffer in buffers for each in buffer.values())
                 stack.enter_context(preserve_tensors(statistics))
-                # Modules that have not run yet register theirs in warm-up, and may have them from a checkpoint.
+                # Modules that have not run yet register statistics in warm-up, possibly loaded from a checkpoint.
                 for module in self._modules:
                     stack.callback(module.reset_fp8_meta_tensors, module.get_fp8_meta_tensors())
             yield
 
     def context(self) -> AbstractContextManager[None]:
-        """Return the context of a forward pass, in which modules read the flag."""
+        """Return the context of a forward pass, in which modules read the device flag."""
         state = self._quantization.state.quantization_state
         return replaced_attribute([state], "skip_fp8_weight_update_tensor", lambda flag: self._skips_weights)
 
     def autocast(self) -> AbstractContextManager:
-        """Return the context of modules that run eagerly in a pass that is not recorded.
-
-        Statistics are updated at its end.
-        """
+        """Return an ``autocast`` context for modules; outside capture, it updates the statistics at the end."""
         return self._quantization.context(torch.cuda.is_current_stream_capturing())
 
     def before_forward(self, is_first_microbatch: object = None) -> None:
-        """Make the graphs quantize weights in the same micro-batches as eager training does.
+        """Make the graphs requantize weights in the same micro-batches as eager mode.
 
         Args:
-            is_first_microbatch: Not used; modules have the flag.
+            is_first_microbatch: Ignored; the flag of the modules is used.
         """
         if self._skips_weights is None or not self._cached:
             return
@@ -265,7 +262,7 @@ class RecordedQuantization:
                 module.__dict__["is_first_microbatch"] = False  # bypasses Module.__setattr__, which is slow
 
     def tensors(self) -> list[list[Any]]:
-        """Return the tensors that the graphs use: amax histories, scales, and the quantized weights of each module."""
+        """Return the tensors that the graphs use: amax histories, scales, and each module's quantized weights."""
         state = self._quantization.state.quantization_state
         buffers = state.global_amax_history_buffer, state.global_scale_buffer
         weights = [getattr(module, "_fp8_workspaces", {}) for module in self._cached]

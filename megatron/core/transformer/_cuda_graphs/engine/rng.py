@@ -1,4 +1,4 @@
-"""Random number generator states for CUDA graphs."""
+"""Random number generator states in CUDA graphs."""
 
 import random
 import sys
@@ -17,7 +17,7 @@ from ..replacements import between
 
 
 def _clone_nested_tensors(value: Any) -> Any:
-    """Return ``value`` with every tensor in it cloned; tuples, lists and dicts are rebuilt, anything else is shared.
+    """Clone all tensors in ``value``; rebuild tuples, lists and dicts, and share all other leaves.
 
     Raises:
         TypeError: ``value`` contains a set, which has no fixed order.
@@ -32,10 +32,13 @@ def _clone_nested_tensors(value: Any) -> Any:
 
 
 def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Generator:
-    """Make ``gen`` usable by graphs if its state was created or set under ``torch.inference_mode``, and return it.
+    """Make ``gen`` usable by graphs even if its state was created or set under ``torch.inference_mode``.
 
-    Tensors created in that mode are inference tensors, which cannot be written outside of it. The state is set again
-    from a clone that is a normal tensor. It stays the same object, so that graphs keep drawing from it.
+    Inference tensors cannot be written outside that mode, so the state is set from a clone that is a normal tensor. The
+    state object stays the same, and graphs keep drawing from it.
+
+    Returns:
+        ``gen`` itself.
     """
     with torch.inference_mode(False):
         gen.set_state(_clone_nested_tensors(gen.get_state()))
@@ -49,14 +52,14 @@ def _default_generator() -> torch.Generator:
 def current_rng_state() -> torch.Generator:
     """Return a generator that shares the current state of the device's default generator.
 
-    Megatron's and TransformerEngine's RNG trackers replace that state, for example around the decoder's layers under
-    sequence parallelism.
+    Megatron's and TransformerEngine's RNG trackers switch that state, for example around decoder layers with sequence
+    parallelism.
     """
     return _default_generator().graphsafe_get_state()
 
 
 def use_rng_state(state: torch.Generator) -> AbstractContextManager[None]:
-    """Make the device's default generator draw from ``state``, a result of ``current_rng_state``."""
+    """Return a context in which the device's default generator draws from ``state`` (see ``current_rng_state``)."""
     draw_from = _default_generator().graphsafe_set_state
     return between(partial(draw_from, state), partial(draw_from, current_rng_state()))
 
@@ -68,10 +71,10 @@ _UNUSABLE = (
 
 
 def check_rng_tracker() -> None:
-    """Check, before Megatron's RNG tracker has any state, that CUDA graphs can use the states it will have.
+    """Check that CUDA graphs can use the states of Megatron's RNG tracker, even if it has no states yet.
 
     Raises:
-        UnsupportedError: they cannot.
+        UnsupportedError: graphs cannot use them.
     """
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
     usable = ("use_cudagraphable_rng", "is_inference_rng_tracker")
@@ -81,10 +84,10 @@ def check_rng_tracker() -> None:
 
 
 def generator_states() -> list[torch.Generator]:
-    """Return the generators that a Megatron layer may draw from, other than the default one.
+    """Return the generators that a Megatron layer may draw from, except for the default one.
 
     Raises:
-        UnsupportedError: Megatron's RNG tracker keeps states that a graph cannot use.
+        UnsupportedError: graphs cannot use the states of Megatron's RNG tracker.
     """
     states: list[torch.Generator] = []  # a list, because both trackers may use the same names
     if tensor_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
@@ -98,22 +101,22 @@ def generator_states() -> list[torch.Generator]:
 
 
 class GraphStates:
-    """The states of Megatron's RNG tracker that graphs draw from: the current ones when this object is made.
+    """The RNG tracker states that graphs draw from: Megatron's current ones at construction.
 
-    A graph draws from the state objects of its capture. The tracker's ``set_states`` and a new seed replace them by
-    other objects, from which eager passes draw.
+    A graph draws from the state objects that existed at its capture. The tracker's ``set_states`` and a new seed
+    replace these objects, and only eager passes draw from the new ones.
     """
 
     def __init__(self) -> None:
         self._states = dict(_tracked())
 
     def adopt(self, *call: object) -> None:
-        """Copy the values of replaced states to the states of graphs, and give these back to the tracker.
+        """Copy the values of replaced states to the graphs' states, and put these back into the tracker.
 
-        An open fork of the tracker also continues with them.
+        An open fork of the tracker continues with the graphs' states.
 
         Args:
-            call: Not used; the arguments of a hook.
+            call: Ignored; allows registration as a hook.
         """
         tracked = _tracked()
         for name, ours in self._states.items():
@@ -122,7 +125,7 @@ class GraphStates:
                 continue
             state = theirs if isinstance(theirs, torch.Tensor) else theirs.get_state()
             is_open = _is_forked_to(name, state)
-            if not torch.equal(state, ours.get_state()):  # a fork leaves another object for the same state
+            if not torch.equal(state, ours.get_state()):  # a fork leaves a new object with the same state
                 ours.set_state(state)
             if is_open:
                 _default_generator().graphsafe_set_state(ours)
@@ -130,11 +133,11 @@ class GraphStates:
 
 
 def _is_forked_to(name: str, state: torch.Tensor) -> bool:
-    """Whether a fork of the RNG tracker is open, so that the default generator draws from the tracked ``state``.
+    """Return whether a fork to the tracked state ``name`` is open, so that the default generator draws from it.
 
-    TransformerEngine's tracker does not record forks, and torch does not show whether two generators share a state.
+    TransformerEngine's tracker does not record forks, and torch does not expose whether two generators share a state.
     Equal seeds and offsets imply it, except for the data-parallel state, which Megatron seeds like the default
-    generator: a fork to it is not found.
+    generator: forks to it are not detected.
     """
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     if hasattr(tracker, "_current_state_name"):
@@ -145,7 +148,7 @@ def _is_forked_to(name: str, state: torch.Tensor) -> bool:
 
 
 def _tracked() -> dict[str, Any]:
-    """Return the states of Megatron's RNG tracker, by name; empty without a tracker."""
+    """Return the states of Megatron's RNG tracker by name; empty without a tracker."""
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     return getattr(tracker, "states_", {})
 
@@ -158,9 +161,9 @@ def make_generators_safe() -> None:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the state of every generator, on device and host, so that draws of warm-up and capture have no effect.
+    """Restore the state of every generator, on device and host, so that warm-up and capture do not advance them.
 
-    The default generator draws from its former state again, also if an exception (Ctrl-C, for example) left a fork of
+    The default generator switches back to its original state, even if an exception (for example, Ctrl-C) left a fork of
     Megatron's RNG tracker open.
     """
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
@@ -178,12 +181,12 @@ def preserve_rng() -> Iterator[None]:
 
 @contextmanager
 def refuse_host_draws() -> Iterator[None]:
-    """Refuse a pass that draws random numbers on the host.
+    """Reject code that draws random numbers on the host, which every replay would repeat.
 
-    Such a number, for example to decide whether to skip a layer, would be the same in every replay.
+    An example is the decision whether to skip a layer.
 
     Raises:
-        UnsupportedError: the state of a host generator differs at the end.
+        UnsupportedError: the state of a host generator has changed by the end of the context.
     """
     before = _host_states()
     yield
@@ -198,7 +201,7 @@ def refuse_host_draws() -> Iterator[None]:
 
 
 def _host_generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Return, for each host generator by name, the functions that read and set its state."""
+    """Return the functions that read and set the state of each host generator, by name."""
     found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
         "torch's CPU generator": (torch.get_rng_state, torch.set_rng_state),
         "Python's random": (random.getstate, random.setstate),
@@ -214,7 +217,7 @@ def _host_states() -> dict[str, Any]:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Compare two states: tensors, or tuples of numbers and arrays."""
+    """Return whether two states are equal: tensors, or tuples of numbers and arrays."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     pairs = zip(one, other, strict=True)
