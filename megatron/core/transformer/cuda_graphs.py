@@ -1,6 +1,6 @@
-"""Replace ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper``, and the names of ``_cuda_graphs``.
+"""Replacement of ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper`` and the names of ``_cuda_graphs``.
 
-Assigning to a name, or patching it, affects every function in ``_cuda_graphs`` that uses it (``_Face``).
+Assigning or patching a name affects every function in ``_cuda_graphs`` that uses it (see ``_Face``).
 """
 
 import gc
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# First: the imports below load modules of megatron-core that import these names from here.
+# These come first because the imports below load megatron-core modules that import them from here.
 from ._cuda_graphs import state as _state
 from ._cuda_graphs.state import (
     FREEZE_GC,
@@ -122,30 +122,30 @@ __all__ = [
 
 
 class TECudaGraphHelper:
-    """Capture the CUDA graphs of a model and attach them to its modules.
+    """Captures the CUDA graphs of a model and attaches them to its modules.
 
-    ``create_cudagraphs`` captures. ``cuda_graph_set_manual_hooks`` then adds the hooks that gather parameters before a
-    replay under ``DistributedDataParallel``; under Megatron-FSDP the layers' own hooks gather. ``before_step``, which
-    training loops call before each step, recaptures when needed.
+    ``create_cudagraphs`` captures the graphs. Under ``DistributedDataParallel``, ``cuda_graph_set_manual_hooks`` then
+    adds the hooks that gather parameters before a replay; under Megatron-FSDP the layers' own hooks gather them.
+    Training loops call ``before_step`` before each step; it recaptures when needed.
 
     Args:
-        model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
+        model: The wrapped model chunks; a single chunk without virtual pipeline stages.
         config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. Optional attributes:
 
-            - ``cuda_graph_fallback``: ``error`` (the default) to raise CaptureFailedError when a capture fails,
-              ``eager`` to warn and train without graphs.
-            - ``cuda_graph_max_captures``: The number of captures, recaptures included.
-            - ``cuda_graph_report``: The folder for reports of captures.
+            - ``cuda_graph_fallback``: ``error`` (the default) raises CaptureFailedError when a capture fails;
+              ``eager`` warns and trains without graphs.
+            - ``cuda_graph_max_captures``: The maximum number of captures, including recaptures.
+            - ``cuda_graph_report``: The directory for capture reports.
             - ``cuda_graph_step_log``: Factory for a callback ``(helper)``, called before each step.
-        seq_length: Tokens in a sequence.
-        micro_batch_size: Sequences in a micro-batch.
+        seq_length: Tokens per sequence.
+        micro_batch_size: Sequences per micro-batch.
         optimizers: Optimizers whose gradients are zeroed after capture.
-        pg_collection: The process groups; ``parallel_state``'s by default.
+        pg_collection: The process groups; defaults to those of ``parallel_state``.
 
     Raises:
         OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, ``config.cuda_graph_fallback`` is
             unknown, whole layers are selected with ``overlap_moe_expert_parallel_comm``, or the allocator uses
-            expandable segments while NCCL registers the memory of graphs.
+            expandable segments while NCCL registers graph memory.
         ValueError: An option that Megatron-FSDP needs for graphs is missing, or an option is incompatible.
     """
 
@@ -193,12 +193,13 @@ class TECudaGraphHelper:
     # --------------------------------------------------------------------------------------------- layers
 
     def _discover_layers(self) -> None:
-        """Set megatron-core's attributes that list the layers to capture. A subclass may select others.
+        """Set the megatron-core attributes that list the layers to capture. Subclasses may select other layers.
 
         Attributes:
-            chunks_with_decoder: The model of each chunk; None if no layer of it can be captured.
-            callables_per_chunk, flattened_callables: The layers to capture, by chunk and of all chunks.
-            callables_per_chunk_is_mtp, flattened_callables_is_mtp: Whether each belongs to multi-token prediction.
+            chunks_with_decoder: The model of each chunk; None if it has no graphable layers.
+            callables_per_chunk, flattened_callables: The layers to capture, per chunk and flattened.
+            callables_per_chunk_is_mtp, flattened_callables_is_mtp: Whether each layer belongs to multi-token
+                prediction.
             num_layers_per_chunk: The number of layers to capture in each chunk.
         """
         models = [self._role.model_of(chunk) for chunk in self.model]
@@ -229,20 +230,20 @@ class TECudaGraphHelper:
 
     @property
     def model_graphs(self) -> ModelGraphs | None:
-        """The graphs of the whole model, or of its first chunk; None if graphs hold less."""
+        """The graphs of the whole model, or of its first chunk; None if only its layers were captured."""
         return next(iter(self._state.models), None)
 
     @property
     def decoder_graphs(self) -> DecoderGraphs | None:
-        """The graphs of all layers of the decoder; None if graphs hold more or less."""
+        """The graphs that hold all decoder layers; None if the whole model or single layers were captured."""
         return self._state.decoder
 
     def graphs_created(self) -> bool:
-        """Return whether there are graphs."""
+        """Return whether graphs exist."""
         return not self._state.eager_because
 
     def eager_reason(self) -> str:
-        """Return why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
+        """Return why any part of the step since the last call ran eagerly; empty if everything replayed."""
         return self._state.eager_reason()
 
     def graph_use(self) -> GraphUse:
@@ -253,24 +254,24 @@ class TECudaGraphHelper:
     # ------------------------------------------------------------------------------------------------ before a step
 
     def capture_finished(self) -> bool:
-        """Call ``before_step``: Megatron's training loop calls this method before each step."""
+        """Call ``before_step``. Megatron's training loop calls this method before each step."""
         return self.before_step()
 
     def before_step(self) -> bool:
-        """Prepare the coming step. A training loop calls it on all ranks before each step.
+        """Log the previous step, and recapture if needed. Call this on all ranks before each step.
 
-        Log the last step. Delete the graphs and capture again, with gradients zeroed and the hooks of layers under
-        ``DistributedDataParallel`` restored, if
+        A recapture deletes the graphs, zeroes gradients, and restores layer hooks under ``DistributedDataParallel``. It
+        happens if
 
         - the number of micro-batches changes under pipeline parallelism, or
-        - all ranks have trained with one other shape for ``changed_shapes.STEPS`` steps or more.
+        - all ranks have trained with the same new shape for at least ``changed_shapes.STEPS`` steps.
 
-        This happens ``config.cuda_graph_max_captures - 1`` times. Afterwards graphs are kept for their shape, and
-        deleted for good if the number of micro-batches changes.
+        At most ``config.cuda_graph_max_captures - 1`` recaptures happen. After that, steps with a new shape run
+        eagerly, and the graphs are deleted permanently if the number of micro-batches changes.
 
-        If a recapture fails and ``config.cuda_graph_fallback`` is ``eager``, graphs are captured again for the former
-        shape and kept for it; with another number of micro-batches, steps run eagerly until the number changes again.
-        ``seq_length``, ``micro_batch_size`` and ``num_microbatches`` change only when a recapture succeeds.
+        If a recapture fails and ``config.cuda_graph_fallback`` is ``eager``, the previous shape is captured again and
+        no further recaptures happen; if the number of micro-batches had changed, steps run eagerly until it changes
+        again. ``seq_length``, ``micro_batch_size`` and ``num_microbatches`` change only when a recapture succeeds.
 
         Returns:
             Whether ``create_cudagraphs`` has run, even if there were no layers to capture.
@@ -292,7 +293,7 @@ class TECudaGraphHelper:
     def _change_microbatches(self, microbatches: int) -> None:
         if self._recaptures.are_left():
             self._capture_again(f"steps of {microbatches} micro-batches, not {self._state.microbatches}")
-            self._state.microbatches = microbatches  # after a failure, too: the next change captures again
+            self._state.microbatches = microbatches  # even after a failure, so that the next change recaptures
             return
         log_single_rank(
             logger,
@@ -301,7 +302,7 @@ class TECudaGraphHelper:
         )
         if self.graphs_created():
             self.delete_cuda_graphs()
-        self._state = self._new_state(CAPTURES_USED_UP)  # or the caller would capture
+        self._state = self._new_state(CAPTURES_USED_UP)  # otherwise the caller would capture
 
     def _change_shape(self, tokens: int, sequences: int, captured_tokens: int) -> None:
         former = self.seq_length, self.micro_batch_size
@@ -310,7 +311,7 @@ class TECudaGraphHelper:
         finally:
             if not self.graphs_created():
                 self.seq_length, self.micro_batch_size = former
-        if self._state.eager_because == CAPTURE_FAILED:  # the former graphs were deleted first, for their memory
+        if self._state.eager_because == CAPTURE_FAILED:  # the old graphs were deleted to free memory
             self._recaptures.stop()
             self._capture_shape(*former)
 
@@ -319,7 +320,7 @@ class TECudaGraphHelper:
         self._capture_again(f"sequences of {seq_length} tokens, {micro_batch_size} in a micro-batch")
 
     def _capture_again(self, steps: str) -> None:
-        """Replace the graphs, between two steps, by a capture for changed ``steps``."""
+        """Recapture between two steps; ``steps`` describes the new ones in logs."""
         log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
         self._recaptures.begin()
         with ExitStack() as stack:
@@ -331,7 +332,7 @@ class TECudaGraphHelper:
                 stack.callback(chunk.enable_forward_pre_hook)
             if self.graphs_created():
                 self.delete_cuda_graphs()
-            self._state = self._new_state()  # a stage without layers has no graphs, and captures with the others
+            self._state = self._new_state()  # a stage without layers has no graphs but joins the capture
             self.create_cudagraphs()
         if gathering and self.graphs_created():
             self.cuda_graph_set_manual_hooks()
@@ -343,28 +344,28 @@ class TECudaGraphHelper:
     # -------------------------------------------------------------------------------------------- capture
 
     def create_cudagraphs(self) -> None:
-        """Capture every layer, once for each micro-batch that can be in flight; or the whole model.
+        """Capture the whole model, or every layer once for each micro-batch that can be in flight.
 
-        The whole model is captured if ``config.cuda_graph_layers_per_graph`` is ``model``, or is None and its graphs
-        fit all training calls since this helper was made. If the capture of the whole model fails with None, layers are
-        captured.
+        All ranks must call this together.
 
-        All ranks must call it together.
+        The whole model is captured if ``config.cuda_graph_layers_per_graph`` is ``model``, or if it is None and the
+        graphs would match all training calls since this helper was created. With None, layers are captured if capturing
+        the whole model fails.
 
         Without pipeline stages, nothing is captured if training ran two forward passes before their backward passes:
-        the log names this reason, and training continues eagerly.
+        the reason is logged, and training continues eagerly.
 
-        Gradients are zero afterwards. If graphs hold the whole model, the next evaluation captures a forward graph
-        (``capture_for_evaluation``). A capture that fails on one rank fails on all: hooks, parameters, RNG and capture
-        flags are restored, no layer has graphs, and the model can train eagerly.
+        Gradients are zero afterwards. If the whole model was captured, the next evaluation captures a forward graph
+        (see ``capture_for_evaluation``). A capture that fails on one rank fails on all: hooks, parameters, RNG states
+        and capture flags are restored, all graphs are freed, and the model can train eagerly.
 
         Raises:
             CallOrderError: The graphs have been captured already.
             CaptureFailedError: The capture failed, and ``config.cuda_graph_fallback`` is not ``eager``. The message
-                names the rank and the layer; on that rank the error's ``__cause__`` is the exception.
-            CaptureInterruptedError: Another rank was interrupted, by Ctrl-C for example. That rank raises its own
+                names the rank and the layer; on that rank, ``__cause__`` is the original exception.
+            CaptureInterruptedError: Another rank was interrupted, for example by Ctrl-C. That rank raises its own
                 exception.
-            RuntimeError: The ranks have no store in which to agree.
+            RuntimeError: The store through which ranks coordinate the capture is gone, or a rank timed out.
         """
         if self._state.eager_because != BEFORE_CAPTURE:
             raise CallOrderError(
@@ -377,11 +378,11 @@ class TECudaGraphHelper:
             if not goes_on_eagerly(self.config):
                 raise
             warn_of_failure(failed, "Training goes on without these CUDA graphs (--cuda-graph-fallback eager)")
-        release_cached_memory()  # the exception is gone, and with it what its frames held
+        release_cached_memory()  # the exception's frames no longer hold tensors
         self._state = self._new_state(CAPTURE_FAILED)
 
     def _capture_largest(self) -> None:
-        """Capture; if capturing the whole model by default fails, capture its layers."""
+        """Capture; fall back to layers if the whole model was chosen by default and its capture fails."""
         state = self._state
         try:
             self._capture()
@@ -395,12 +396,12 @@ class TECudaGraphHelper:
         self._capture()
 
     def _capture(self) -> None:
-        """Capture once. If any rank fails, leave no graphs and raise the same error on all ranks."""
+        """Capture once. If any rank fails, free the graphs and raise the same error on all ranks."""
         stage, graphs = self.stage, self._state
         agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language)
         with agreement.together(self._drop_graphs), self._capture_mode() as start_time:
             shape = self.seq_length, self.micro_batch_size
-            graphs.choose(agreement)  # stages without layers vote, too
+            graphs.choose(agreement)  # stages without layers also vote
             if not stage.layers:
                 logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                 graphs.eager_because = NO_LAYERS
@@ -416,7 +417,7 @@ class TECudaGraphHelper:
 
     @contextmanager
     def _capture_mode(self) -> Iterator[float]:
-        """Turn capture mode on in this context, and yield the start time."""
+        """Enable capture mode within the context, and yield the start time."""
         offloads = self.config.fine_grained_activation_offloading
         try:
             start_time = self._start_capturing()
@@ -436,7 +437,7 @@ class TECudaGraphHelper:
             self._reset_after_capture()
 
     def _start_capturing(self) -> float:
-        """Release cached memory, turn capture mode on, and return ``time.time()``."""
+        """Release cached memory, enable capture mode, and return ``time.time()``."""
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # these import this module
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
@@ -451,7 +452,7 @@ class TECudaGraphHelper:
         return time.time()
 
     def _reset_after_capture(self) -> None:
-        """Zero what capture accumulated: gradients, and the metrics and token counts of MoE and MTP layers."""
+        """Zero the gradients, MoE and MTP metrics, and token counts that the capture accumulated."""
         from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -465,7 +466,7 @@ class TECudaGraphHelper:
         reset_model_temporary_tensors(self.config, self.model)
 
     def _finish_capturing(self, start_time: float) -> None:
-        """Release cached memory and report the capture that began at ``start_time``."""
+        """Release cached memory, and report the capture that started at ``start_time``."""
         release_cached_memory()
         report_capture(self.stage, self._state, start_time, self._recaptures.done + 1)
 
@@ -478,10 +479,10 @@ class TECudaGraphHelper:
         return self._arguments().order()
 
     def _get_cuda_graph_input_data(self) -> InputData:
-        """Return the positional inputs and the keyword arguments of ``make_graphed_callables``.
+        """Return the positional inputs and keyword arguments for ``make_graphed_callables``.
 
-        Set ``num_layers_per_chunk``, ``num_model_chunks`` and ``num_microbatches`` first, for subclasses that make
-        inputs.
+        Subclasses that create inputs rely on ``num_layers_per_chunk``, ``num_model_chunks`` and ``num_microbatches``,
+        which are set here first.
         """
         passes = self._order()
         self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
@@ -492,10 +493,10 @@ class TECudaGraphHelper:
     def _get_sample_arguments(
         self, order: Sequence[float], chunk_id_list: list | None = None
     ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
-        """Make the static inputs of each layer and micro-batch; see ``CaptureArguments.samples``.
+        """Create the static inputs of each layer and micro-batch; see ``CaptureArguments.samples``.
 
         Returns:
-            Positional inputs and keyword inputs, by chunk of ``order``, then micro-batch, then layer.
+            Positional and keyword inputs, ordered by chunk of ``order``, then micro-batch, then layer.
         """
         samples = self._arguments().samples(order, chunk_id_list)
         return [args for args, _ in samples], [kwargs for _, kwargs in samples]
@@ -503,7 +504,7 @@ class TECudaGraphHelper:
     # ------------------------------------------------------------------------------------------ afterwards
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Set the hooks that gather parameters before each replay under ``DistributedDataParallel``."""
+        """Register the hooks that gather parameters before each replay under ``DistributedDataParallel``."""
         for chunk in self.stage.chunks:
             if chunk.fsdp is None:
                 for layer in chunk.layers:
@@ -513,7 +514,7 @@ class TECudaGraphHelper:
         """Free all graphs. The model then runs eagerly and can be captured again.
 
         Raises:
-            CallOrderError: There are no graphs.
+            CallOrderError: No graphs exist.
         """
         if not self.graphs_created():
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
@@ -527,13 +528,13 @@ class TECudaGraphHelper:
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
-    """Return the number of vision tokens for which graphs are captured.
+    """Return the number of vision tokens to capture graphs for.
 
     Args:
-        vision_config: The vision encoder's configuration. Its first attribute of these counts:
+        vision_config: The vision encoder's configuration. The first of these attributes that is set is used:
             ``max_vision_cuda_graph_seq_length``, in tokens, unless None or 0; ``num_position_embeddings``, in patches,
             with ``spatial_merge_size ** 2`` (1 by default) patches per token.
-        default_seq_length: The number of tokens without these attributes.
+        default_seq_length: The number of tokens if neither is set.
     """
     longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)
     if longest:
@@ -545,7 +546,7 @@ def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int
 
 
 def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``graph_fn`` without the None outputs of layers without context; its other attributes are not kept."""
+    """Wrap ``graph_fn`` to drop the None outputs of layers without context; its attributes are not copied."""
 
     def without_none(*args: Any, **kwargs: Any) -> Any:
         output = graph_fn(*args, **kwargs)
@@ -557,26 +558,25 @@ def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class VisionTECudaGraphHelper(TECudaGraphHelper):
-    """Capture the layers of ``vision_model.decoder`` and attach the graphs to them.
+    """Captures the layers of ``vision_model.decoder`` and attaches the graphs to them.
 
-    Use it beside the language model's ``TECudaGraphHelper``, and capture with this helper first: only the other one
-    zeroes gradients and metrics after capture. It does not communicate with other pipeline stages, so ranks without a
-    vision model need not call it. Under pipeline parallelism, call ``before_step`` of both helpers before each step:
-    each recaptures when the number of micro-batches changes.
+    Use it together with the language model's ``TECudaGraphHelper``, and capture with this helper first: only the
+    language model's helper zeroes gradients and metrics after capture. This helper does not communicate with other
+    pipeline stages, so ranks without a vision model do not need it. Under pipeline parallelism, call ``before_step`` of
+    both helpers before each step: each recaptures when the number of micro-batches changes.
 
-    Inputs are ``[vision_seq_length, 1, hidden]``, with all images of a micro-batch one after the other, and without
-    rotary embeddings.
+    Inputs are ``[vision_seq_length, 1, hidden]``, the concatenated images of a micro-batch, without rotary embeddings.
 
     Args:
-        model: The model's chunks, wrapped as for training; the first with a ``vision_model`` is used.
+        model: The wrapped model chunks; the first one with a ``vision_model`` is used.
         vision_config: The vision encoder's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``.
-        vision_seq_length: Vision tokens in a micro-batch; see ``get_vision_cuda_graph_seq_length``.
+        vision_seq_length: Vision tokens per micro-batch; see ``get_vision_cuda_graph_seq_length``.
         micro_batch_size: Unused: the batch dimension is 1.
-        num_microbatches: Unused: each capture takes it from Megatron's calculator.
-        pg_collection: The process groups; ``parallel_state``'s by default.
+        num_microbatches: Unused: each capture reads it from Megatron's calculator.
+        pg_collection: The process groups; defaults to those of ``parallel_state``.
 
     Raises:
-        OptionsError, ValueError, RuntimeError: As for ``TECudaGraphHelper``.
+        OptionsError, ValueError, RuntimeError: See ``TECudaGraphHelper``.
     """
 
     _role = Role(language=False, model_of=vision_model_of, report="capture_vision", wrap=_wrap_graph_for_vision)
@@ -597,17 +597,17 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
 
     def _order(self) -> PassOrder:
         passes = super()._order()
-        # With virtual stages, more micro-batches are in flight than this chunk alone would have: keep all.
+        # With virtual stages, more micro-batches are in flight than the schedule of this chunk alone implies.
         return replace(passes, order=sorted(passes.order, reverse=True)) if self._interleaved else passes
 
     def _reset_after_capture(self) -> None:
         """Do nothing: the language model's helper zeroes gradients and metrics."""
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Do nothing: ``DistributedDataParallel`` does not gather parameters of vision encoders in hooks."""
+        """Do nothing: ``DistributedDataParallel`` does not gather vision encoder parameters in hooks."""
 
 
-# Variables that functions reassign. Reading and writing them here reads and writes those of their file.
+# Variables that functions reassign. Reads and writes here are forwarded to the defining module.
 _IS_GRAPH_CAPTURING: bool
 _IS_GRAPH_WARMUP: bool
 fwd_buffer_reuse_ref_count: int
@@ -622,9 +622,9 @@ _FOLDER = f"{__package__}._cuda_graphs."
 
 
 class _Face(ModuleType):
-    """Forward assignments to every file of ``_cuda_graphs`` that has the same object under the same name.
+    """Forwards assignments to every module of ``_cuda_graphs`` that has the same object under the same name.
 
-    This covers plain assignment, ``mock.patch`` and ``monkeypatch.setattr``, and undoing these.
+    This covers plain assignment, ``mock.patch`` and ``monkeypatch.setattr``, including their undo.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

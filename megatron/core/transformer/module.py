@@ -1,4 +1,4 @@
-"""``GraphableMegatronModule`` that replays graphs inside its own call, so that its hooks run around them."""
+"""``GraphableMegatronModule`` that replays graphs within its own call, so that its hooks still run."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class GraphableMegatronModule(_upstream.GraphableMegatronModule):
-    """megatron-core's ``GraphableMegatronModule``, a layer that can run as CUDA graphs, with these changes:
+    """A layer that can run as CUDA graphs. Changes from megatron-core's ``GraphableMegatronModule``:
 
-    - A replay goes through ``torch.nn.Module``'s own call, so that the layer's hooks (Megatron-FSDP's, for example) run
-      around it as around ``forward``.
-    - Static hidden states have the model's dtype rather than bf16.
-    - The graph checks the arguments of a replay, which needs no TransformerEngine.
-    - Under pipeline parallelism, a step with another number of micro-batches than at capture is an error.
-    - A call that the graphs do not fit runs eagerly where possible (``LayerGraph.fits``).
-    - With ``--cuda-graph-packed-sequences``, graphs of attention read the offsets of packed sequences.
+    - A replay goes through ``torch.nn.Module``'s own call, so that the layer's hooks (for example Megatron-FSDP's) run
+      before and after it as they do for ``forward``.
+    - Static hidden states have the model's dtype instead of bf16.
+    - The graph validates the arguments of a replay, without TransformerEngine.
+    - Under pipeline parallelism, a step with a different number of micro-batches than at capture raises an error.
+    - A call that does not match the graphs runs eagerly if possible (see ``LayerGraph.fits``).
+    - With ``--cuda-graph-packed-sequences``, attention graphs read the offsets of packed sequences.
 
     Attributes:
-        replaying: The runner that Megatron-FSDP's hooks use; set only during a call that replays.
+        replaying: The runner for Megatron-FSDP's hooks; set only during a call that replays.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,15 +54,15 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             del own["replaying"]
 
     def _tokens(self, hidden_states: torch.Tensor) -> int:
-        """Return the number of tokens in a micro-batch of one row, given this rank's ``hidden_states``."""
+        """Return the total tokens of a single-row micro-batch, given this rank's ``hidden_states``."""
         parts: int = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         return len(hidden_states) * parts * int(self.config.context_parallel_size)
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
         """Return one set of static inputs, by keyword.
 
-        ``hidden_states`` is ``[sequence, micro-batch, hidden]`` in the dtype of hidden states between layers. Its
-        sequence is divided among context- and sequence-parallel ranks.
+        ``hidden_states`` is ``[sequence, micro-batch, hidden]`` in the dtype of hidden states between layers. The
+        sequence dimension is sharded across context- and sequence-parallel ranks.
         """
         inputs = super().get_layer_static_inputs(seq_length, micro_batch_size)
         dtype = _hidden_states_dtype(self.config)
@@ -75,7 +75,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         if self.config.overlap_moe_expert_parallel_comm:  # its schedule bypasses __call__
             graph.snapshot.check()
         expected = graph.num_microbatches
-        # Fewer micro-batches change the order of passes, too: a graph might overwrite memory that others still read.
+        # Fewer micro-batches also change the order of passes: a graph could overwrite memory that others still read.
         if expected is not None and (
             microbatch >= expected or (microbatch == 0 and get_num_microbatches() != expected)
         ):
@@ -87,10 +87,10 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
                 "them"
             )
         if not args and "hidden_states" in kwargs and not self.config.fine_grained_activation_offloading:
-            args = (kwargs.pop("hidden_states"),)  # as megatron-core does it, without a copy of kwargs
+            args = (kwargs.pop("hidden_states"),)  # as in megatron-core, without copying kwargs
             kwargs["is_first_microbatch"] = microbatch == 0
         else:
-            # TransformerLayer's override makes an attention mask, which needs TransformerEngine: the graph has one.
+            # TransformerLayer's override creates an attention mask, which needs TransformerEngine; the graph has one.
             args, kwargs = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args(self, *args, **kwargs)
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)
@@ -100,8 +100,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
 def _hidden_states_dtype(config: Any) -> torch.dtype:
     """Return the dtype of hidden states between layers.
 
-    ``--bf16`` and ``--fp16`` convert the whole model, whatever ``params_dtype`` is; with ``--fp32-residual-connection``
-    the embedding returns fp32.
+    ``--bf16`` and ``--fp16`` convert the whole model regardless of ``params_dtype``; with
+    ``--fp32-residual-connection`` the embedding returns fp32.
     """
     if config.fp32_residual_connection:
         return torch.float32

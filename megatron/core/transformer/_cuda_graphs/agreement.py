@@ -1,9 +1,10 @@
-"""Agreement of the ranks of a capture: all ranks capture, or all raise the same error.
+"""Coordination of a capture across ranks: either all ranks capture, or all raise the same error.
 
-A rank that fails would leave the others waiting in its next collective. So ranks vote before a capture on what graphs
-hold, then before each collective that is not recorded (those of Megatron-FSDP's hooks and, in warm-up, of layers under
-tensor, expert or context parallelism), and after the capture. They vote on the host, through the store of the process
-groups: the device may be busy with a collective, and a stream under capture accepts no other work.
+A rank that fails would leave the others waiting in the next collective. Therefore ranks vote before a capture on the
+part of the model that each graph holds, then before each collective that is not recorded (launched by Megatron-FSDP's
+hooks or, during warm-up, by layers under tensor, expert or context parallelism), and after the capture. Votes go
+through the process groups' store on the host: the device may be busy with a collective, and a capturing stream accepts
+no other work.
 """
 
 import json
@@ -42,13 +43,13 @@ _BEGIN_BATCH, _END_BATCH = "_start_coalescing", "_end_coalescing"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a capture failed.
+    """The reason for a failed capture.
 
     Attributes:
         rank: The global rank that failed.
         where: The pass or phase that failed.
-        cause: The type of the exception and its text.
-        interrupted: Whether it is KeyboardInterrupt or SystemExit.
+        cause: The type and message of the exception.
+        interrupted: Whether the exception is not an ``Exception``, for example KeyboardInterrupt or SystemExit.
     """
 
     rank: int
@@ -66,13 +67,14 @@ class Failure:
 
 
 class Ballot:
-    """Votes of the ranks of ``group`` in one capture. All ranks create it and call ``vote`` equally often.
+    """Collects the votes of the ranks of ``group`` in one capture.
 
-    The timeout of a vote is that of the group's collectives (``--distributed-timeout-minutes``). Nothing is
-    communicated in a group of one rank or of torch's ``fake`` backend.
+    All ranks create a ballot and call ``vote`` the same number of times. A vote has the same timeout as the group's
+    collectives (``--distributed-timeout-minutes``). Ranks do not communicate if the group has one rank or torch's
+    ``fake`` backend.
 
     Attributes:
-        failure: The failure that the ranks have agreed on; None if there is none yet.
+        failure: The failure that the ranks agreed on; None if there is none yet.
     """
 
     def __init__(self, group: ProcessGroup):
@@ -82,7 +84,7 @@ class Ballot:
         self._store: Store | None = None
         if self._size > 1:
             store = PrefixStore(f"cuda_graph_capture/{group.group_name}", distributed_c10d._get_default_store())
-            # Each rank counts its own captures: after an early failure it may begin the next one before the others.
+            # Each rank counts its own captures: after an early failure it may start the next one before the others.
             self._capture = store.add(f"captures of rank {group.rank()}", 1)
             self._places, self._store = store, PrefixStore(str(self._capture), store)
             backend: Any = group._get_backend(torch.device(distributed_c10d._get_object_coll_device(group)))
@@ -90,14 +92,14 @@ class Ballot:
             self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
 
     def vote(self, failure: Failure | None = None, objections: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Vote, and wait until all ranks have voted or one rank has failed; then ``failure`` is set.
+        """Vote, and wait until all ranks have voted or one rank has failed; a failure sets ``failure``.
 
         Args:
-            failure: This rank's failure. It decides the vote at once.
-            objections: This rank's objection to each topic; empty if it has none. All ranks give the same topics.
+            failure: This rank's failure. It decides the vote immediately.
+            objections: This rank's objection to each topic; empty if it has none. All ranks pass the same topics.
 
         Returns:
-            For each topic, the objection of one rank; empty if no rank objects.
+            For each topic, one rank's objection; empty if no rank objects.
 
         Raises:
             RuntimeError: Ranks have not voted within the timeout of the group, or the store is gone.
@@ -110,7 +112,7 @@ class Ballot:
             while self.failure is None:
                 agreed = self._cast(self._store, failure, objections or {})
                 if failure is None:
-                    break  # a failure is cast again if Ctrl-C came during a vote that had counted
+                    break  # repeat a failure until it decides: a vote cut off by Ctrl-C may have counted
         except torch.distributed.DistNetworkError as error:
             raise RuntimeError(
                 f"the store through which ranks agree on a CUDA graph capture is gone ({error}): its process (rank 0, "
@@ -119,7 +121,7 @@ class Ballot:
         return agreed
 
     def _cast(self, store: Store, failure: Failure | None, objections: Mapping[str, str]) -> dict[str, str]:
-        """Cast one vote. If it is interrupted, it does not count, and the next one replaces it."""
+        """Cast one vote. The vote number advances only when the vote completes, so an interrupted vote is repeated."""
         verdict, voters, readers = (f"{self._votes}{kind}" for kind in ("", " voters", " readers"))
         topics = {topic: f"{self._votes} {topic}" for topic in objections}
         self._places.set(f"place of rank {self._rank}", self._place())
@@ -152,18 +154,17 @@ class Ballot:
         return f"vote {self._votes} of capture {self._capture}"
 
     def _is_here(self, rank: int) -> bool:
-        """Whether ``rank`` has cast the vote in which this rank waits."""
+        """Return whether ``rank`` has cast the vote that this rank is waiting for."""
         key = f"place of rank {rank}"
         return self._places.check([key]) and self._places.get(key).decode() == self._place()
 
 
 class CaptureAgreement:
-    """The agreement of the ranks of one capture.
+    """Coordinates the ranks of one capture.
 
     Args:
-        groups: The process groups. Collectives of a capture connect the ranks of a pipeline stage: those of
-            ``tp_dp_cp``, or of ``tp`` and ``dp_cp`` if it is missing. With two groups, ranks may raise different errors
-            if several ranks fail.
+        groups: The process groups. The ranks of a pipeline stage vote in ``tp_dp_cp``, or in ``tp`` and ``dp_cp`` if it
+            is missing. With two groups, ranks may raise different errors if several ranks fail.
         with_other_stages: Whether all pipeline stages capture together.
     """
 
@@ -174,15 +175,15 @@ class CaptureAgreement:
         self._where = "before the first layer"
 
     def begin(self, where: str, phase: str = "") -> None:
-        """Record that the capture of ``where`` begins; errors name it.
+        """Record that the capture of ``where`` starts, for error messages.
 
         Args:
-            phase: ``forward`` or ``backward`` for a pass.
+            phase: ``forward`` or ``backward``; empty if there is only one phase.
         """
         self._where = f"{where}, {phase}" if phase else where
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Return a layer's capture-time ``hooks`` by kind, with a first hook that calls ``begin`` with ``name``."""
+        """Return a layer's capture-time ``hooks`` by kind, preceded by a hook that calls ``begin`` with ``name``."""
         kinds: dict[str, Any] = {**hooks}
         for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
             begin: Callable[..., None] = lambda *call, phase=phase: self.begin(name, phase)  # noqa: E731
@@ -190,10 +191,10 @@ class CaptureAgreement:
         return kinds
 
     def objections(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return, for each topic, the objection of one rank; empty if no rank objects.
+        """Return one rank's objection to each topic; empty if no rank objects.
 
         Args:
-            own: This rank's objection to each topic; empty if it has none. All ranks give the same topics.
+            own: This rank's objection to each topic; empty if it has none. All ranks pass the same topics.
 
         Raises:
             CaptureFailedError, CaptureInterruptedError: A rank failed.
@@ -204,10 +205,10 @@ class CaptureAgreement:
 
     @contextmanager
     def together(self, undo: Callable[[], object]) -> Iterator[None]:
-        """Capture in this context: at its end all ranks have captured, or have called ``undo`` and raise one error.
+        """Capture within the context: on exit, either all ranks have captured, or all call ``undo`` and raise an error.
 
         Raises:
-            CaptureFailedError: The capture failed on a rank, with an ``Exception``.
+            CaptureFailedError: The capture raised an ``Exception`` on a rank.
             CaptureInterruptedError: Another rank was interrupted. That rank raises its own exception.
         """
         try:
@@ -231,13 +232,13 @@ class CaptureAgreement:
         return agreed
 
     def _failed(self, error: BaseException) -> CaptureFailedError | CaptureInterruptedError:
-        """Tell all ranks that this one failed with ``error``; return the exception that every rank raises."""
+        """Report this rank's ``error`` to all ranks, and return the exception that every rank raises."""
         agreed = next((ballot.failure for ballot in self._ballots if ballot.failure is not None), None)
         if agreed is None or not isinstance(error, Exception):
             cause = f"{type(error).__name__}: {error}".removesuffix(": ")
             agreed = Failure(torch.distributed.get_rank(), self._where, cause, not isinstance(error, Exception))
         for ballot in self._ballots:
-            with suppress(RuntimeError):  # the store is gone, which the other ranks notice themselves
+            with suppress(RuntimeError):  # the store is gone, so the other ranks fail as well
                 ballot.vote(agreed)
                 if not agreed.interrupted:
                     agreed = ballot.failure or agreed
@@ -246,14 +247,14 @@ class CaptureAgreement:
 
 @contextmanager
 def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
-    """Call ``join`` before each collective that is launched in this context outside of stream captures.
+    """Call ``join`` before each collective that is launched within the context and not captured by a stream.
 
-    Python launches collectives through the methods of ``ProcessGroup``, which are replaced here. A
-    ``TorchDispatchMode`` would not see the beginning of a batch of sends and receives, and it disables
-    ``torch.compile``. Not covered: functional collectives, which layers of megatron-core and TransformerEngine do not
-    use, and communication without process groups (TransformerEngine's userbuffers, DeepEP).
+    This replaces the methods of ``ProcessGroup``, through which Python launches collectives. A ``TorchDispatchMode``
+    would miss the start of a batch of sends and receives, and it disables ``torch.compile``. Functional collectives
+    (unused by layers of megatron-core and TransformerEngine) and communication without process groups
+    (TransformerEngine's userbuffers, DeepEP) are not covered.
     """
-    batches: set[ProcessGroup] = set()  # groups with an open batch, which is launched when it closes
+    batches: set[ProcessGroup] = set()  # groups with an open batch; it launches when it closes
     thread = threading.get_ident()
 
     def joins(group: ProcessGroup) -> bool:
@@ -287,7 +288,7 @@ def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
 
 
 def warn_of_failure(failed: CaptureFailedError, outlook: str) -> None:
-    """Warn of a failed capture and what follows; on the rank that failed, with the exception."""
+    """Warn of a failed capture and its consequences; the failed rank also logs the exception."""
     message = f"{failed}. {outlook}."
     if isinstance(failed.__cause__, CaptureFailedError):  # another rank's
         log_single_rank(logger, logging.WARNING, message)

@@ -1,13 +1,13 @@
-"""Training passes that run eagerly because their graphs do not fit them."""
+"""Counter of training passes that run eagerly because they do not match their graphs."""
 
 from collections import Counter
 
 
 class EagerPasses:
-    """Counts eager passes; a shape is ``(tokens, sequences)`` of the hidden states.
+    """Counts eager passes. Shapes are ``(tokens, sequences)`` of the hidden states.
 
     Args:
-        outlook: A log suffix: how long passes of another shape than at capture run eagerly.
+        outlook: A log suffix that describes how long passes with a new shape run eagerly.
 
     Attributes:
         total: The number of eager passes.
@@ -20,10 +20,10 @@ class EagerPasses:
         self._reasons: set[str] = set()
 
     def note(self, reason: str, shape: tuple[int, int] | None = None) -> bool:
-        """Count a pass; return whether it is the first one with this ``reason``.
+        """Count a pass, and return whether it is the first one with this ``reason``.
 
         Args:
-            shape: Its shape, if it differs from the capture's and graphs may be captured for it.
+            shape: The shape of the pass, if it differs from the captured shape and may be recaptured.
         """
         self.total += 1
         if shape is not None:
@@ -33,6 +33,6 @@ class EagerPasses:
         return first
 
     def shape_of_all(self, count: int) -> tuple[int, int] | None:
-        """Return the shape of the passes since the last call if there were ``count``, all of one shape; or None."""
+        """Return the shape of the passes since the last call; None unless there were ``count``, all of one shape."""
         counts, self._counts = self._counts, Counter()
         return next((shape for shape, of_shape in counts.items() if len(counts) == 1 and of_shape == count), None)

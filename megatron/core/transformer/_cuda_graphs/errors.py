@@ -1,8 +1,8 @@
-"""Errors. Many are also AssertionErrors: megatron-core asserts in these places, and callers may catch that."""
+"""Exceptions. Some derive from AssertionError, as megatron-core asserts instead and callers may catch that."""
 
 
 class OptionsError(ValueError, AssertionError):
-    """An option rules out CUDA graphs."""
+    """An option is incompatible with CUDA graphs."""
 
 
 class CallOrderError(RuntimeError, AssertionError):
@@ -10,28 +10,28 @@ class CallOrderError(RuntimeError, AssertionError):
 
 
 class ArgumentError(ValueError, AssertionError):
-    """An argument that differs from capture, or that a graph cannot take."""
+    """An argument differs from capture, or is not supported by a graph."""
 
 
 class ArgumentTypeError(TypeError, AssertionError):
-    """An argument of a type that a graph cannot take."""
+    """An argument has a type that graphs do not support."""
 
 
 class NoGraphError(RuntimeError, AssertionError):
-    """A call that fits no captured graph."""
+    """No captured graph matches a call."""
 
 
 class UnsupportedError(RuntimeError, AssertionError):
-    """A feature that CUDA graphs do not support, for example a kind of hook or RNG tracker."""
+    """A feature that CUDA graphs do not support is in use, for example a hook or an RNG tracker."""
 
 
 class CaptureFailedError(RuntimeError):
-    """A capture of CUDA graphs failed on some rank; all ranks that took part raise this error."""
+    """A CUDA graph capture failed on this rank or a different one; every participating rank raises it."""
 
 
 class CaptureInterruptedError(RuntimeError):
-    """A capture was interrupted on another rank, by Ctrl-C for example. No fallback catches this error."""
+    """A capture was interrupted on a different rank, for example by Ctrl-C; no fallback catches it."""
 
 
 class ChangedSinceCaptureError(RuntimeError):
-    """A CUDA graph cannot replay, because state that it relies on changed since capture."""
+    """State that CUDA graphs depend on changed since capture."""

@@ -1,4 +1,4 @@
-"""Modes of torch and megatron-core in which passes without gradients may replay."""
+"""The modes of torch and megatron-core that allow passes without gradients to replay."""
 
 import torch
 
@@ -6,7 +6,7 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 
 
 def may_replay_evaluation() -> bool:
-    """Return whether a replay is allowed: not with grad, inference mode, autocast or activation checkpointing."""
+    """Return False if grad, inference mode, autocast or activation checkpointing is enabled, True otherwise."""
     return not (
         torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()

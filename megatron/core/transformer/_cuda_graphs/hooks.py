@@ -1,20 +1,21 @@
 """Remove a layer's hooks for CUDA graph capture, pass them to the engine, and restore them.
 
-The engine calls the layer without hooks, and runs *capture-time hooks* around that call, outside the graph. The layer's
-hooks become capture-time hooks in two phases:
+The engine calls the layer without hooks, and runs *capture-time hooks* before and after that call, outside the graph.
+The layer's hooks become capture-time hooks in two phases:
 
-1. ``ModuleHooks.extract`` copies the layer's hook dicts and clears them. Hooks on the layer's submodules are recorded
-   in the graph and stay, except wrappers (see below) and hooks marked by ``runs_outside_graphs``.
-2. ``ModuleHooks.capture_time_hooks`` sorts the copies under the engine's four keys. Two kinds of hook only *wrap* a
-   handler that autograd calls later. They carry a sentinel, and the engine gets the handler instead of the wrapper:
+1. ``ModuleHooks.extract`` copies the layer's hook dicts and clears them. Hooks on the layer's submodules stay and are
+   recorded in the graph, except wrappers (see below) and hooks marked by ``runs_outside_graphs``.
+2. ``ModuleHooks.capture_time_hooks`` sorts the copies into the engine's four kinds. Two kinds of hooks only *wrap* a
+   handler that autograd calls later. They have a sentinel attribute, and the engine receives the handler instead of the
+   wrapper:
 
    - ``_cuda_graph_backward_handler`` on a forward-pre hook: the handler runs after backward;
    - ``_cuda_graph_backward_pre_handler`` on a forward hook: the handler runs before backward.
 
-   The engine gets only marked hooks besides these. Third-party hooks and hooks of torch's FSDP2 do not run at capture;
-   they run around each replay, as often and with the same values as in eager training.
+   The only other hooks that the engine receives are marked ones. Third-party hooks and torch FSDP2's hooks do not run
+   at capture; they run around each replay, as often and with the same values as in eager training.
 
-``restore`` puts back the copies of phase 1, which phase 2 does not modify.
+``restore`` restores the copies of phase 1, which phase 2 does not modify.
 """
 
 import weakref
@@ -33,7 +34,7 @@ BACKWARD_HANDLER = "_cuda_graph_backward_handler"
 BACKWARD_PRE_HANDLER = "_cuda_graph_backward_pre_handler"
 _RUNS_OUTSIDE = "_cuda_graph_runs_outside"
 
-# The dicts in which torch.nn.Module keeps hooks and their flags, by the hook's id.
+# The dicts in which torch.nn.Module stores hooks and their flags, by hook ID.
 _HOOK_DICTS = tuple(f"_{kind}" for kind in HOOK_KINDS)
 _FLAG_DICTS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
@@ -41,13 +42,16 @@ HookDicts = dict[str, dict[int, Callable[..., None]]]
 
 
 def runs_outside_graphs(hook: Callable) -> Callable:
-    """Mark ``hook`` so that it never runs while a graph records, on any module."""
+    """Mark ``hook`` so that it never runs while a graph is recorded, on any module."""
     setattr(hook, _RUNS_OUTSIDE, True)
     return hook
 
 
 def calls_weakly(method: Callable[..., Any]) -> Callable[..., None]:
-    """Return a hook that calls ``method`` while its object lives. Copies of a module share the hook, not the object."""
+    """Return a hook that calls ``method`` while its object is alive.
+
+    Copies of a module share the hook, but do not copy the object.
+    """
     weak = weakref.WeakMethod(method)
 
     def hook(*call: Any) -> None:
@@ -68,7 +72,7 @@ def must_run_outside(hook: Callable) -> bool:
 
 
 def is_of_ddp(hook: Callable) -> bool:
-    """Return whether ``hook`` is ``DistributedDataParallel``'s, which evaluation removes and adds again."""
+    """Return whether ``hook`` belongs to ``DistributedDataParallel``; evaluation removes and re-adds such hooks."""
     return getattr(hook, "__module__", None) == "megatron.core.distributed.distributed_data_parallel"
 
 
@@ -79,14 +83,14 @@ def hooks_on(module: torch.nn.Module) -> Iterator[Callable]:
 
 
 def has_other_hooks(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` has hooks other than sharding hooks, or torch has global module hooks."""
+    """Return whether ``module`` has hooks other than sharding hooks, or global module hooks exist."""
     own = any(not (must_run_outside(hook) or _is_of_torch_fsdp(hook)) for hook in hooks_on(module))
     return own or torch.nn.modules.module._has_any_global_hook()
 
 
 def recorded_hooks(root: torch.nn.Module, modules: Mapping[torch.nn.Module, str]) -> list[str]:
-    """Return the names of those ``modules`` inside ``root`` whose third-party hooks its graph records."""
-    if torch.nn.modules.module._has_any_global_hook():  # all modules would have hooks
+    """Return the names of the submodules of ``root`` whose third-party hooks are recorded in its graph."""
+    if torch.nn.modules.module._has_any_global_hook():  # otherwise every module would count
         return []
     return [name for module, name in modules.items() if module is not root and has_other_hooks(module)]
 
@@ -110,7 +114,7 @@ class ModuleHooks:
             outside_only: Remove only hooks that must run outside graphs.
 
         Raises:
-            UnsupportedError: ``module`` has a hook of the deprecated ``register_backward_hook``.
+            UnsupportedError: ``module`` has a hook registered by the deprecated ``register_backward_hook``.
         """
         if not outside_only and module._backward_hooks and not module._is_full_backward_hook:
             raise UnsupportedError(
@@ -125,9 +129,9 @@ class ModuleHooks:
         return cls(module, saved)
 
     def restore(self) -> None:
-        """Restore all hooks in order, with their flags. Hooks registered since then follow.
+        """Restore all hooks in order, with their flags, followed by hooks registered since.
 
-        The dicts are refilled rather than replaced, as torch's ``RemovableHandle`` refers to the dict object.
+        The dicts are refilled instead of replaced because torch's ``RemovableHandle`` refers to the dict object.
         """
         for name, entries in self.saved.items():
             current = getattr(self.module, name)
@@ -139,8 +143,8 @@ class ModuleHooks:
     def capture_time_hooks(self) -> HookDicts:
         """Phase 2: return the engine's ``{kind: {id: hook}}``.
 
-        Each hook passes on the arguments that torch would give it, and returns the original's value, so that the engine
-        can reject hooks that change a value.
+        Each hook calls the original with the arguments that torch would pass, and returns its result, so that the
+        engine can reject hooks that change a value.
         """
         sorted_hooks: HookDicts = {kind: {} for kind in HOOK_KINDS}
         for kind, sentinel, kind_of_handler in (
@@ -158,12 +162,12 @@ class ModuleHooks:
 
 
 def _is_of_torch_fsdp(hook):
-    """Return whether ``hook`` is one of torch's FSDP2, which gathers and frees parameters and returns arguments."""
+    """Return whether ``hook`` belongs to torch's FSDP2, whose hooks gather and free parameters and return arguments."""
     return hasattr(getattr(hook, "__self__", None), "_fsdp_param_group")
 
 
 def _adapted(hook, kind, with_kwargs):
-    """Adapt ``hook`` to the engine's ``(module, args, kwargs)`` or ``(module, args, output)``."""
+    """Adapt ``hook`` to the engine's signature: ``(module, args, kwargs)`` or ``(module, args, output)``."""
 
     @wraps(hook, assigned=(), updated=())
     def call(module, args, last):
@@ -176,10 +180,10 @@ def _adapted(hook, kind, with_kwargs):
 
 @contextmanager
 def extracted_hooks(callables: Iterable[torch.nn.Module]) -> Iterator[list[HookDicts]]:
-    """Remove the hooks of ``callables`` in this context.
+    """Remove the hooks of ``callables`` within the context.
 
     Yields:
-        One dict of capture-time hooks for each callable, in order.
+        One dict of capture-time hooks per callable, in order.
     """
     taken: list[ModuleHooks] = []
     try:

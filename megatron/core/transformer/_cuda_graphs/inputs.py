@@ -1,4 +1,4 @@
-"""Static inputs of graphs that calls may omit, and offsets of packed sequences.
+"""Optional static inputs of graphs, and offsets of packed sequences.
 
 Attention reads the offsets of packed sequences from static inputs; the other fields of ``PackedSeqParams`` are fixed.
 """
@@ -10,7 +10,7 @@ import torch
 from .errors import ArgumentError
 from .flags.options import PACKED_FLAG
 
-# Graphs with attention read the offsets of packed sequences; graphs without attention do not use them.
+# Graphs with attention read the offsets of packed sequences; graphs without attention ignore them.
 PackedUse = Literal["read", "unused"]
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 ADVICE = (
@@ -20,9 +20,9 @@ ADVICE = (
 
 
 class DefaultInputs:
-    """Restore static inputs to their values at capture for calls that omit them.
+    """Restores static inputs to their captured values for calls that omit them.
 
-    Graphs whose static inputs had equal values at capture share one object. The values are kept on the host.
+    Graphs whose static inputs had equal values at capture share one object. The values are stored on the host.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,14 @@ class DefaultInputs:
 
 
 def static_offsets(sequences: int, seq_length: int) -> dict[str, torch.Tensor]:
-    """Make static inputs for the offsets of ``sequences`` sequences; the first sequence has all tokens.
+    """Create static inputs for the offsets of ``sequences`` sequences; the first sequence has all tokens.
 
     Args:
-        sequences: Sequences in a micro-batch, including those without tokens.
-        seq_length: Tokens in a micro-batch.
+        sequences: Sequences per micro-batch, including empty ones.
+        seq_length: Tokens per micro-batch.
 
     Returns:
-        By keyword, int32 ``[sequences + 1]`` on the GPU.
+        Tensors by keyword, int32 ``[sequences + 1]`` on the GPU.
     """
     offsets = torch.full((sequences + 1,), seq_length, dtype=torch.int32, device="cuda")
     offsets[0] = 0
@@ -59,7 +59,7 @@ def static_offsets(sequences: int, seq_length: int) -> dict[str, torch.Tensor]:
 
 
 def from_static_offsets(kwargs: dict[str, Any], seq_length: int) -> dict[str, Any]:
-    """Return capture-time ``kwargs`` with offsets, if there are any, replaced by ``packed_seq_params``."""
+    """Return capture-time ``kwargs`` with any offsets replaced by ``packed_seq_params``."""
     if OFFSETS[0] not in kwargs:
         return kwargs
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -73,13 +73,13 @@ def from_static_offsets(kwargs: dict[str, Any], seq_length: int) -> dict[str, An
 
 
 def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int) -> dict[str, Any]:
-    """Return ``kwargs`` of a replay with ``packed_seq_params`` replaced by the offsets, if the graphs read them.
+    """Return replay ``kwargs`` without ``packed_seq_params``, with its offsets added if the graphs read them.
 
     Args:
-        name: The layer's name in errors.
-        kwargs: The keyword arguments of the layer.
+        name: The layer's name for error messages.
+        kwargs: The layer's keyword arguments.
         use: How the graphs use packed sequences.
-        seq_length: Tokens in a micro-batch.
+        seq_length: Tokens per micro-batch.
 
     Raises:
         ArgumentError: ``packed_seq_params`` is missing, or differs from the captured format.
@@ -91,12 +91,15 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
 
 
 def unpack(given: dict[str, Any], seq_length: int, use: PackedUse = "read") -> str:
-    """Replace ``packed_seq_params`` in ``given`` by its offsets; return why graphs do not fit, or an empty string.
+    """Replace ``packed_seq_params`` in ``given`` with its offsets, and return why the call does not match the graphs.
 
     Args:
-        given: The arguments of a call, by name.
-        seq_length: Tokens in a micro-batch.
+        given: The arguments of a call, by name; modified in place.
+        seq_length: Tokens per micro-batch.
         use: How the graphs use packed sequences.
+
+    Returns:
+        A mismatch with the captured format; empty if there is none.
     """
     params = given.pop("packed_seq_params", None)
     if params is None:

@@ -1,4 +1,4 @@
-"""Graphs of one layer, as ``layer.cuda_graphs`` holds them, and the calls that they fit."""
+"""The graphs of one layer, stored in ``layer.cuda_graphs``, and the checks that a call matches them."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from .errors import ArgumentError, ChangedSinceCaptureError
 from .inputs import DefaultInputs, PackedUse
 from .snapshot import Snapshot
 
-# Inputs that only attention reads. Layers without attention receive them, too.
+# Inputs that only attention reads. Layers without attention also receive them.
 ATTENTION_INPUTS = frozenset(
     (
         "attention_mask",
@@ -34,22 +34,22 @@ _REPLAY_OPTIONS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event
 
 @dataclass(eq=False)
 class LayerGraph:
-    """Replay the graphs of one layer for one micro-batch.
+    """Replays the graphs of one layer for one micro-batch.
 
     Attributes:
         graphed: The engine's callable.
-        run: Replays ``graphed``, with outputs as the role of the layer returns them.
-        shape: The shape of hidden states at capture; None if passes of other shapes may not run eagerly.
+        run: Replays ``graphed`` and converts its outputs for the layer's role.
+        shape: The shape of hidden states at capture; None if passes with different shapes may not run eagerly.
         keywords: Default values of keyword inputs, by name.
-        defaults: Restores ``keywords`` after replays with other values; shared by layers with the same mask type.
+        defaults: Restores ``keywords`` after replays with different values; shared by layers with the same mask type.
         ignored: Keywords that the graphs do not need.
-        num_microbatches: The required number of micro-batches of a step; None for any number.
-        snapshot: State that the graphs rely on, compared before the layer's hooks run.
-        gathered: The same for memory that hooks gather, compared after the hooks at the first micro-batch of a step.
-        may_run_eagerly: Whether passes that the graphs do not fit run eagerly, and all passes without gradients:
-            replays of routers would count their tokens.
+        num_microbatches: The required number of micro-batches per step; None for any number.
+        snapshot: State that the graphs depend on, checked before the layer's hooks run.
+        gathered: Memory that hooks gather, checked after the hooks at the first micro-batch of a step.
+        may_run_eagerly: Whether passes that do not match the graphs run eagerly. If so, all passes without gradients
+            also do: replays of routers would count their tokens.
         eager_passes: Counts passes that run eagerly; shared by all layers.
-        packed: How the graphs use packed sequences; None if there are none, or attention is not captured.
+        packed: How the graphs use packed sequences; None without packed sequences or if attention is not captured.
         runner: Gathers and releases parameters around replays, for Megatron-FSDP's hooks; None without Megatron-FSDP.
     """
 
@@ -69,10 +69,10 @@ class LayerGraph:
     runner: Any
 
     def fits(self, hidden_states: Any) -> bool:
-        """Return whether a replay on ``hidden_states`` equals an eager call. Log each reason against it once.
+        """Return whether a replay on ``hidden_states`` is equivalent to an eager call. Log each mismatch once.
 
         Raises:
-            ChangedSinceCaptureError: The state changed, and the layer cannot run eagerly among replays.
+            ChangedSinceCaptureError: The state changed since capture, and the layer cannot run eagerly between replays.
         """
         if self.may_run_eagerly and not torch.is_grad_enabled():
             return False
@@ -89,9 +89,9 @@ class LayerGraph:
         return False
 
     def _warn_of_shape(self, shape: torch.Size) -> None:
-        """Count a pass whose hidden states have another ``shape``; warn of it once for each shape.
+        """Count a pass whose hidden states have a new ``shape``, and warn once per shape.
 
-        Every layer of the model runs eagerly in it, as hidden states keep their shape from one layer to the next.
+        All layers run eagerly in such a pass because hidden states keep their shape across layers.
         """
         reason = (  # the same for all layers
             f"captured with hidden_states of {tuple(self.shape or ())}. Passes with {tuple(shape)} run eagerly, "
@@ -101,14 +101,14 @@ class LayerGraph:
             log_single_rank(logger, logging.WARNING, f"{self.name} was {reason}")
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay on ``args`` and ``kwargs``; remove from ``kwargs`` the entries that the graphs take.
+        """Replay on ``args`` and ``kwargs``, and remove the graphs' inputs from ``kwargs``.
 
-        For a keyword that is missing or None, the graph reads the value at capture: the causal mask, for example.
+        If a keyword is missing or None, the graph reads its captured value, for example the causal mask.
 
         Raises:
             TypeError: An input is not a tensor.
-            ValueError: The graph was captured without an input, or an input has another shape or dtype than at
-                capture, or requires grad unlike at capture.
+            ValueError: An input was not present at capture, or differs from capture in shape, dtype or
+                ``requires_grad``.
             ChangedSinceCaptureError: A parameter, or a main gradient that the graphs write, moved since capture.
         """
         if len(args) != 1:
@@ -148,7 +148,7 @@ class LayerGraph:
 
 
 class LayerGraphs(list[LayerGraph]):
-    """The graphs of a layer, one for each micro-batch. A deep copy is empty: a copied layer runs eagerly."""
+    """The graphs of a layer, one per micro-batch. A deep copy is empty, so that a copied layer runs eagerly."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGraphs":
         return LayerGraphs()
@@ -156,10 +156,10 @@ class LayerGraphs(list[LayerGraph]):
 
 @contextmanager
 def unchanged_dispatcher(layer: Any) -> Iterator[None]:
-    """Restore the attributes (shapes, counts, splits) of the layer's token dispatcher afterwards, if it has one.
+    """Restore the attributes (shapes, counts, splits) of the layer's token dispatcher, if any, on exit.
 
-    A replay runs no Python code, so eager code after it must read the values of the capture, not those of an eager pass
-    with another shape.
+    A replay runs no Python code, so eager code after it must read the captured values, not values from an eager pass
+    with a different shape.
     """
     dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
     owners = (dispatcher, getattr(dispatcher, "_comm_manager", None))

@@ -8,17 +8,17 @@ _ABSENT = object()
 
 
 class Replacements:
-    """Context in which attributes of objects, classes and modules have other values.
+    """Context manager that temporarily replaces attributes of objects, classes and modules.
 
-    Unlike ``mock.patch.object``, it also restores attributes of tensors (``grad``), and it bypasses the registration of
-    ``torch.nn.Module``.
+    Unlike ``mock.patch.object``, it also restores tensor attributes (``grad``), and it bypasses ``torch.nn.Module``'s
+    registration.
     """
 
     def __init__(self) -> None:
         self._all: list[tuple[Callable[[Any, str, Any], None], Any, str, Any, Any]] = []
 
     def add(self, owner: Any, name: str, value: Any) -> None:
-        """Set the attribute ``name`` of ``owner`` to ``value`` in the context."""
+        """Set the attribute ``name`` of ``owner`` to ``value`` within the context."""
         computed = hasattr(type(getattr(type(owner), name, None)), "__set__")  # by a descriptor, like a tensor's grad
         before = getattr(owner, name) if computed else vars(owner).get(name, _ABSENT)
         write = setattr if computed or isinstance(owner, type) else _write
@@ -45,7 +45,7 @@ def _write(owner: Any, name: str, value: Any) -> None:
 
 
 def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any], Any]) -> Replacements:
-    """Return a context in which the attribute ``name`` of each owner is ``value_of`` its own value."""
+    """Return a context manager that replaces the attribute ``name`` of each owner with ``value_of(original)``."""
     replacements = Replacements()
     for owner in owners:
         replacements.add(owner, name, value_of(getattr(owner, name)))
@@ -53,9 +53,10 @@ def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any
 
 
 class TakenForward:
-    """Replaces ``module.forward`` until ``end``; the module's hooks still run around it.
+    """Replaces ``module.forward`` until ``end``; the module's hooks still run.
 
-    Graphs replace a module's code in no other way. A ``module.forward`` that the user sets meanwhile stays.
+    This is the only way in which graphs replace a module's code. If the user sets ``module.forward`` in the meantime,
+    ``end`` keeps it.
     """
 
     def __init__(self, module: Any, forward: Callable[..., Any]):
@@ -64,7 +65,7 @@ class TakenForward:
         self._own["forward"] = forward
 
     def end(self) -> None:
-        """Restore the module's own ``forward``."""
+        """Restore the original ``forward``."""
         if self._own.get("forward") is not self._forward:
             return
         if self._before is _ABSENT:
@@ -75,7 +76,7 @@ class TakenForward:
 
 @contextmanager
 def between(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
-    """Call ``begin``, and ``end`` when this context ends, also after an exception."""
+    """Call ``begin`` on entry and ``end`` on exit, even after an exception."""
     begin()
     try:
         yield
