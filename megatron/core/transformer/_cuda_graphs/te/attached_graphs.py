@@ -1,4 +1,4 @@
-"""Attach graphs to layers, with the snapshots that guard them, and detach them."""
+"""Attach graphs and their snapshots to layers, and detach them."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ def attach_graphs(
     snapshots: Sequence[Snapshot],
     eager_passes: EagerPasses | None,
 ) -> None:
-    """Attach graphs to layers. Megatron-FSDP guards the addresses of its parameters itself.
+    """Attach graphs to layers. Parameter addresses are only checked without Megatron-FSDP, which guards its own.
 
     Args:
         layers: The captured layers of each chunk.
-        graphs: The engine's callables, one for each slot of ``plan``.
+        graphs: The engine's callables, one per slot of ``plan``.
         samples: The static inputs of each slot.
-        snapshots: One for each layer.
-        eager_passes: Counts passes of other shapes; None if these may not run eagerly.
+        snapshots: One snapshot per layer.
+        eager_passes: Counts passes with new shapes; None if such passes may not run eagerly.
     """
     wrappers = [chunk.fsdp for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
     every = [layer for own in layers for layer in own]
@@ -74,7 +74,7 @@ def attach_graphs(
 
 
 def detach_graphs(chunks: Sequence[Chunk]) -> None:
-    """Free the graphs of all layers, and return Megatron-FSDP's units to eager mode."""
+    """Free the graphs of all layers, and switch Megatron-FSDP's units back to eager mode."""
     for chunk in chunks:
         for layer in chunk.layers:
             for graph in layer.cuda_graphs:

@@ -18,18 +18,18 @@ from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_e
 from .sample_inputs import LayerInputs, SampleArguments, attention_mask_type, sample_arguments
 from .stage import Layers, Stage
 
-# Iterations of a layer before capture, training steps included: as many as torch's make_graphed_callables runs. (Ten or
-# eleven, as recommended elsewhere, are for torch's DistributedDataParallel.)
+# Iterations of a layer before capture, including training steps: the same as in torch's make_graphed_callables. (The
+# recommendation of ten or eleven is specific to torch's DistributedDataParallel.)
 WARMUP_ITERATIONS = 3
 
 
 class CaptureArguments:
-    """Make the arguments of one capture of layers.
+    """Creates the arguments for a capture of layers.
 
     Args:
-        layers: The layers of each chunk with graphs of their own.
-        seq_length: Tokens in a sequence.
-        micro_batch_size: Sequences in a micro-batch.
+        layers: The individually captured layers of each chunk.
+        seq_length: Tokens per sequence.
+        micro_batch_size: Sequences per micro-batch.
     """
 
     def __init__(self, stage: Stage, layers: Sequence[Layers], seq_length: int, micro_batch_size: int):
@@ -56,7 +56,7 @@ class CaptureArguments:
         num_layers = [len(layers) for layers in self.layers]
         passes = PassOrder([*chunks], num_layers, num_microbatches)
         if config.overlap_moe_expert_parallel_comm:
-            # Layers of two chunks interleave: every layer becomes a chunk of its own.
+            # Layers of two chunks interleave, so every layer becomes a separate chunk.
             order, chunk_id_list = get_overlap_moe_expert_parallel_comm_order(
                 chunks,
                 num_layers,
@@ -68,14 +68,14 @@ class CaptureArguments:
         return passes
 
     def samples(self, order: Sequence[float], chunk_id_list: list | None = None) -> list[SampleArguments]:
-        """Make the static inputs of each layer and micro-batch; see ``sample_inputs.sample_arguments``.
+        """Create the static inputs of each layer and micro-batch; see ``sample_inputs.sample_arguments``.
 
         Args:
-            order: The order of passes over model chunks, or over layers if there is a ``chunk_id_list``.
-            chunk_id_list: As in ``PassOrder``.
+            order: The order of passes over model chunks, or over layers with ``chunk_id_list``.
+            chunk_id_list: See ``PassOrder``.
 
         Returns:
-            Positional and keyword inputs, by chunk of ``order``, then micro-batch, then layer.
+            Positional and keyword inputs, ordered by chunk of ``order``, then micro-batch, then layer.
         """
         layers = [
             (layer, chunk.model) for chunk, own in zip(self.stage.chunks, self.layers, strict=True) for layer in own
@@ -88,11 +88,11 @@ class CaptureArguments:
         )
 
     def inputs_of(self, layer: torch.nn.Module, model: Any) -> SampleArguments:
-        """Make new inputs for a layer of ``model``."""
+        """Create new inputs for a layer of ``model``."""
         return self._inputs.make(layer, model if self.stage.role.language else None)
 
     def of_decoder(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
-        """Return static inputs of the decoder's layers, by keyword, and the keywords that each layer reads."""
+        """Return the static inputs of the decoder's layers by keyword, and the keywords that each layer reads."""
         model = self.stage.chunks[0].model
         inputs: dict[str, torch.Tensor] = {}
         read: list[tuple[str, ...]] = []
@@ -103,7 +103,7 @@ class CaptureArguments:
         return inputs, read
 
     def of_engine(self, passes: PassOrder, sample_kwargs: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
-        """Return the keyword arguments of ``make_graphed_callables`` other than hooks and owners of gradients."""
+        """Return the keyword arguments of ``make_graphed_callables``, except hooks and gradient owners."""
         stage, config = self.stage, self.stage.config
         arguments = {
             "sample_kwargs": sample_kwargs,
@@ -115,8 +115,8 @@ class CaptureArguments:
             "num_warmup_iters": num_warmup_iterations(config, passes.num_microbatches),
         }
         if all(chunk.fsdp is not None and not _shares_parameters(chunk.fsdp) for chunk in stage.chunks):
-            # Megatron-FSDP copies each gradient to its bucket before any other replay, unless autograd keeps it to add
-            # the gradient of another module.
+            # Megatron-FSDP copies each gradient to its bucket before the next replay, unless autograd keeps it to
+            # accumulate the gradient of a second module.
             arguments["clone_param_grads_on_return"] = False
         arguments |= quantization_arguments(stage, [layer for own in self.layers for layer in own])
         if config.fine_grained_activation_offloading:
@@ -133,7 +133,7 @@ def _shares_parameters(model: torch.nn.Module) -> bool:
 
 
 def num_warmup_iterations(config: Any, num_microbatches: int) -> int:
-    """Return the number of warm-up iterations, each with ``num_microbatches``, given the training steps before."""
+    """Return the number of warm-up iterations with ``num_microbatches`` each, minus training steps already run."""
     done = config.cuda_graph_warmup_steps * get_num_microbatches()
     return max(1, math.ceil((WARMUP_ITERATIONS - done) / num_microbatches))
 
@@ -152,14 +152,14 @@ def quantization_arguments(stage: Stage, layers: Iterable[torch.nn.Module]) -> d
             not is_first_last_bf16_layer(config, -1 if layer in mtp else layer.layer_number - 1) for layer in layers
         ),
         "recipe": get_fp8_recipe(config) if config.fp8 else get_fp4_recipe(config),
-        # Cached FP8 weights would outlive the buffers that Megatron-FSDP gathers them to.
+        # Cached FP8 weights would outlive Megatron-FSDP's all-gather buffers.
         "cache_quantized_params": not (config.fp8_param and any(chunk.fsdp for chunk in stage.chunks)),
         "amax_reduction_group": _amax_reduction_group(stage),
     }
 
 
 def recorded_quantization(stage: Stage, module: torch.nn.Module) -> RecordedQuantization | None:
-    """Return the quantization of ``module`` for graphs of whole passes; None without FP8."""
+    """Return the quantization of ``module`` for whole-pass graphs; None without FP8."""
     config = stage.config
     if not config.fp8:
         return None
@@ -176,10 +176,10 @@ def recorded_quantization(stage: Stage, module: torch.nn.Module) -> RecordedQuan
 
 
 def _amax_reduction_group(stage: Stage) -> torch.distributed.ProcessGroup:
-    """Return the process group over which FP8 and FP4 reduce amaxes (largest absolute values).
+    """Return the process group for the amax (maximum absolute value) reduction of FP8 and FP4.
 
     Raises:
-        ArgumentError: ``pg_collection`` lacks this group.
+        ArgumentError: ``pg_collection`` does not have this group.
     """
     name = "tp_cp" if stage.config.tp_only_amax_red else "tp_dp_cp"
     group = getattr(stage.groups, name, None)
@@ -195,7 +195,7 @@ def _captures_weight_gradients(config: Any) -> bool:
 
 
 def _places(layers: Layers, captured: Layers) -> list[int | None]:
-    """Return the index of each layer of a chunk among the ``captured`` layers, or None."""
+    """Return the index of each of ``layers`` in ``captured``, or None."""
     place = {layer: index for index, layer in enumerate(captured)}
     return [place.get(layer) for layer in layers]
 

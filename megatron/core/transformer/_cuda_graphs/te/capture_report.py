@@ -1,4 +1,4 @@
-"""Report of a capture: graphs by layer, their memory pools, and what runs eagerly."""
+"""Report of a capture: graphs per layer, memory pools, and eager parts of the model."""
 
 import json
 import logging
@@ -22,14 +22,14 @@ KINDS = ("forward", "backward", "weight-gradient")
 
 
 def report_capture(stage: Stage, graphs: CaptureState, started: float, number: int) -> None:
-    """Log the graphs of ``stage`` on rank 0, and write them as JSON to the folder ``--cuda-graph-report``.
+    """Log the graphs of ``stage`` on rank 0, and write them as JSON to the directory of ``--cuda-graph-report``.
 
     Warn if the file cannot be written.
 
     Args:
-        graphs: The graphs; cached memory must have been released.
+        graphs: The captured graphs; cached memory must have been released.
         started: ``time.time()`` at the start of the capture.
-        number: The number of this capture, counted from 1; later captures have files of their own.
+        number: The 1-based number of this capture. Each capture writes its own file.
     """
     if graphs.eager_because or torch.distributed.get_rank() != 0:
         return
@@ -92,7 +92,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def eager_parts(stage: Stage, graphs: CaptureState) -> Iterator[tuple[str, str]]:
-    """Yield the parts of the model and kinds of calls that run eagerly, each with the reason."""
+    """Yield the parts of the model, or kinds of calls, that run eagerly, each with the reason."""
     if graphs.models:
         yield "calls without labels or with tensors of other shapes", "graphs of the whole model do not fit them"
         return

@@ -36,12 +36,12 @@ InputData = tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]
 
 @dataclass
 class CaptureSession:
-    """Captures the passes of ``stage`` into ``graphs``. If that fails, delete ``graphs``: nothing else is left to undo.
+    """Captures the passes of ``stage`` into ``graphs``. If a capture fails, deleting ``graphs`` undoes it completely.
 
     Attributes:
-        agreement: Records which pass begins, for errors.
-        recaptures: Makes the object that watches passes of other shapes.
-        shape: Tokens of a sequence, before any parallel division, and sequences in a micro-batch.
+        agreement: Records the current pass for error messages.
+        recaptures: Creates the detector of passes with new shapes.
+        shape: Tokens per sequence before any sharding, and sequences per micro-batch.
     """
 
     stage: Stage
@@ -51,11 +51,11 @@ class CaptureSession:
     shape: tuple[int, int]
 
     def capture(self, input_data: Callable[[], InputData]) -> None:
-        """Capture the graphs of ``graphs.choice``.
+        """Capture the graphs selected by ``graphs.choice``.
 
         Args:
-            input_data: Returns the positional inputs and the keyword arguments of ``make_graphed_callables`` for the
-                layers with graphs of their own.
+            input_data: Returns the positional inputs and keyword arguments of ``make_graphed_callables`` for layers
+                that are captured individually.
         """
         choice = self.graphs.choice
         if choice.holds is Holds.MODEL:
@@ -96,7 +96,7 @@ class CaptureSession:
         self._warn_of_hooks((model, named(model)) for model in models)
 
     def _capture_decoder(self) -> None:
-        """Capture all layers of the decoder in one graph for each direction."""
+        """Capture all decoder layers in one forward and one backward graph."""
         stage, chunk = self.stage, self.stage.chunks[0]
         decoder = chunk.model.decoder
         layers = list(decoder.layers)
@@ -113,9 +113,9 @@ class CaptureSession:
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Leave capture mode while several layers are captured: it changes outputs of layers and disables hooks.
+        """Leave capture mode while several layers are captured, because it changes layer outputs and disables hooks.
 
-        Generators and buffers are restored a second time, in case the capture fails to restore them.
+        Generators and buffers are restored again here, in case a failed capture does not restore them.
         """
         self._free_gradients()
         outside = between(state._set_capture_end, state._set_capture_start)
@@ -127,7 +127,7 @@ class CaptureSession:
         return self.graphs.shapes.passes
 
     def _warn_of_hooks(self, captured: Iterable[tuple[torch.nn.Module, dict[torch.nn.Module, str]]]) -> None:
-        """Warn of third-party hooks in graphs, given each captured module and the names of the modules in it."""
+        """Warn about third-party hooks in graphs, given each captured module and the names of its submodules."""
         names = ", ".join(name for root, held in captured for name in recorded_hooks(root, held))
         if names:
             self.stage.log(
@@ -139,16 +139,16 @@ class CaptureSession:
     # --------------------------------------------------------------------------------------------------- single layers
 
     def _capture_layers(self, input_data: Callable[[], InputData]) -> None:
-        """Capture graphs of each layer that the decoder's graphs do not hold."""
+        """Capture each layer that is not part of the decoder's graphs individually."""
         stage = self.stage
         apart = self.graphs.layers_apart
         layers = tuple(layer for own in apart for layer in own)
         sample_args, arguments = input_data()
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(layers))
-        # As the decoder does under sequence parallelism.
+        # Same as in the decoder under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
-        sharded = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # FSDP2 exchanges their parameters
+        sharded = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # FSDP2 replaces their parameters
         with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
             with refuse_changed_attributes(layers), extracted_hooks(layers) as hooks, rng:
                 arguments["capture_time_hooks"] = [
@@ -174,12 +174,12 @@ class CaptureSession:
         attach_graphs(stage, apart, plan, graphs, samples, snapshots, eager_passes)
 
     def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
-        if self.graphs.shapes is not None:  # those of the decoder count as well
+        if self.graphs.shapes is not None:  # share the decoder's counter
             return self.graphs.shapes.passes
         return self._watch_shapes(tokens, len(self.stage.layers)) if self.stage.may_change_shape else None
 
     def _gradient_sinks(self) -> list[Any]:
-        """Return the gradient sinks of the layers that Megatron-FSDP is capturing; see ``gradient_sinks``."""
+        """Return the gradient sinks of the layers captured under Megatron-FSDP; see ``gradient_sinks``."""
         whole = not self.stage.config.cuda_graph_modules
         sinks: list[Any] = []
         for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
@@ -196,7 +196,7 @@ class CaptureSession:
             yield
 
     def _free_gradients(self) -> None:
-        """Zero gradients before the capture, as after it, so that the optimizer's take no memory."""
+        """Zero gradients before the capture so that the optimizer's gradients are freed."""
         wrappers = [chunk.fsdp for chunk in self.stage.chunks if chunk.fsdp is not None]
         if wrappers and self.stage.role.language:
             for fsdp in wrappers:

@@ -1,4 +1,4 @@
-"""Choose and own the graphs of a pipeline stage: of the whole model, of all decoder layers, or of each layer."""
+"""Selection and ownership of the graphs of a pipeline stage: the whole model, all decoder layers, or each layer."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,14 +22,14 @@ from .stage import Chunk, Layers, Stage
 from .torch_fsdp import KeptParameters
 from .training_calls import TrainingCalls
 
-# Names of scalars: why steps run eagerly.
+# Reasons for eager steps, used as scalar names.
 BEFORE_CAPTURE, OTHER_INPUTS = "before-capture", "other-inputs"
 NO_LAYERS, CAPTURE_FAILED, CAPTURES_USED_UP = "no-layers", "capture-failed", "captures-used-up"
 INTERLEAVED_PASSES, RECOMPUTED_LAYERS = "interleaved-passes", "recomputed-layers"
 
 
 class Holds(Enum):
-    """The part of a model that one graph holds."""
+    """The part of a model captured in one graph."""
 
     MODEL = "the model"
     DECODER = "all layers of its decoder"
@@ -39,14 +39,14 @@ class Holds(Enum):
 def blocker(stage: Stage, holds: Holds) -> str:
     """Return why this rank cannot capture the model, or its decoder, in one graph; empty if it can.
 
-    In a pipeline each chunk and micro-batch has a graph of its own.
+    In a pipeline, each chunk and micro-batch has its own graph.
     """
     blockers = _model_blockers if holds is Holds.MODEL else _decoder_blockers
     return next((reason for chunk in stage.chunks for reason in blockers(stage, chunk) if reason), "")
 
 
 def _model_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
-    """Yield why the model of ``chunk`` cannot be captured; later reasons assume that earlier ones do not apply."""
+    """Yield reasons why the model of ``chunk`` cannot be captured; each assumes that earlier ones do not apply."""
     config, model = stage.config, chunk.model
     if chunk.fsdp is None:
         yield "the model is not under Megatron-FSDP"
@@ -61,14 +61,14 @@ def _model_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
     yield from _common_blockers(stage, chunk)
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         yield "TransformerEngine's cross entropy reads values on the host: use --cross-entropy-fusion-impl native"
-    # Hooks inside a layer are recorded with it, as in a graph of its own.
+    # Hooks inside a layer are recorded with it, as when the layer is captured individually.
     inside = {child for layer in language_layers(model) for child in layer.modules() if child is not layer}
     yield _hooked((name, module) for name, module in model.named_modules() if name and module not in inside)
     yield chunk.fsdp.graphs.whole_model_blocker()
 
 
 def _decoder_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
-    """Yield why the layers of the decoder cannot be captured together; see ``_model_blockers``."""
+    """Yield reasons why the layers of the decoder cannot be captured together; see ``_model_blockers``."""
     layers = decoder_layers(chunk.model)
     if not stage.one_graph_serves_all:
         yield "several micro-batches are in flight at a time"
@@ -102,7 +102,7 @@ def _common_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
 
 
 def known_class(model: Any) -> type | None:
-    """Return the class whose ``forward`` runs ``model``, ``GPTModel`` or ``HybridModel``; None if it is another."""
+    """Return ``GPTModel`` or ``HybridModel`` if ``model`` uses its unmodified ``forward``, or None."""
     from megatron.core.models.gpt.gpt_model import GPTModel  # these import cuda_graphs, which imports this module
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -111,9 +111,9 @@ def known_class(model: Any) -> type | None:
 
 
 def other_method(model: Any) -> str:
-    """Return which method of megatron-core's class ``model`` overrides; empty if none.
+    """Return which method of megatron-core's class is overridden by ``model``; empty if there is none.
 
-    An override may read state that changes from step to step. Methods that save checkpoints do not count.
+    An override may read state that changes between steps. Checkpointing methods are ignored.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -143,14 +143,14 @@ def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """The part of a model that each graph of a pipeline stage holds, and the reasons against larger parts.
+    """The part of a model captured in each graph of a pipeline stage, and the reasons against larger parts.
 
     Attributes:
-        holds: None if nothing is captured.
-        not_model: Why graphs do not hold the whole model; empty if they do or were not asked to.
-        not_decoder: Why graphs hold single layers or nothing; empty otherwise.
+        holds: The captured part; None if nothing is captured.
+        not_model: Why the whole model is not captured; empty if it is or was not requested.
+        not_decoder: Why the decoder layers are not captured together; empty otherwise.
         why_nothing: Why nothing is captured; empty if something is.
-        eager_because: The name of this reason in scalars.
+        eager_because: The scalar name of ``why_nothing``.
     """
 
     holds: Holds | None
@@ -161,10 +161,10 @@ class Choice:
 
 
 def choose(stage: Stage, blocker_of: Callable[[Holds], str]) -> Choice:
-    """Choose the largest graphs of ``stage`` that --cuda-graph-layers-per-graph allows and nothing rules out.
+    """Choose the largest possible graphs of ``stage`` that ``--cuda-graph-layers-per-graph`` allows.
 
     Args:
-        blocker_of: Returns why a graph cannot hold its argument; empty if it can.
+        blocker_of: Returns why a part cannot be captured in one graph; empty if it can.
     """
     wanted, not_model = layers_per_graph(stage.config), ""
     if wanted in (None, WHOLE_MODEL):
@@ -182,12 +182,13 @@ def choose(stage: Stage, blocker_of: Callable[[Holds], str]) -> Choice:
 
 @dataclass(frozen=True)
 class GraphUse:
-    """Graph usage counters of this rank, since the helper was made.
+    """Graph usage counters of this rank since the helper was created.
 
     Attributes:
-        replays: The number of replays of forward graphs in training.
-        captures: The number of successful captures of training.
-        pool_bytes: The size of the graphs' memory pools, including evaluation's; None if the engine does not show it.
+        replays: The number of forward graph replays in training.
+        captures: The number of successful captures for training.
+        pool_bytes: The size of the graphs' memory pools, including evaluation graphs; None if the engine does not
+            report it.
     """
 
     replays: int
@@ -196,22 +197,20 @@ class GraphUse:
 
 
 class CaptureState:
-    """Chooses what the graphs of a pipeline stage hold, and owns them.
-
-    One object serves one capture and its graphs.
+    """Chooses the parts of a pipeline stage to capture, and owns the graphs of one capture.
 
     Args:
-        calls: Observes training until the first capture.
+        calls: Observes training calls until the first capture.
         eager_because: Why steps run eagerly.
-        not_model: Why the whole model is not captured by default; empty if nothing rules it out yet.
+        not_model: Why the whole model is not captured by default; empty if there is no reason yet.
 
     Attributes:
-        choice: What graphs hold; nothing before ``choose``.
-        eager_because: The argument; empty once there are graphs.
-        whole: The graphs of whole passes: of each chunk of the model, or of the decoder's layers.
-        kept: By chunk, the parameters that FSDP2 keeps for the graphs of its layers.
-        microbatches: The number of micro-batches that steps must have; None for any number.
-        shapes: The passes of other shapes; None if these are errors.
+        choice: The captured part of the model; an empty choice before ``choose``.
+        eager_because: The argument; empty once graphs exist.
+        whole: The whole-pass graphs: one object per model chunk, or one for the decoder's layers.
+        kept: By chunk, the FSDP2 parameters kept in memory for the layers' graphs.
+        microbatches: The required number of micro-batches per step; None for any number.
+        shapes: The detector of passes with new shapes; None if such passes raise an error.
     """
 
     def __init__(self, stage: Stage, calls: TrainingCalls, eager_because: str = BEFORE_CAPTURE, not_model: str = ""):
@@ -229,26 +228,26 @@ class CaptureState:
 
     @property
     def models(self) -> Sequence[Any]:
-        """The graphs of the whole model, or of each chunk of it; empty if graphs hold less."""
+        """The graphs of each chunk of the model; empty if the model was not captured as a whole."""
         return self.whole if self.choice.holds is Holds.MODEL else ()
 
     @property
     def decoder(self) -> Any:
-        """The graphs of all layers of the decoder; None if graphs hold more or less."""
+        """The graphs that hold all decoder layers; None if the whole model or single layers were captured."""
         return next(iter(self.whole), None) if self.choice.holds is Holds.DECODER else None
 
     @property
     def layers_apart(self) -> list[Layers]:
-        """The layers of each chunk that have, or will have, graphs of their own."""
+        """The layers of each chunk that are, or will be, captured individually."""
         together = {*(() if self.decoder is None else self.decoder.module.layers)}
         return [[layer for layer in chunk.layers if layer not in together] for chunk in self._stage.chunks]
 
     # ---------------------------------------------------------------------------------------------------- decision
 
     def choose(self, agreement: CaptureAgreement) -> None:
-        """Set ``choice``, the same on all ranks, and log why graphs do not hold more.
+        """Set ``choice``, which is the same on all ranks, and log the reasons against larger graphs.
 
-        All pipeline stages make the same choice, so that they also fall back together if a capture fails on one.
+        All pipeline stages make the same choice so that they also fall back together if a capture fails on one stage.
         """
         stage, wanted = self._stage, layers_per_graph(self._stage.config)
         self._calls.stop()
@@ -269,7 +268,7 @@ class CaptureState:
             stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {choice.not_decoder}")
 
     def captures_layers_instead(self) -> bool:
-        """Return whether layers are captured if the capture of the whole model, chosen by default, fails."""
+        """Return whether the whole model was chosen by default, so that layers are captured if its capture fails."""
         return self.choice.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
 
     def _interleaved(self) -> str:
@@ -293,32 +292,32 @@ class CaptureState:
     # ------------------------------------------------------------------------------------------------ random numbers
 
     def follow_rng_tracker(self) -> None:
-        """Make graphs draw from the RNG tracker's states as they are when a model is called, outside of any fork."""
+        """Make graphs adopt the RNG tracker's states whenever a model is called, outside of any fork."""
         self._rng_states = GraphStates()
         adopt = calls_weakly(self._rng_states.adopt)
         models = [chunk.model for chunk in self._stage.chunks if chunk.layers and chunk.model is not None]
         self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
 
     def adopt_rng_states(self) -> None:
-        """Make graphs draw from the RNG tracker's current states: some schedules call layers, not the model."""
+        """Make graphs adopt the RNG tracker's current states, as some schedules call layers instead of the model."""
         if self._rng_states is not None:
             self._rng_states.adopt()
 
     # ----------------------------------------------------------------------------------------------------------- use
 
     def eager_reason(self) -> str:
-        """Return why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
+        """Return why any part of the step since the last call ran eagerly; empty if everything replayed."""
         if self.eager_because or self.shapes is None:
             return self.eager_because
         seen, self._eager_passes_seen = self._eager_passes_seen, self.shapes.passes.total
         return OTHER_INPUTS if seen != self._eager_passes_seen else ""
 
     def replays(self) -> int:
-        """Return the number of replays of forward graphs in training."""
+        """Return the number of forward graph replays in training."""
         return sum(getattr(graphed, "replays", 0) for graphed in self._graphed())
 
     def pool_bytes(self) -> int | None:
-        """Return the size of all graphs' memory pools; None if the engine does not show it."""
+        """Return the size of all graphs' memory pools in bytes; None if the engine does not report it."""
         graphs = self._graphed()
         graphs += [each.evaluation.slots[0] for each in self.models if each.evaluation is not None]
         if len(graphs) != self._pools[0]:  # reading the allocator is slow, and pools do not grow after the capture
@@ -334,7 +333,7 @@ class CaptureState:
     # ---------------------------------------------------------------------------------------------------- deletion
 
     def delete(self) -> None:
-        """Free all graphs, if any; nothing else may be called afterwards."""
+        """Free all graphs, if any. No other method may be called afterwards."""
         for hook in self._rng_hooks:
             hook.remove()
         for graphs in self.whole:
@@ -345,7 +344,7 @@ class CaptureState:
 
 
 def pools_of(graphed: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the number of graphs and the size in bytes of each memory pool of the engine's callables."""
+    """Return the number of graphs and the size in bytes of each memory pool used by the engine's callables."""
     of_pool: dict[tuple, list[torch.cuda.CUDAGraph]] = {}
     for each in graphed:
         for graph in filter(None, graphs_of(each)):
@@ -354,6 +353,6 @@ def pools_of(graphed: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def graphs_of(graphed: Any) -> list[torch.cuda.CUDAGraph | None]:
-    """Return the forward, backward and weight-gradient graphs of the engine's callable; None for each it lacks."""
+    """Return the callable's forward, backward and weight-gradient graphs, with None for each missing graph."""
     names = ("forward_graph", "backward_graph", "weight_gradient_graph")
     return [getattr(graphed, name, None) for name in names]

@@ -1,4 +1,4 @@
-"""Recaptures for another shape: when all ranks have trained with it for some steps, and how often."""
+"""Conditions for recapturing graphs with a new shape, and the recapture limit."""
 
 from collections.abc import Sequence
 
@@ -10,25 +10,25 @@ from ..eager_passes import EagerPasses
 from ..flags.options import CAPTURES_FLAG, max_captures
 from .stage import Stage
 
-# The number of successive steps, with all their micro-batches, that must have a shape before graphs are captured for
-# it. A capture pays off after about as many steps (docs/results.md: 0.9 s for 0.11 s a step), and shapes that
-# alternate are not captured again and again.
+# The number of consecutive steps in which all micro-batches must have a new shape before it is captured. A recapture
+# pays off after about this many steps (docs/results.md: 0.9 s for 0.11 s per step), and alternating shapes do not
+# cause repeated captures.
 STEPS = 10
 
 
 class ChangedShapes:
-    """Finds out whether all ranks have trained with another shape than at capture for ``STEPS`` steps.
+    """Detects that all ranks have trained with the same new shape for ``STEPS`` steps.
 
-    Ranks compare shapes every ``STEPS`` steps and read the result a step later: a host waits only until its own device
-    has run the comparison.
+    Ranks compare shapes every ``STEPS`` steps and read the result one step later, so that the host only waits until its
+    device has run the comparison.
 
     Args:
         passes: The passes that ran eagerly on this rank.
-        tokens: Tokens of a sequence at capture, on this rank.
+        tokens: Captured tokens per sequence on this rank.
         calls: The number of counted passes per micro-batch.
         groups: Process groups that together connect all ranks of a pipeline stage.
         num_microbatches: The number of micro-batches in the first step.
-        recaptures: Whether graphs may be captured for another shape.
+        recaptures: Whether recaptures for new shapes are allowed.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class ChangedShapes:
         self._stream = torch.cuda.Stream()
 
     def before_step(self, num_microbatches: int) -> tuple[int, int] | None:
-        """Return the shape to capture graphs for, or None. All ranks must call it before each step but the first.
+        """Return the shape to recapture for, or None. All ranks must call this before each step except the first.
 
         Args:
-            num_microbatches: The number of micro-batches in the coming step.
+            num_microbatches: The number of micro-batches in the upcoming step.
         """
         if not self._recaptures:
             return None
@@ -80,7 +80,7 @@ class ChangedShapes:
 
 
 class Recaptures:
-    """Counts the captures of ``stage`` after the first one, and limits them."""
+    """Counts and limits the recaptures of ``stage``."""
 
     def __init__(self, stage: Stage):
         self._stage = stage
@@ -88,32 +88,32 @@ class Recaptures:
         self.done = 0
 
     def begin(self) -> None:
-        """Count a recapture that begins."""
+        """Count a recapture that is about to start."""
         self.done += 1
 
     def stop(self) -> None:
-        """Allow no more recaptures, because one for another shape has failed."""
+        """Disallow recaptures after a recapture for a new shape has failed."""
         self._failed = True
 
     def are_left(self) -> bool:
-        """Return whether another recapture is allowed."""
+        """Return whether a further recapture is allowed."""
         return not self._failed and self.done + 1 < max_captures(self._stage.config)
 
     def why_none(self) -> str:
-        """Return a log suffix: why no recapture is left."""
+        """Return a log suffix that explains why no recapture is allowed."""
         if self._failed:
             return ", as a capture for another shape has failed"
         allowed = max_captures(self._stage.config)
         return f", as graphs have been captured as often as {CAPTURES_FLAG} {allowed} allows"
 
     def watch(self, tokens: int, calls: int) -> ChangedShapes:
-        """Return an object that watches passes of other shapes than the coming capture has.
+        """Return a detector of passes whose shapes differ from the upcoming capture.
 
         Args:
-            tokens: Tokens of a sequence at capture, on this rank.
+            tokens: Captured tokens per sequence on this rank.
             calls: The number of counted passes per micro-batch.
         """
-        # Other pipeline stages would have to agree. Shapes of images do not predict those of later steps.
+        # Pipeline stages would have to agree on the shape, and image shapes do not predict shapes of later steps.
         groups = self._stage.groups
         fits, left = self._stage.role.language and groups.pp.size() == 1, self.are_left()
         outlook = f", until all ranks have had one shape for {STEPS} steps or more: then graphs are captured for it"

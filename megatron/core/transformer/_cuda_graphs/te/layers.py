@@ -53,28 +53,28 @@ def mtp_layers(model: Any | None) -> list[torch.nn.Module]:
 
 
 def language_layers(model: Any | None) -> list[torch.nn.Module]:
-    """Return the decoder layers of ``model`` and its multi-token prediction layers."""
+    """Return the decoder and multi-token prediction layers of ``model``."""
     return decoder_layers(model) + mtp_layers(model)
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
-    """Set ``current_microbatch`` on every layer that may replay graphs, before a forward pass.
+    """Set ``current_microbatch`` on every layer that may replay graphs. Call this before a forward pass.
 
     These are the decoder and multi-token prediction layers of the language model, and the decoder layers of the vision
     model.
 
     Args:
-        model: One model chunk, in its wrappers; it may lack any of these layers.
-        microbatch_id: The micro-batch of the step, counted from 0.
+        model: A wrapped model chunk; it may lack any of these layers.
+        microbatch_id: The 0-based index of the micro-batch in the step.
     """
     for layer in language_layers(language_model_of(model)) + decoder_layers(vision_model_of(model)):
         layer.__dict__["current_microbatch"] = microbatch_id  # Module.__setattr__ is slow
 
 
 def single_run_layers(model: Any | None) -> list[torch.nn.Module]:
-    """Return the layers of ``model`` that run once for each micro-batch, in execution order."""
+    """Return the layers of ``model`` that run exactly once per micro-batch, in execution order."""
     layers = decoder_layers(model)
-    # Replayed several times for one micro-batch, a layer would overwrite activations that its backward pass needs.
+    # A layer that replays several times per micro-batch would overwrite activations that its backward pass needs.
     if model is not None and hasattr(model, "mtp"):
         repeats = model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1
         layers += [] if repeats else mtp_layers(model)
@@ -82,22 +82,22 @@ def single_run_layers(model: Any | None) -> list[torch.nn.Module]:
 
 
 def layer_name(layer: torch.nn.Module, index: int) -> str:
-    """Return the name of a captured layer in errors and reports, given its ``index`` among them."""
+    """Return the name of a captured layer for errors and reports, given its ``index`` among captured layers."""
     return f"layer {getattr(layer, 'layer_number', index + 1)} ({type(layer).__name__})"
 
 
 def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
-    """Return whether ``layer``, or a part that ``config.cuda_graph_modules`` selects, can be captured.
+    """Return whether ``layer``, or a part selected by ``config.cuda_graph_modules``, can be captured.
 
     Args:
-        layer: Any module; False unless it is a ``GraphableMegatronModule``.
-        config: Its ``cuda_graph_modules`` is a list of ``CudaGraphModule``; empty for whole layers of every kind.
+        layer: Any module; only a ``GraphableMegatronModule`` can be captured.
+        config: Configuration with ``cuda_graph_modules``, a list of ``CudaGraphModule``; empty for whole layers.
     """
     return not why_not_graphable(layer, config)
 
 
 def why_not_graphable(layer: torch.nn.Module, config: Any) -> str:
-    """Return why no part of ``layer`` can be captured; empty if ``_layer_is_graphable``."""
+    """Return why no part of ``layer`` can be captured; empty if it can."""
     if not isinstance(layer, GraphableMegatronModule):
         return "it is not a GraphableMegatronModule"
     chosen = config.cuda_graph_modules
@@ -125,7 +125,7 @@ def _modules_of(layer: Any) -> Iterator[CudaGraphModule]:
 
 
 def annotate_first_last_layer(layers: Sequence[torch.nn.Module]) -> None:
-    """Set ``is_first_layer`` and ``is_last_layer`` on the ``layers`` of one model chunk, given in order."""
+    """Set ``is_first_layer`` and ``is_last_layer`` on the ordered ``layers`` of a model chunk."""
     last = len(layers) - 1
     for index, layer in enumerate(layers):
         layer.is_first_layer = index == 0
@@ -133,10 +133,10 @@ def annotate_first_last_layer(layers: Sequence[torch.nn.Module]) -> None:
 
 
 def _determine_if_first_last_layer_of_this_vp_chunk(base_module: Any) -> tuple[bool, bool]:
-    """Return whether ``base_module`` is the first and whether it is the last layer of its model chunk.
+    """Return ``(is_first, is_last)``: the position of the layer ``base_module`` in its model chunk.
 
     Raises:
-        CallOrderError: ``annotate_first_last_layer`` was not called on the layers of the chunk.
+        CallOrderError: ``annotate_first_last_layer`` was not called on the chunk's layers.
     """
     if not hasattr(base_module, "is_first_layer"):
         raise CallOrderError(

@@ -1,7 +1,7 @@
-"""Graphs of whole passes: of a language model, of a chunk of it in a pipeline, or of all layers of its decoder.
+"""Graphs of whole passes of a language model, a pipeline chunk, or all decoder layers.
 
-One graph holds a forward pass and another its backward pass, both with their collectives. In a pipeline each
-micro-batch of a step has its own graphs.
+Forward and backward pass are separate graphs, each including its collectives. In a pipeline, each micro-batch of a
+step has its own graphs.
 """
 
 import inspect
@@ -53,23 +53,23 @@ logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 class PassGraphs:
-    """Replaces ``module.forward`` while graphs of the module's passes, or of a part of them, exist.
+    """Replaces ``module.forward`` while graphs of all or part of the module's passes exist.
 
-    A call replays if its tensors have the shapes and dtypes of the capture, it has no other arguments, and nothing that
-    the graphs rely on has changed. Other calls run eagerly. Without an attention mask the graphs read the mask of the
-    capture.
+    A call replays if its tensors have the captured shapes and dtypes, it has no additional arguments, and no state that
+    the graphs depend on has changed. Other calls run eagerly. If a call has no attention mask, the graphs read the
+    captured mask.
 
     Args:
-        slots: The captured graphs: one pair, or one for each micro-batch of a step. Their static inputs have the names
-            of arguments of ``forward``.
-        eager_passes: Counts training calls that the graphs do not fit.
-        snapshot: What the graphs rely on.
+        slots: The captured graphs: one pair in total, or one per micro-batch of a step. Static inputs are named after
+            the arguments of ``forward``.
+        eager_passes: Counts training calls that do not match the graphs.
+        snapshot: State that the graphs depend on.
         unused: Arguments that the captured passes do not read.
-        kept: Tensors that the graphs read and that nothing else may keep alive.
-        training: Whether the graphs replace ``forward``; graphs for evaluation are reached through those for training.
+        kept: Tensors that the graphs read and that must be kept alive.
+        training: Whether the graphs replace ``forward``. Evaluation graphs do not: the training graphs call them.
 
     Attributes:
-        evaluation: The graph of the forward pass in evaluation; None without one.
+        evaluation: The graph of the evaluation forward pass; None if there is none.
     """
 
     evaluation: "PassGraphs | None" = None
@@ -102,7 +102,7 @@ class PassGraphs:
         return arguments_by_name(self._order, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, by a replay if possible."""
+        """Run the module, with a replay if possible."""
         graphs: PassGraphs | None = None
         if is_training(self.module):
             graphs = self
@@ -119,28 +119,28 @@ class PassGraphs:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def before_eager_forward(self) -> None:
-        """Prepare a forward pass with grad that runs eagerly."""
+        """Prepare for an eager forward pass with grad."""
         self.slots[0].owner.before_eager_forward()
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
-        """Return a sequence's tokens on this rank and the sequences in a micro-batch, given arguments by name."""
+        """Return the tokens per sequence on this rank and the sequences per micro-batch, given arguments by name."""
         raise NotImplementedError
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
-        """Return the graphs for a call with the arguments ``given``, which may be completed; None if there are none."""
+        """Return the graphs for a call, or None. Overrides may modify ``given``, the arguments by name."""
         return self.slots[0]
 
     def _replay(self, slot: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a call by a replay."""
+        """Replay ``slot``, and return the output of the call."""
         return slot.replay(inputs)
 
     def inputs_of(self, given: dict[str, Any], slot: GraphedCallable) -> list[torch.Tensor] | None:
-        """Return the inputs of a replay, in the order of the static inputs; None if the graphs do not fit this call.
+        """Return the inputs of a replay in the order of the static inputs; None if the call does not match the graphs.
 
-        Each reason is logged once.
+        Each mismatch is logged once.
 
         Args:
-            given: The arguments of the call by name; offsets replace packed sequences in it.
+            given: The arguments of the call by name. Packed sequences are replaced by their offsets in place.
         """
         packed_otherwise = ""
         if self._packed_tokens:
@@ -170,40 +170,43 @@ class PassGraphs:
         return None
 
     def _note_eager_pass(self, reason: str, shape: tuple[int, int] | None = None) -> None:
-        """Count a training call that runs eagerly, and log ``reason`` if it is new; see ``EagerPasses.note``."""
+        """Count an eager training call, and log ``reason`` if it is new; see ``EagerPasses.note``."""
         name = type(self.module).__name__
         reason = f"{name} runs eagerly because its CUDA graphs do not fit the call: {reason}"
         if self._eager_passes.note(reason, shape):
             logger.warning(reason)
 
     def reset(self) -> None:
-        """Free the graphs, including those for evaluation, and restore ``module.forward``."""
+        """Free the graphs, including evaluation graphs, and restore ``module.forward``."""
         if self.evaluation is not None:
             self.evaluation.reset()
             self.evaluation = None
         if self._taken is not None:
             self._taken.end()
-            self._taken = None  # it refers to these graphs
+            self._taken = None  # break the reference cycle
         for slot in self.slots:
             slot.reset()
         self._kept = ()
         self._snapshot.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return the copied module's own ``forward``: a copy runs eagerly."""
+        """Return the copied module's original ``forward``, so that the copy runs eagerly."""
         copied = memo[id(self.module)]
         return MethodType(type(copied).forward, copied)
 
 
 def _may_replay_evaluation() -> bool:
-    """Return whether evaluation may replay now: not in a backward pass, which may use memory that a replay reuses."""
+    """Return whether evaluation may replay.
+
+    It may not replay during a backward pass, which may use memory that the replay would overwrite.
+    """
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 
 class ModelGraphs(PassGraphs):
-    """Graphs of a language model, or of a chunk of it: from tokens or hidden states to losses or hidden states.
+    """Graphs of a language model or a pipeline chunk, from tokens or hidden states to losses or hidden states.
 
-    They fit calls with labels (where the model computes losses), in steps with as many micro-batches as at capture.
+    They match calls with labels (if the model computes losses), in steps with as many micro-batches as at capture.
     """
 
     def __init__(self, model: Any, slots: Sequence[GraphedCallable], *more: Any, **options: Any):
@@ -217,9 +220,9 @@ class ModelGraphs(PassGraphs):
         return shape[::-1]
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
-        """Return the graphs of the current micro-batch; None if the step has another number of micro-batches.
+        """Return the graphs of the current micro-batch; None if the number of micro-batches differs from capture.
 
-        One graph for evaluation serves all micro-batches, as no backward pass reads its output.
+        All micro-batches share one evaluation graph because no backward pass reads its output.
         """
         model = self.module
         if HIDDEN_STATES in self.slots[0].kwargs:
@@ -237,7 +240,7 @@ class ModelGraphs(PassGraphs):
 
 
 class DecoderGraphs(PassGraphs):
-    """Graphs of all layers of a decoder, whose own ``forward`` runs around them."""
+    """Graphs of all layers of a decoder. The decoder's ``forward`` runs eagerly and calls them."""
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         tokens, sequences, _ = given["hidden_states"].shape
@@ -250,7 +253,7 @@ class DecoderGraphs(PassGraphs):
 
     def _replay(self, slot: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
         own, config = self.module.__dict__, self.module.config
-        own["layers"] = (_ReplayedLayers(slot, inputs[1:]),)  # found before the module of this name
+        own["layers"] = (_ReplayedLayers(slot, inputs[1:]),)  # takes precedence over the registered submodule
         if config.recompute_granularity == "full":  # the graphs recompute
             own["config"] = copy(config)
             own["config"].recompute_granularity = None
@@ -262,7 +265,7 @@ class DecoderGraphs(PassGraphs):
 
 
 class _ReplayedLayers:
-    """Replaces all layers of a decoder in the loop of its ``forward``.
+    """Replaces all layers in the loop of a decoder's ``forward``.
 
     Attributes:
         layer_number: The number of the first layer, which decoders read.
@@ -289,11 +292,11 @@ def _graphed(
     quantized: RecordedQuantization | None,
     copies_results: bool = True,
 ) -> GraphedCallable:
-    """Return a callable whose graphs will hold everything that passes of ``func``, which uses ``module``, do.
+    """Return a callable to capture the complete passes of ``func``, which uses ``module``.
 
     Args:
-        inputs: Static inputs by keyword. Those that require grad must be leaves.
-        quantized: How the module is quantized; None if it is not.
+        inputs: Static inputs by keyword. Inputs that require grad must be leaves.
+        quantized: The quantization of the module, or None.
     """
     return GraphedCallable(
         name,
@@ -320,7 +323,7 @@ def _capture(
     training: bool = True,
     **options: Any,
 ) -> list[Any]:
-    """Capture passes, and return the graphs of each module; free all after an exception.
+    """Capture passes, and return the graphs of each module; free all graphs on an exception.
 
     Args:
         kind: The class of the graphs.
@@ -328,10 +331,10 @@ def _capture(
         owners: Megatron-FSDP's ``RecordedPasses`` of the modules.
         plan: The order of passes.
         num_warmup_iters: Iterations of the whole plan before the capture.
-        eager_passes: Counts training calls that the graphs do not fit.
-        around: The context of warm-up and capture.
+        eager_passes: Counts training calls that do not match the graphs.
+        around: Context manager for warm-up and capture.
         training: Whether the graphs replace ``forward`` of each module.
-        options: Further keyword arguments of ``kind``.
+        options: Additional keyword arguments for ``kind``.
     """
     every = [slot for own in slots.values() for slot in own]
     quantized = dict.fromkeys(
@@ -382,14 +385,14 @@ def capture_models(
     *,
     training: bool = True,
 ) -> list[ModelGraphs]:
-    """Capture the passes of ``models``; in ``training`` their calls then replay them. See ``_capture``.
+    """Capture the passes of ``models``; with ``training``, later calls replay them. See ``_capture``.
 
     Args:
         models: The language model, or its chunks in a pipeline stage.
-        plan: The order of their passes; each model is a callable of it.
-        shape: Tokens of a sequence, before any parallel division, and sequences in a micro-batch.
-        quantized: How each model is quantized; None if it is not.
-        training: Whether there are backward passes. Otherwise models are in evaluation mode.
+        plan: The order of passes, with the models as callables.
+        shape: Tokens per sequence before any sharding, and sequences per micro-batch.
+        quantized: The quantization of each model, or None.
+        training: Whether to capture backward passes. Otherwise models must be in evaluation mode.
     """
     slots: defaultdict[Any, list[GraphedCallable]] = defaultdict(list)
     for index, inputs in zip(plan.callable_of_slot, inputs_of_slots(models, plan, *shape), strict=True):
@@ -409,24 +412,24 @@ def inputs_of_slots(
 ) -> list[dict[str, torch.Tensor]]:
     """Return the static inputs of each slot of ``plan``, whose callables are ``models``.
 
-    Slots of a model share them where their lifetimes do not overlap.
+    Slots of a model share inputs if their lifetimes do not overlap.
     """
     samples = sample_arguments(
         plan,
         lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size)),
-        lambda index: index,  # one model may get a mask where another gets none
+        lambda index: index,  # models may differ in whether they get a mask
     )
     return [inputs for _, inputs in samples]
 
 
 def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
-    """Make static inputs of ``model`` by the keywords of ``forward``, and ``hidden_states`` of the stage before it.
+    """Create static inputs of ``model`` by keyword of ``forward``, plus ``hidden_states`` from the previous stage.
 
-    Shapes and dtypes are those of ``expected_inputs`` and of the first layer's hidden states. The attention mask is the
-    one that layers apply by default; a model without attention gets none.
+    Shapes and dtypes match ``expected_inputs`` and the hidden states of the first layer. The attention mask is the
+    layers' default mask; a model without attention has no mask.
 
     Args:
-        model: The language model, or a chunk of it.
+        model: The language model or a pipeline chunk.
     """
     of_layers = LayerInputs(model.config, seq_length, micro_batch_size)
     attention = next(filter(captures_attention, language_layers(model)), None)
@@ -444,9 +447,9 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
 
 @contextmanager
 def _around_passes(models: Iterable[Any], kept: list[Any]) -> Iterator[None]:
-    """Append outputs of rotary embeddings to ``kept`` in this context: their cache may evict them later.
+    """Append the outputs of rotary embeddings to ``kept`` within the context, as their cache may evict them later.
 
-    At its end, restore the hidden states given to later chunks: evaluation is captured within a call.
+    On exit, restore the input hidden states of all chunks but the first, because evaluation is captured within a call.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -479,18 +482,18 @@ def capture_decoder(
     eager_passes: EagerPasses,
     quantized: RecordedQuantization | None,
 ) -> list[DecoderGraphs]:
-    """Capture the passes of all layers of ``decoder``, whose calls then replay them; see ``_capture``.
+    """Capture the passes of all layers of ``decoder``; later calls of it replay them. See ``_capture``.
 
     Args:
-        decoder: The block of a model that runs its layers one after the other.
+        decoder: The block of the model that runs its layers sequentially.
         inputs: Static inputs by keyword, ``hidden_states`` first.
-        read: For each layer, the other inputs that it reads.
-        quantized: How the layers are quantized; None if they are not.
+        read: The inputs besides ``hidden_states`` that each layer reads.
+        quantized: The quantization of the layers, or None.
     """
     from megatron.core.fp8_utils import get_fp8_context  # imports cuda_graphs, which imports this module
 
     def run(hidden_states: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
-        # As the decoder does. Around replays it also enters the context of delayed scaling, and updates statistics.
+        # Same as in the decoder, which also enters the delayed scaling context during replays and updates statistics.
         config = decoder.config
         at_once = quantized is not None and quantized.delayed
         forked = get_cuda_rng_tracker().fork() if config.sequence_parallel else nullcontext()
@@ -514,9 +517,9 @@ def capture_decoder(
 def _recomputed(
     decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, torch.Tensor], quantizes: bool
 ) -> torch.Tensor:
-    """Run all layers of ``decoder`` as it does, to be recomputed in their backward pass.
+    """Run all layers of ``decoder`` with full recomputation, as the decoder does.
 
-    With ``quantizes`` each FP8 layer enters its own FP8 context.
+    With ``quantizes``, each FP8 layer enters its own FP8 context.
     """
     from megatron.core.recompute import checkpointed_forward  # imports cuda_graphs, which imports this module
 
@@ -532,17 +535,17 @@ def _recomputed(
 
 
 def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> None:
-    """Capture the forward pass of ``chunk``, which is in evaluation mode; log why if that is impossible.
+    """Capture the forward pass of ``chunk``, which is in evaluation mode; if that is impossible, log the reason.
 
-    All ranks of the pipeline stage must call it together. The graph has its own static inputs and memory pool, and its
-    output is copied: evaluation changes nothing that training's graphs or backward passes read.
+    All ranks of the pipeline stage must call this together. The graph has its own static inputs and memory pool, and
+    its output is copied: evaluation does not change memory that training graphs or backward passes read.
 
     Args:
-        training: The graphs of the chunk's training passes. Nothing is captured after their deletion.
-        args, kwargs: Arguments of the model in the evaluation that begins. The graph fits their shapes.
+        training: The graphs of the chunk's training passes. Nothing is captured once they have been deleted.
+        args, kwargs: Arguments of the model's first evaluation call, which determine the captured shapes.
 
     Raises:
-        CaptureInterruptedError: another rank was interrupted.
+        CaptureInterruptedError: A different rank was interrupted.
     """
     if vars(training.module).get("forward") is not training:
         return
@@ -556,7 +559,7 @@ def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, ar
 
 
 def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> str:
-    """Capture on all ranks, or return why on none; raise the same error on every rank."""
+    """Capture on all ranks, or on none and return why; raise the same error on every rank."""
     model, given = training.module, training.by_name(args, kwargs)
     agreement = CaptureAgreement(stage.groups, with_other_stages=False)  # later stages wait for this one's output
 

@@ -1,7 +1,7 @@
-"""Convert a pipeline schedule to the order in which graphs are captured.
+"""Conversion of a pipeline schedule to the capture order of graphs.
 
-An order, as in the argument ``_order`` of ``make_graphed_callables``, has ``c`` for the forward pass of model chunk
-``c`` (counted from 1), ``-c`` for its backward pass and ``-c - 0.5`` for its delayed weight gradients.
+In an order, as in the argument ``_order`` of ``make_graphed_callables``, ``c`` is the forward pass of model chunk ``c``
+(1-based), ``-c`` is its backward pass and ``-c - 0.5`` is its delayed weight gradient computation.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class PassOrder:
         order: The order of passes.
         num_layers_per_chunk: The number of captured layers in each chunk of ``order``.
         num_microbatches: The number of forward passes of each chunk.
-        chunk_id_list: If the chunks of ``order`` are single layers, ``[model chunk, layer of the chunk]``, counted from
-            0, for each forward pass of ``order``, and None for other passes. Otherwise None.
+        chunk_id_list: If the chunks of ``order`` are single layers, 0-based ``[model chunk, layer of the chunk]`` for
+            each forward pass of ``order``, and None for other passes. Otherwise None.
     """
 
     order: list[float]
@@ -38,16 +38,16 @@ class PassOrder:
 def convert_schedule_table_to_order(
     num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Return the order of a pipeline stage: warm-up, one forward one backward, cool-down.
+    """Return the pass order of a pipeline stage: warm-up, 1F1B steady state, cool-down.
 
     Args:
         num_warmup_microbatches: The number of forward passes before the first backward pass.
         num_model_chunks: The number of model chunks of the stage.
-        schedule_table: ``(micro-batch, model chunk)``, counted from 0, of each forward pass, as returned by
+        schedule_table: 0-based ``(micro-batch, model chunk)`` of each forward pass, as returned by
             ``megatron.core.pipeline_parallel.schedules.get_schedule_table``. Backward passes run through the chunks
             from last to first.
 
-    Example: two chunks, five micro-batches in groups of three, five passes of warm-up:
+    Example with two chunks, five micro-batches in groups of three, and five warm-up passes:
 
     >>> microbatches, chunks = (0, 1, 2, 0, 1, 2, 3, 4, 3, 4), (0, 0, 0, 1, 1, 1, 0, 0, 1, 1)
     >>> convert_schedule_table_to_order(5, 2, list(zip(microbatches, chunks)))
@@ -66,24 +66,24 @@ def get_overlap_moe_expert_parallel_comm_order(
     capture_wgrad_graph: bool,
     captured: Sequence[Sequence[int | None]] | None = None,
 ) -> tuple[list[float], list[list[int] | None]]:
-    """Return the order of layers under ``--overlap-moe-expert-parallel-comm``: each layer is a chunk of its own.
+    """Return the order of layers under ``--overlap-moe-expert-parallel-comm``, with each layer as a separate chunk.
 
-    In the steady state a chunk's backward pass and the next forward pass alternate layer by layer, forward first.
+    In the steady state, a chunk's backward pass and the next forward pass alternate layer by layer, forward first.
 
     Args:
         order: The order of chunks.
         num_layers_per_chunk: The number of captured layers in each chunk.
-        capture_wgrad_graph: Whether weight gradients have graphs of their own. These follow the backward pass of their
-            layer; for the first layer of a chunk, they follow the forward pass that runs beside its backward pass.
-        captured: For each chunk, the index of each layer among its captured layers, or None for a layer that is not
-            captured but takes its turn in the schedule. None if all layers are captured.
+        capture_wgrad_graph: Whether weight gradients have separate graphs. These follow the backward pass of their
+            layer; for the first layer of a chunk, they follow the last pass of the forward chunk that runs alongside.
+        captured: For each chunk, the index of each layer among the captured layers, or None for a layer that is
+            scheduled but not captured. None if all layers are captured.
 
     Returns:
-        The order of layers, and for each of its steps ``[chunk, layer of the chunk]``, counted from 0, or None for
-        steps other than forward passes.
+        The order of layers and, for each entry, 0-based ``[chunk, layer of the chunk]``, or None unless it is a
+        forward pass.
 
     Raises:
-        ValueError: Backward and forward passes do not alternate between the first backward and the last forward pass.
+        ValueError: Passes do not alternate between the first backward and the last forward pass.
 
     Example:
 
@@ -125,7 +125,7 @@ def get_overlap_moe_expert_parallel_comm_order(
 
 
 def _alternating(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs of chunks whose backward and forward pass run side by side; 0 for no pass."""
+    """Return pairs of chunks whose backward and forward passes run side by side; 0 means no pass."""
     first_backward = next((i for i, step in enumerate(order) if step < 0), len(order))
     after_last_forward = max((i for i, step in enumerate(order, start=1) if step > 0), default=0)
     steady = order[first_backward:after_last_forward]

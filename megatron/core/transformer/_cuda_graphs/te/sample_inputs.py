@@ -1,4 +1,4 @@
-"""Static inputs for each layer and micro-batch, shared where lifetimes do not overlap."""
+"""Static inputs for each layer and micro-batch, shared if their lifetimes do not overlap."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -18,17 +18,17 @@ SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 def sample_arguments(
     plan: Plan, make: Callable[[int], SampleArguments], values: Callable[[int], Hashable] = lambda index: None
 ) -> list[SampleArguments]:
-    """Make the inputs of every slot of ``plan``, shared as in ``share_inputs``.
+    """Create the inputs of every slot of ``plan``, shared as in ``share_inputs``.
 
     Args:
         plan: The passes in execution order.
-        make: Make new inputs for the callable with this index, with the same shapes, dtypes and values each time.
-        values: Return a key for the values of a callable's inputs; only callables with equal keys share inputs.
+        make: Creates new inputs for a callable index, with the same shapes, dtypes and values each time.
+        values: Returns a key for the values of a callable's inputs; only callables with equal keys share inputs.
 
     Returns:
         Positional and keyword inputs of each slot.
     """
-    made: dict[int, SampleArguments] = {}  # made for its signature, and used by the first slot that needs new inputs
+    made: dict[int, SampleArguments] = {}  # created for the signature, then used by the first slot that needs inputs
     signatures: dict[int, Hashable] = {}
 
     def signature_of(slot: int) -> Hashable:
@@ -47,14 +47,14 @@ def sample_arguments(
 
 
 def attention_mask_type(layer: Any) -> AttnMaskType | None:
-    """Return the default mask of the layer's self-attention; None if its graphs hold no attention."""
+    """Return the default mask type of the layer's self-attention; None if attention is not captured."""
     if not captures_attention(layer):
         return None
     return getattr(layer.self_attention, "attn_mask_type", AttnMaskType.causal)
 
 
 def captures_attention(layer: Any) -> bool:
-    """Return whether the graphs of ``layer`` hold self-attention."""
+    """Return whether the self-attention of ``layer`` is captured."""
     modules = layer.config.cuda_graph_modules
     return not isinstance(getattr(layer, "self_attention", IdentityOp()), IdentityOp) and (
         not modules or CudaGraphModule.attn in modules
@@ -62,7 +62,7 @@ def captures_attention(layer: Any) -> bool:
 
 
 def packed_use(layer: Any) -> PackedUse | None:
-    """Return how the graphs of ``layer`` use packed sequences; None without any, or if attention runs eagerly."""
+    """Return how the graphs of ``layer`` use packed sequences; None without packing, or if attention runs eagerly."""
     if packed_sequences(layer.config) is None or not hasattr(layer, "self_attention"):
         return None
     if captures_attention(layer):
@@ -73,10 +73,10 @@ def packed_use(layer: Any) -> PackedUse | None:
 def default_kwargs(
     layers: Sequence[Any], sample_kwargs: Sequence[dict[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the keyword inputs of each slot at capture, which are the defaults of replays.
+    """Return the captured keyword inputs of each slot, which are the defaults of replays.
 
-    Engines share static inputs with the same shape and dtype, whatever their values. If layers have different types of
-    attention masks, return copies that engines do not overwrite.
+    Engines share static inputs of the same shape and dtype regardless of their values. If layers have different
+    attention mask types, return copies that engines do not overwrite.
 
     Args:
         layers: The captured layers.
@@ -92,15 +92,15 @@ def default_kwargs(
 
 
 class LayerInputs:
-    """Make the static inputs of layers.
+    """Creates the static inputs of layers.
 
     Args:
         config: The model's ``TransformerConfig``.
-        seq_length: Tokens in a sequence, before any parallel division.
-        micro_batch_size: Sequences in a micro-batch.
+        seq_length: Tokens per sequence before any sharding.
+        micro_batch_size: Sequences per micro-batch.
 
     Raises:
-        ValueError: Graphs read packed sequences, and micro-batches have several rows.
+        ValueError: Graphs read packed sequences, and micro-batches have more than one row.
     """
 
     def __init__(self, config: Any, seq_length: int, micro_batch_size: int):
@@ -113,10 +113,10 @@ class LayerInputs:
         self._rotary: dict[int, torch.Tensor] = {}
 
     def make(self, layer: torch.nn.Module, model: torch.nn.Module | None) -> SampleArguments:
-        """Make new inputs of ``layer``: hidden states, and the inputs of attention.
+        """Create new inputs of ``layer``: hidden states and attention inputs.
 
         Args:
-            model: The language model with the rotary embedding; None for no rotary input.
+            model: The language model with the rotary embedding; None to omit the rotary input.
         """
         inputs = self._inputs_and_mask(layer)
         hidden_states = inputs.pop("hidden_states")
@@ -134,7 +134,8 @@ class LayerInputs:
     def _inputs_and_mask(self, layer: Any) -> dict[str, torch.Tensor]:
         """Return the layer's static inputs.
 
-        megatron-core makes the causal mask on the host, for each layer, which takes longer than capturing the layer.
+        This creates the causal mask on the GPU: megatron-core creates it on the host for each layer, which takes longer
+        than capturing the layer.
         """
         from megatron.core.transformer.transformer_layer import TransformerLayer  # imports cuda_graphs
 
@@ -156,12 +157,12 @@ class LayerInputs:
             return None
         assert model is not None
         rotary = model.rotary_pos_emb
-        if kind == "mrope":  # new for each slot: micro-batches differ in their positions
+        if kind == "mrope":  # one per slot: positions differ between micro-batches
             shape = 3, self._micro_batch_size, self._seq_length
             positions = torch.zeros(shape, dtype=torch.int64, device=hidden_states.device)
             return rotary(positions, model.mrope_section)
         if id(model) not in self._rotary:
             made = rotary(rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None))
-            # yarn also returns a scale, which is no input of layers
+            # yarn also returns a scale, which is not a layer input
             self._rotary[id(model)] = made[0] if isinstance(made, tuple) else made
         return self._rotary[id(model)]

@@ -1,4 +1,4 @@
-"""A pipeline stage to capture: the chunks of the model, and their layers."""
+"""Description of a pipeline stage to capture: model chunks and their layers."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,14 +20,15 @@ Layers = list[torch.nn.Module]
 
 @dataclass(frozen=True)
 class Role:
-    """The part of a training that a helper captures.
+    """The kind of model that a helper captures.
 
     Attributes:
-        language: Whether this is the language model, which each pipeline stage has. Only its helper logs steps, zeroes
-            gradients, captures evaluation and recaptures for other shapes; only its layers get rotary embeddings.
-        model_of: Returns the model with the layers inside the wrappers of a chunk, or None.
+        language: Whether this is the language model, which is present on every pipeline stage. Only its helper logs
+            steps, zeroes gradients, captures evaluation and recaptures for new shapes; only its layers receive rotary
+            embeddings.
+        model_of: Returns the model that has the layers, given a wrapped chunk, or None.
         report: The file name of the report, without suffix.
-        wrap: Wraps a callable of the engine; replays run the result.
+        wrap: Wraps a callable of the engine; replays call the result.
     """
 
     language: bool = True
@@ -41,8 +42,8 @@ class Chunk:
     """A chunk of the model.
 
     Attributes:
-        module: The chunk in its wrappers.
-        model: The model with layers inside them; None if there is none.
+        module: The wrapped chunk.
+        model: The unwrapped model that has the layers, or None.
         layers: The layers that can be captured.
     """
 
@@ -52,7 +53,7 @@ class Chunk:
 
     @property
     def every_layer(self) -> Layers:
-        """All layers of the model that run once per micro-batch, in the order in which they run."""
+        """All layers of the model that run exactly once per micro-batch, in execution order."""
         return single_run_layers(self.model)
 
     @property
@@ -68,7 +69,7 @@ class Stage:
     Attributes:
         config: The model's ``TransformerConfig``.
         p2p_communicator: Megatron's communicator of this stage.
-        role: The part of the training that the helper captures.
+        role: The kind of model that the helper captures.
     """
 
     config: Any
@@ -79,7 +80,7 @@ class Stage:
 
     @property
     def layers(self) -> Layers:
-        """The layers of all chunks that can be captured."""
+        """The graphable layers of all chunks."""
         return [layer for chunk in self.chunks for layer in chunk.layers]
 
     @property
@@ -89,15 +90,15 @@ class Stage:
 
     @property
     def may_skip_replays(self) -> bool:
-        """Whether passes may run eagerly between replays: not where replays need state that each pass hands on."""
+        """Whether passes may run eagerly between replays; False if replays need state that every pass updates."""
         config = self.config
         stateful = (config.fp8, config.fp4, config.delay_wgrad_compute, config.fine_grained_activation_offloading)
         return self.one_graph_serves_all and not any(stateful)
 
     @property
     def may_change_shape(self) -> bool:
-        """Whether such passes may have another shape than at capture."""
-        # The part after the graph reads the shapes of the last pass from the token dispatcher.
+        """Whether eager passes between replays may have a different shape than at capture."""
+        # The eager part after the graph reads the shapes of the last pass from the token dispatcher.
         dispatches = {CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess} & {*self.config.cuda_graph_modules}
         return self.may_skip_replays and not dispatches
 

@@ -1,9 +1,9 @@
-"""Fixed parameter addresses for graphs of layers that torch's FSDP2 shards (``--use-torch-fsdp2``).
+"""Fixed parameter addresses for graphs of layers sharded by torch's FSDP2 (``--use-torch-fsdp2``).
 
-FSDP2's hooks gather a layer's parameters before each pass and free their memory after it. A graph reads them at fixed
-addresses, so the memory of layers with graphs is kept: each gather writes to the same place. Replays run through the
-layer's own call, with FSDP2's hooks around them. Backward graphs give gradients to the gathered parameters, and FSDP2
-reduces them from there.
+FSDP2's hooks gather a layer's parameters before each pass and free their memory after it. Graphs read parameters at
+fixed addresses, so the memory of captured layers is kept and every gather writes to the same addresses. Replays run
+through the layer's own call, so FSDP2's hooks run before and after them. Backward graphs write gradients of the
+gathered parameters, which FSDP2 then reduces.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from .stage import Chunk
 
 
 def kept_parameters(chunks: Sequence[Chunk]) -> dict[torch.nn.Module, "KeptParameters"]:
-    """Return the parameters of the layers of each chunk that FSDP2 shards."""
+    """Return, for each chunk sharded by FSDP2, the parameters of its layers."""
     found = {}
     for chunk in chunks:
         sharded = [module for module in chunk.module.modules() if isinstance(module, FSDPModule)]
@@ -27,16 +27,16 @@ def kept_parameters(chunks: Sequence[Chunk]) -> dict[torch.nn.Module, "KeptParam
 
 
 class KeptParameters:
-    """Keeps the memory of gathered parameters of one chunk's layers.
+    """Keeps the gathered parameters of a chunk's layers in memory.
 
     Args:
-        sharded: The chunk's modules that FSDP2 shards, the root first.
+        sharded: The chunk's FSDP2 modules, the root first.
         layers: The layers; FSDP2 may shard them together with other modules.
     """
 
     def __init__(self, sharded: Sequence[Any], layers: Sequence[torch.nn.Module]):
-        self._params: dict[Any, list[Any]] = {}  # FSDP2's objects, by the module they are gathered with
-        # Before the first step no module is the root yet, and the first module to run would become it.
+        self._params: dict[Any, list[Any]] = {}  # FSDPParam objects, by the module they are gathered with
+        # Before the first step there is no root yet, and the first module to run would become the root.
         sharded[0]._get_fsdp_state()._lazy_init()
         inside = {module for layer in layers for module in layer.modules()}
         for module in sharded:
@@ -47,7 +47,7 @@ class KeptParameters:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather the parameters for a capture; their memory is kept until ``release``."""
+        """Gather the parameters for a capture, and keep their memory until ``release``."""
         try:
             for module, params in self._params.items():
                 self._gather(module)
@@ -63,12 +63,12 @@ class KeptParameters:
         try:
             module.unshard()
         except BaseException:
-            # The next pass would take the failed gather for its own.
+            # Otherwise the next pass would use the result of the failed gather.
             module._get_fsdp_state()._fsdp_param_group._all_gather_result = None
             raise
 
     def release(self) -> None:
-        """Make FSDP2 free the memory after each pass again."""
+        """Let FSDP2 free the memory after each pass again."""
         for module, params in self._params.items():
             for param in params:
                 vars(param).pop("free_unsharded_param", None)

@@ -1,4 +1,4 @@
-"""Observation of training calls before a capture, and the arguments that graphs of a model take."""
+"""Observation of training calls before a capture, and the arguments that model graphs accept."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -11,20 +11,20 @@ from ..flags.options import packed_sequences
 from ..hooks import calls_weakly, runs_outside_graphs
 from ..inputs import OFFSETS, unpack
 
-# The argument that ``set_input_tensor`` gives a model chunk after another pipeline stage.
+# The input that ``set_input_tensor`` passes to a model chunk that follows a different pipeline stage.
 HIDDEN_STATES = "hidden_states"
 _UNCALLED = "it has not been called for training so far"
 
 
 def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of each argument that the output of ``model`` depends on, by name.
+    """Return the shape and dtype of each argument that affects the output of ``model``, by name.
 
     Packed sequences are represented by their offsets.
 
     Args:
-        model: A language model, or a chunk of it.
-        sequences: Sequences in a micro-batch.
-        tokens: Tokens of a sequence on this rank.
+        model: A language model or a pipeline chunk.
+        sequences: Sequences per micro-batch.
+        tokens: Tokens per sequence on this rank.
     """
     config = getattr(model, "config", None)
     ids = (sequences, tokens), torch.int64
@@ -32,7 +32,7 @@ def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[
     mask = (sequences, 1, tokens, whole), torch.bool
     expected = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, "labels": ids}
     if getattr(model, "position_embedding_type", None) == "mrope":
-        expected["position_ids"] = (3, sequences, whole), torch.int64  # the model divides them among ranks
+        expected["position_ids"] = (3, sequences, whole), torch.int64  # the model shards them across ranks
     if predicts_tokens(model):
         expected["loss_mask"] = (sequences, tokens), torch.float32
     if (packed := packed_sequences(config)) is not None:
@@ -48,29 +48,29 @@ def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[
 
 
 def is_first(model: Any) -> bool:
-    """Return whether ``model`` reads tokens, not hidden states of another pipeline stage."""
+    """Return whether ``model`` reads tokens instead of hidden states from a previous pipeline stage."""
     return bool(getattr(model, "pre_process", True))
 
 
 def is_last(model: Any) -> bool:
-    """Return whether ``model`` returns losses, not hidden states for another pipeline stage."""
+    """Return whether ``model`` returns losses instead of hidden states for the next pipeline stage."""
     return bool(getattr(model, "post_process", True))
 
 
 def predicts_tokens(model: Any) -> bool:
-    """Return whether ``model`` has layers of multi-token prediction, which also embed tokens."""
+    """Return whether ``model`` has multi-token prediction layers, which also embed tokens."""
     return hasattr(model, "mtp")
 
 
 def unused_by(model: Any) -> set[str]:
-    """Return the arguments that other chunks read and ``model`` does not."""
+    """Return the arguments that only chunks other than ``model`` read."""
     return {"input_ids", "position_ids", "labels", "loss_mask"}.difference(expected_inputs(model, 1, 1))
 
 
 def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the number of sequences, and of tokens of each on this rank, in a call of ``model``; None if unknown.
+    """Return the number of sequences and the tokens per sequence on this rank in a call of ``model``.
 
-    The shape is read from the labels if the model computes losses.
+    If the model computes losses, the shape is read from the labels. Return None if the shape is unknown.
     """
     if not is_first(model) and not is_last(model):
         tokens, sequences, _ = given.get(HIDDEN_STATES, model.decoder.input_tensor).shape
@@ -80,24 +80,24 @@ def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def is_training(model: torch.nn.Module) -> bool:
-    """Return whether a backward pass will follow a forward pass of ``model`` in the current modes."""
+    """Return whether grad is enabled and ``model`` is in training mode, so that a backward pass is expected."""
     return torch.is_grad_enabled() and model.training
 
 
 def arguments_by_name(order: Iterable[str], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, given the names of positional arguments in order."""
+    """Return the arguments of a call by name, given the ordered names of positional arguments."""
     return dict(zip(order, args, strict=False)) | dict(kwargs)
 
 
 class TrainingCalls:
-    """Observes training's calls of a model until ``stop``, to predict whether graphs fit later ones.
+    """Observes training calls of a model until ``stop``, to predict whether graphs will match later calls.
 
     Args:
         models: The model, or its chunks in a pipeline stage.
 
     Attributes:
-        interleaved: Whether two forward passes have run before their backward passes, as in pipelines. A graph that
-            serves one forward pass at a time would have overwritten activations of the first.
+        interleaved: Whether two forward passes have run before their backward passes, as in pipelines. A single graph
+            would have overwritten the activations of the first pass.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]):
@@ -105,13 +105,13 @@ class TrainingCalls:
         self._blockers = dict.fromkeys(models, _UNCALLED)
         self._passes = 0
         self._orders = {model: list(inspect.signature(model.forward).parameters) for model in self._blockers}
-        # After the call: other hooks may have changed its arguments. They do not rule out a graph.
+        # A forward hook, because forward-pre hooks may change the arguments. It does not rule out a graph.
         observe = runs_outside_graphs(calls_weakly(self._observe))
         self._handles = [model.register_forward_hook(observe, with_kwargs=True) for model in self._blockers]
 
     @property
     def blocker(self) -> str:
-        """Why graphs of the whole model do not fit the calls so far; empty if they do."""
+        """Why graphs of the whole model do not match the calls so far; empty if they do."""
         return next(filter(None, self._blockers.values()), "")
 
     def stop(self) -> None:
@@ -122,7 +122,7 @@ class TrainingCalls:
     def _observe(self, model: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         if not is_training(model):
             return
-        if self._blockers[model] in ("", _UNCALLED):  # one call that graphs do not fit is enough
+        if self._blockers[model] in ("", _UNCALLED):  # one mismatch is enough
             self._blockers[model] = call_blocker(model, arguments_by_name(self._orders[model], args, kwargs))
         self._passes += 1
         own = self._passes
@@ -136,7 +136,7 @@ class TrainingCalls:
 
 
 def call_blocker(model: Any, given: dict[str, Any]) -> str:
-    """Return why graphs of ``model`` do not fit a call with the arguments ``given`` of any length; empty if they do."""
+    """Return why graphs of ``model`` for any sequence length cannot match a call with ``given``; empty if they can."""
     rows_and_length = shape_of(model, given)
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
