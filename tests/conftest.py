@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# For torch here and in child processes: tensors are small, and workers share the cores.
+# Read by torch here and in child processes: tensors are small, and workers share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _sample(items: list[pytest.Item]) -> None:
-    """Mark all but one parameter set of each ``sampled`` test ``long``; tests differ in the one they keep."""
+    """Mark all but one parameter set of each ``sampled`` test ``long``; the choice depends on the test's name."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):

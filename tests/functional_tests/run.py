@@ -2,19 +2,19 @@
 
     python tests/functional_tests/run.py                              # all cases that this machine supports
     python tests/functional_tests/run.py gpt moe/fsdp_parts           # a folder and a case
-    python tests/functional_tests/run.py gpt --against-eager          # train their eager cases, too
+    python tests/functional_tests/run.py gpt --against-eager          # also train their eager cases
     python tests/functional_tests/run.py gpt --record --golden FOLDER # write golden values
 
 A case is a folder with a ``model_config.yaml``:
-    BASE          another case, which provides all missing keys except EQUALS and TEST_TYPE
-    EQUALS        the eager case with bit-identical losses and gradient norms
-    TEST_TYPE     regular; or ckpt-resume: train to the middle and resume from the checkpoint
-    RANKS         number of processes, with a GPU each unless CPU_BACKEND is set
+    BASE          case that provides all missing keys except EQUALS and TEST_TYPE
+    EQUALS        eager case whose losses and gradient norms must be bit-identical
+    TEST_TYPE     regular; or ckpt-resume: stop halfway and resume from the checkpoint
+    RANKS         number of processes, each with its own GPU unless CPU_BACKEND is set
     CPU_BACKEND   true for the CPU backend
     NEEDS         required packages
-    PYTHON_PATH   further folders of this repository on the path of the processes
-    ENV_VARS      environment variables; null removes one of BASE
-    MODEL_ARGS    flags of megatron.training; null removes one of BASE
+    PYTHON_PATH   additional folders of this repository for PYTHONPATH
+    ENV_VARS      environment variables; null removes a variable of BASE
+    MODEL_ARGS    flags of megatron.training; null removes a flag of BASE
     BOUNDS        maximum ratios of ms, max_allocated_mib or max_reserved_mib to the golden value
 
 Losses and gradient norms of all steps and evaluation losses must equal the golden values of this GPU model bit for bit,
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments.
 
     Raises:
-        SystemExit: the arguments are invalid.
+        SystemExit: The arguments are invalid.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="a case or a folder of cases (default: all)")
@@ -69,13 +69,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, logs: Path) -> tuple[list[Verdict], dict[str, str]]:
-    """Train and compare the cases of ``args``.
+    """Train and compare the selected cases.
 
     Returns:
-        The verdicts, and the reasons of skipped cases by name.
+        The verdicts, and the reasons for skipping cases, keyed by name.
 
     Raises:
-        ValueError: a case is invalid or missing.
+        ValueError: A case is invalid or missing.
     """
     machine = this_machine()
     asked = find(args.cases)
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Verdict], dict[str, 
 
 
 def _with_eager(cases: list[Case]) -> list[Case]:
-    """Return ``cases``, each after the eager case that it must equal."""
+    """Return ``cases``, each preceded by the eager case that it must equal."""
     all_of_them: dict[str, Case] = {}
     for case in cases:
         if case.equals:

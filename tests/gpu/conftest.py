@@ -15,7 +15,7 @@ __all__ = ["compare_runs"]
 
 @pytest.fixture(scope="session")
 def together(compare_runs) -> Callable[..., dict[str, Any]]:
-    """Return a function that trains the cases of a layout in one launch and returns the result of one of them."""
+    """Return a function that trains all cases of a layout in one launch and returns the result of one case."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
 
     def result(

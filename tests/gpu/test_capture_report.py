@@ -1,4 +1,4 @@
-"""``--cuda-graph-report`` on GPUs contains graphs and memory."""
+"""Test that ``--cuda-graph-report`` on GPUs contains graphs and memory."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.support.ranks.forked_ranks import OWN
 from tests.support.trainings.gpus import GPUS
 from tests.support.trainings.launch import TIMEOUT
 
-LAYERS = 3  # of FLAGS
+LAYERS = 3  # number of layers in FLAGS
 FLAGS_ON_GPUS = f"""
     {FLAGS.replace("--distributed-backend gloo", "--distributed-backend nccl")} {BATCH} {GRAPHS[True]} --mock-data
     --train-iters 4 --cuda-graph-warmup-steps 2 --cuda-graph-layers-per-graph 1
@@ -21,7 +21,7 @@ FLAGS_ON_GPUS = f"""
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """Return the report of a training with a graph per layer."""
+    """Return the report of a run with one graph per layer."""
     folder = tmp_path_factory.mktemp("report")
     done = subprocess.run(
         [

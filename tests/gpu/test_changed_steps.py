@@ -1,6 +1,6 @@
-"""Recapture for growing sequence lengths is bit-identical to eager before, between and after captures.
+"""Test that recapture for growing sequence lengths is bit-identical to eager before, between and after captures.
 
-Data parallel over all GPUs, under Megatron-FSDP and DistributedDataParallel. `test_ddp_graphs.py` has other numbers of
+Data parallel over all GPUs, under Megatron-FSDP and DistributedDataParallel. `test_ddp_graphs.py` changes numbers of
 micro-batches in a pipeline.
 """
 
@@ -14,7 +14,9 @@ from tests.support.trainings.compared import assert_as_eager
 from tests.support.trainings.gpus import SIZES
 
 CAPTURED_AFTER = 3
-CAPTURED_AGAIN_AFTER = 2 * STEPS + 1  # steps after a capture, for a change in the step after it
+CAPTURED_AGAIN_AFTER = (
+    2 * STEPS + 1
+)  # steps from a capture to the recapture, if the shape changes in the step after the capture
 TURN = CAPTURED_AGAIN_AFTER + 2
 TWICE: dict[str, Any] = SIZES | {
     "dtype": "bf16",

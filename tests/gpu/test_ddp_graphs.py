@@ -1,4 +1,4 @@
-"""Graphs under DistributedDataParallel are bit-identical to eager.
+"""Test that graphs under DistributedDataParallel are bit-identical to eager.
 
 Layouts: data parallel over all GPUs; two pipeline stages with one or two model chunks each; expert parallel 2 with
 overlapped communication. Models have 4 TransformerEngine layers and the distributed optimizer.
@@ -75,4 +75,4 @@ def test_pipeline_recaptures_for_another_number_of_micro_batches(compare_runs, v
     case = DDP | {"microbatches": 4, "microbatches_later": 2, "dropout": 0.1, "virtual": virtual}
     (result,) = compare_runs([case], "--pp", "2", "--stop-at-error", ranks=GPUS, environment=DETERMINISTIC)
     assert_as_eager(result)
-    assert result["graphs"] == 2 * 2  # layers of a stage, micro-batches
+    assert result["graphs"] == 2 * 2  # layers per stage, micro-batches

@@ -1,4 +1,4 @@
-"""The engine on a GPU is bit-identical to eager and uses no more memory than TransformerEngine's."""
+"""Test that the engine on a GPU is bit-identical to eager and uses no more memory than TransformerEngine's."""
 
 import gc
 import os
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # before TransformerEngine is imported
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # must precede the import of TransformerEngine
 
 import pytest
 import torch
@@ -70,14 +70,14 @@ RECIPES = {
 
 @dataclass
 class Training:
-    """Two layers of a kind, ``STEPS`` steps of two micro-batches."""
+    """Trains two layers of one kind for ``STEPS`` steps of two micro-batches."""
 
     make: Callable[[], torch.nn.Module]
     recipe: Any = None
     caches: bool = False
 
     def run(self, engine: Callable | None) -> list[torch.Tensor | None]:
-        """Return every loss, gradient and parameter."""
+        """Return all losses, gradients and parameters."""
         torch.manual_seed(5)
         FP8GlobalStateManager.reset()
         layers = [self.make().to(dtype=torch.bfloat16, device="cuda") for _ in range(2)]
@@ -140,9 +140,9 @@ def test_the_comparison_notices_statistics_that_are_not_updated(monkeypatch):
 
 
 def delayed_weight_gradients(engine: Callable | None, had_gradients: bool) -> list[torch.Tensor | None]:
-    """Train two chunks of a layer whose weight gradients run after both backward passes; return the numbers.
+    """Train two one-layer chunks whose weight gradients run after both backward passes; return the numbers.
 
-    Parameters have gradients before capture, or none.
+    If ``had_gradients``, parameters have gradients before capture.
     """
     torch.manual_seed(5)
     layers = [te.LayerNormLinear(HIDDEN, HIDDEN, delay_wgrad_compute=True, device="cuda") for _ in range(2)]
@@ -176,7 +176,7 @@ def delayed_weight_gradients(engine: Callable | None, had_gradients: bool) -> li
 
 @pytest.mark.parametrize("had_gradients", [False, True])
 def test_delayed_weight_gradients_train_bit_for_bit(had_gradients):
-    # TransformerEngine's engine does not set grad: it is for modules that accumulate into main_grad.
+    # TransformerEngine's engine does not set grad: it supports modules that accumulate into main_grad.
     assert_same_bits(delayed_weight_gradients(native, had_gradients), delayed_weight_gradients(None, False))
 
 
@@ -189,7 +189,7 @@ def test_delayed_weight_gradients_train_bit_for_bit(had_gradients):
 def test_gradients_on_the_legacy_stream_are_refused():
     with torch.cuda.stream(torch.cuda.default_stream()):
         layer = torch.nn.Linear(8, 8).cuda()
-        # As data parallel wrappers do, which keep the node alive.
+        # Data-parallel wrappers keep this node alive.
         nodes = [param.expand_as(param).grad_fn.next_functions[0][0] for param in layer.parameters()]
     x = torch.randn(4, 8, device="cuda", requires_grad=True)
     with pytest.raises(RuntimeError, match="legacy default stream"):
@@ -203,16 +203,16 @@ def test_gradients_on_the_legacy_stream_are_refused():
 
 
 def reserved() -> int:
-    """Return the memory that the allocator cannot release."""
+    """Return the bytes that the allocator cannot release."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
 
 def large_layers() -> tuple[tuple[torch.nn.Module, ...], tuple[tuple[torch.Tensor], ...]]:
-    """Return eight layers with 32 MiB of weights each, and their inputs of 16 MiB.
+    """Return eight layers with 32 MiB of weights each, and one 16 MiB input per layer.
 
-    The allocator takes what is smaller in pieces of 20 MiB, for each stream.
+    The allocator serves smaller tensors from 20 MiB segments per stream.
     """
     layers = tuple(
         torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
@@ -222,7 +222,7 @@ def large_layers() -> tuple[tuple[torch.nn.Module, ...], tuple[tuple[torch.Tenso
 
 
 def bytes_held(engine: Callable) -> int:
-    """Return the memory of the graphs of eight layers."""
+    """Return the bytes held by the graphs of eight layers."""
     layers, samples = large_layers()
     before = reserved()
     graphed = engine(
@@ -238,7 +238,7 @@ def bytes_held(engine: Callable) -> int:
 
 
 def test_our_graphs_hold_no_more_memory_than_transformer_engines():
-    # The least of some: a stream that meets cuBLAS for the first time gets a workspace.
+    # Use the minimum: the first use of cuBLAS on a stream allocates a workspace.
     held = [(bytes_held(native), bytes_held(transformer_engine)) for _ in range(3)]
     ours, theirs = map(min, zip(*held, strict=True))
     assert ours <= theirs
@@ -246,7 +246,7 @@ def test_our_graphs_hold_no_more_memory_than_transformer_engines():
 
 def test_reset_gives_all_memory_back():
     layers, samples = large_layers()
-    native(layers, samples, _order=[1, -1])  # cuBLAS gets its workspaces
+    native(layers, samples, _order=[1, -1])  # allocates workspaces of cuBLAS
     before = reserved()
     graphed = native(layers, samples, _order=[1, -1])
     assert reserved() - before > 8 * 2**25
@@ -262,4 +262,4 @@ def test_a_failed_capture_holds_no_memory():
     for _ in range(3):
         with pytest.raises(RuntimeError):
             native(layers, samples, _order=[1, -1])
-    assert reserved() - before <= 2 * (2**25 + 2**20)  # workspaces of cuBLAS; graphs hold more than 1 GiB
+    assert reserved() - before <= 2 * (2**25 + 2**20)  # cuBLAS workspaces; graphs would hold more than 1 GiB

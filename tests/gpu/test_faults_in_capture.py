@@ -1,4 +1,4 @@
-"""Faults in captures and killed ranks on GPUs, as in the integration tests of the same names."""
+"""Test faults in captures and killed ranks on GPUs, like the integration tests of the same names."""
 
 import json
 
@@ -11,8 +11,8 @@ from tests.support.trainings.launch import inject_faults
 if GPUS < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
 
-TIMEOUT = 30  # seconds, of the process groups
-# Attention and router with sequence parallelism.
+TIMEOUT = 30  # seconds, for the process groups
+# Attention and router with sequence parallelism
 SEQUENCE_PARALLEL = json.dumps(
     {
         "transformer_engine": True,
@@ -22,7 +22,7 @@ SEQUENCE_PARALLEL = json.dumps(
         "dtype": "bf16",
         "hidden": 64,
         "num_attention_heads": 4,
-        "sequence": 128,  # with 32 TransformerEngine uses another attention kernel under capture
+        "sequence": 128,  # with 32, TransformerEngine selects a different attention kernel under capture
     }
 )
 

@@ -1,4 +1,4 @@
-"""Casts of shards to FP8 are bit-identical to casts with transposes."""
+"""Test that casts of shards to FP8 are bit-identical to casts with transposes."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp import mixed_precision
 
-SHAPE = (256, 384)  # of a weight; a rank has the last two thirds
+SHAPE = (256, 384)  # shape of a weight; a rank holds the last two thirds
 START = 256 * 128
 
 
@@ -26,7 +26,7 @@ def group():
 
 
 def cast(quantize, recipe, group):
-    """Return the bytes of the shard and the scales after ``quantize``."""
+    """Return the bytes and the scales of the shard after ``quantize``."""
     torch.manual_seed(1)
     with te.quantized_model_init(recipe=recipe):
         weight = te.Linear(SHAPE[1], SHAPE[0], bias=False, params_dtype=torch.bfloat16).weight

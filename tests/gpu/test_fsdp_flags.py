@@ -1,7 +1,7 @@
-"""Further flags on GPUs: graphs under Megatron-FSDP and FSDP2 are bit-identical to eager.
+"""Test that graphs under Megatron-FSDP and FSDP2 are bit-identical to eager with more flags, on GPUs.
 
 Layouts: data parallel over all GPUs; context parallel 2; two pipeline stages with one or two chunks; expert parallel 2.
-With four GPUs or more each has several data-parallel ranks.
+With four or more GPUs, each layout has several data-parallel ranks.
 """
 
 import pytest
@@ -103,7 +103,7 @@ RUNS = [layout for layout in LAYOUTS if GPUS != 1 or layout == "data parallel"]
 
 @pytest.fixture(scope="session")
 def train(compare_runs):
-    """Return a function that trains a case of a layout in its own processes, which may crash."""
+    """Return a function that trains a case of a layout in separate processes, which may crash."""
 
     def result(layout: str, case: dict) -> dict:
         (compared,) = compare_runs(
@@ -127,8 +127,10 @@ def test_graphs_are_bit_identical_to_eager(train, layout, case):
     assert_as_eager(result)
     pattern = case.get("pattern", "").replace("/", "")
     layers = len(pattern) or case.get("layers", 4) * (2 if case.get("model") == "captions" else 1)
-    of_a_pass = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # of the layers of a stage, or of all
-    if case.get("holds", "decoder") in (None, "model"):  # the whole model
+    of_a_pass = (
+        layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)
+    )  # graphs of the layers of a stage, or of all layers
+    if case.get("holds", "decoder") in (None, "model"):  # graphs of the whole model
         assert result["graphs"] == 0
         assert result["replays"] == 2 * case.get("microbatches", 1)
     else:

@@ -1,4 +1,4 @@
-"""Layouts and graph modules under Megatron-FSDP: graphs are bit-identical to eager.
+"""Test that graphs under Megatron-FSDP are bit-identical to eager in all layouts and graph modules.
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
 parallel 2 (four GPUs); expert parallel over all GPUs, with dropless experts. MoE models of 4 TransformerEngine layers
@@ -28,7 +28,7 @@ MOE: list[dict] = [
         ("bf16", "fp32"), (["attn"], ["attn", "moe_router", "moe_preprocess"], ["moe_router"])
     )
 ]
-# Experts with token counts on the GPU, in graphs of whole layers or the whole model.
+# Experts with token counts on the GPU, in graphs of whole layers or the whole model
 GROUPED: list[dict] = [
     {"dtype": "bf16", "experts": 8, "moe_use_grouped_tensor": True, **case}
     for case in (
@@ -68,7 +68,7 @@ EXCHANGED: list[dict] = [
         {"modules": ["attn", "moe_router", "moe_preprocess"]},
     )
 ]
-# One rank runs eagerly beside replays.
+# One rank runs eagerly while the others replay.
 BESIDE_REPLAYS: list[dict] = [
     {"dtype": "bf16", "sequences_later": [512], "later_on_one_rank": True} | case
     for case in (
@@ -167,7 +167,7 @@ MORE: list[dict] = [
 
 
 FULL = FULL_RECOMPUTE | {"recompute_num_layers": 2}
-# FP8 in graphs of model and decoder.
+# FP8 in graphs of the model and the decoder
 QUANTIZED: list[dict] = [
     {"dtype": "bf16", "fp8": recipe, "fp8_param": params, "microbatches": 2, **case}
     for recipe in ("delayed", "tensorwise")
@@ -198,7 +198,7 @@ QUANTIZED += [
 ]
 
 
-# The whole model in a graph, in layouts with several communicating groups.
+# Whole-model graphs in layouts with several communicating groups
 DENSE_MODELS: list[dict] = [
     {"dtype": dtype, "holds": "model", "dropout": 0.1, "microbatches": 2} for dtype in ("bf16", "fp32")
 ]
@@ -216,7 +216,7 @@ def cases_of(layout: str) -> list[dict]:
         "EP2 with ETP2": [*MOE, *PADDED_MODELS],
         "EP of all": EXCHANGED,
         "EP2 with DP2": EXCHANGED,
-        "CP2 with TP2": [MORE[1], MORE[3], DENSE_MODELS[0]],  # no attention backend of TransformerEngine has fp32
+        "CP2 with TP2": [MORE[1], MORE[3], DENSE_MODELS[0]],  # TransformerEngine has no fp32 attention backend
     }[layout]
 
 

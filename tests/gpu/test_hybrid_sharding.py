@@ -1,4 +1,4 @@
-"""HSDP on GPUs with two replicas, or one rank that stands for both: graphs are bit-identical to eager."""
+"""Test that graphs are bit-identical to eager under HSDP, with two replicas or one rank that represents both."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Static inference with local graphs is bit-identical to eager, on a GPU."""
+"""Test that static inference with local graphs is bit-identical to eager on a GPU."""
 
 from tests.integration_tests.test_local_graph_inference import (
     generated,

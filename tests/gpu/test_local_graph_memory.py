@@ -1,4 +1,4 @@
-"""Local graphs on a GPU reuse the memory of earlier graphs."""
+"""Test that local graphs on a GPU reuse the memory of earlier graphs."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ WIDTH = 2048
 
 @pytest.fixture
 def trackers(monkeypatch):
-    """Restore the RNG trackers of the process."""
+    """Restore the RNG trackers after the test."""
     for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
         monkeypatch.setattr(tensor_parallel_random, name, getattr(tensor_parallel_random, name))
 
 
 def memory_of_graphs(layers: int) -> int:
-    """Return the bytes of the graphs of ``layers`` layers with main gradients."""
+    """Return the bytes held by the graphs of ``layers`` layers with main gradients."""
     with torch.cuda.stream(torch.cuda.Stream()):
         model = Stack([Layer(number + 1) for number in range(layers)])
         for module in (model.before, model.after, *(layer.linear for layer in model.layers)):
@@ -34,7 +34,7 @@ def memory_of_graphs(layers: int) -> int:
         for layer in model.layers:
             for param in layer.parameters():
                 param.main_grad = torch.zeros_like(param)
-                # As DistributedDataParallel does, which keeps the node on this stream alive.
+                # DistributedDataParallel keeps the node on this stream alive.
                 nodes.append(param.expand_as(param).grad_fn.next_functions[0][0])
         model(torch.randn(4, WIDTH, device="cuda")).square().mean().backward()
         assert create_cudagraphs() is not None
@@ -48,7 +48,7 @@ def memory_of_graphs(layers: int) -> int:
 def test_gradients_of_layers_share_memory(trackers):
     delete_cuda_graphs()
     use_graphable_rng()
-    memory_of_graphs(1)  # one-time allocations
+    memory_of_graphs(1)  # triggers one-time allocations
     gradient = WIDTH * WIDTH * 4
     few, many = memory_of_graphs(2), memory_of_graphs(10)
     assert few > 0
@@ -56,7 +56,7 @@ def test_gradients_of_layers_share_memory(trackers):
 
 
 def test_model_built_on_the_default_stream_trains_with_graphs(trackers):
-    """Build the model on the default stream, as users of ``DistributedDataParallel`` do."""
+    """Build the model on the default stream, like users of ``DistributedDataParallel``."""
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
     def train(graphs):
@@ -64,7 +64,7 @@ def test_model_built_on_the_default_stream_trains_with_graphs(trackers):
         torch.manual_seed(5)
         use_graphable_rng()
         model = Stack([Layer(number + 1, graphs) for number in range(2)]).cuda()
-        # As DistributedDataParallel does, which keeps the node on this stream alive.
+        # DistributedDataParallel keeps the node on this stream alive.
         nodes = [param.expand_as(param).grad_fn.next_functions[0][0] for param in model.parameters()]
         losses = []
         for step in range(4):
@@ -81,5 +81,5 @@ def test_model_built_on_the_default_stream_trains_with_graphs(trackers):
 
     (eager, _), (graphed, calls) = train(graphs=False), train(graphs=True)
     assert graphed == eager
-    assert calls == [1 + 2 + 1] * 2  # the recorded step, two to warm up, and the capture
+    assert calls == [1 + 2 + 1] * 2  # the recorded step, two warm-up passes, and the capture
     assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -1,4 +1,4 @@
-"""Local graphs of TransformerEngine's layers on one GPU: packed sequences, and passes without gradients."""
+"""Test local graphs of TransformerEngine's layers on one GPU: packed sequences, and passes without gradients."""
 
 from unittest import mock
 
@@ -22,7 +22,7 @@ from tests.support.trainings.gpus import GPUS
 pytestmark = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 
 TOKENS, HIDDEN = 128, 256
-# Without this, cuDNN's attention backward differs from run to run, graphs or not.
+# Without this, cuDNN's attention backward differs between runs, with or without graphs.
 ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1"}
 
 
@@ -43,7 +43,7 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture
 def block(one_rank):
-    """Return a function that makes a seeded block of two layers, with or without graphs."""
+    """Return a function that builds a seeded block of two layers, with or without graphs."""
     streams = torch.cuda.stream(torch.cuda.Stream())
 
     def make(graphs, dropout=0.0):
@@ -75,7 +75,7 @@ def block(one_rank):
 
 
 def hidden(number: int) -> torch.Tensor:
-    """Return hidden states of a micro-batch, ``[TOKENS, 1, HIDDEN]``."""
+    """Return the hidden states of micro-batch ``number``, ``[TOKENS, 1, HIDDEN]``."""
     generator = torch.Generator().manual_seed(number)
     return torch.randn(TOKENS, 1, HIDDEN, generator=generator).to("cuda", torch.bfloat16)
 

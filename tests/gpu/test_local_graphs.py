@@ -1,7 +1,7 @@
-"""Local graphs under DistributedDataParallel are bit-identical to eager.
+"""Test that local graphs under DistributedDataParallel are bit-identical to eager.
 
 Layouts: data parallel over all GPUs; tensor parallel; expert parallel; two pipeline stages with one or two model chunks
-each. Models have 4 layers of TransformerEngine or Megatron. The first step is recorded, later ones replay.
+each. Models have 4 layers of TransformerEngine or Megatron. The first step is recorded; later steps replay.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ PIPELINE: list[dict[str, Any]] = [
 ]
 SURVIVED: dict[str, Any] = {"dropout": 0.1, "control": "failed_local_capture"}
 DEAD_REPLAY: dict[str, Any] = {"control": "dead_local_replay"}
-# Options, cases, and the minimum number of GPUs.
+# Options, cases, and the minimum number of GPUs
 LAYOUTS: dict[str, tuple[list[str], list[dict[str, Any]], int]] = {
     "data parallel": ([], [*DATA_PARALLEL, SURVIVED, DEAD_REPLAY], 1),
     "TP2": (["--tp", "2"], TENSOR_PARALLEL, 2),

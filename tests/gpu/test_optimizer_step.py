@@ -1,4 +1,4 @@
-"""Steps of TransformerEngine's Adam with recorded lists are bit-identical to its own."""
+"""Test that steps of TransformerEngine's Adam with recorded lists are bit-identical to its own steps."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def build(mesh, dtype, **options):
     params = [torch.nn.Parameter(shard(shape)) for shape in SHAPES]
     for param in params:
         param.grad = shard(param.shape)
-    nowhere = torch.nn.Parameter(shard((2,)))  # no gradient, as without a shard on this rank
+    nowhere = torch.nn.Parameter(shard((2,)))  # no gradient, like a parameter without a shard on this rank
     groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5, "weight_decay": 0.0}, {"params": [nowhere]}]
     return FusedAdam(groups, lr=0.1, weight_decay=0.1, **options)
 

@@ -1,4 +1,4 @@
-"""Graphs of whole pipeline chunks for each micro-batch are bit-identical to eager, in two stages."""
+"""Test that per-micro-batch graphs of whole pipeline chunks are bit-identical to eager, in two stages."""
 
 from typing import Any
 

@@ -13,26 +13,26 @@ REGULAR, RESUME = "regular", "ckpt-resume"
 INHERITED = ("RANKS", "CPU_BACKEND", "NEEDS", "PYTHON_PATH")
 MERGED = ("ENV_VARS", "MODEL_ARGS", "BOUNDS")
 KEYS = {"BASE", "EQUALS", "TEST_TYPE", *INHERITED, *MERGED}
-# Measurements that can have a bound.
+# Measurements that can be bounded
 MEASURED = ("ms", "max_allocated_mib", "max_reserved_mib")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training and its expected results.
+    """A training run and its expected results.
 
     Attributes:
-        name: Folder relative to ``CASES``, as ``gpt/fsdp_whole_layers``.
-        folder: The folder, which has the golden values.
-        resumes: Interrupt the training in the middle and resume from a checkpoint.
+        name: Folder relative to ``CASES``, for example ``gpt/fsdp_whole_layers``.
+        folder: The folder that contains the golden values.
+        resumes: Stop training halfway and resume from a checkpoint.
         ranks: Number of processes.
         on_cpu: Use the CPU backend.
         needs: Required packages.
-        python_path: Further folders of the repository on the path of the processes.
+        python_path: Additional folders of the repository for PYTHONPATH.
         environment: Environment variables of the processes.
         arguments: Flags of ``megatron.training`` and their values; True for a flag without a value.
-        equals: Name of the eager case to equal; None for an eager case.
-        bounds: Maximum ratio of a measurement (of ``MEASURED``) to its golden value.
+        equals: Name of the eager case that this case must equal; None for an eager case.
+        bounds: Maximum ratio of each measurement (see ``MEASURED``) to its golden value.
     """
 
     name: str
@@ -58,20 +58,20 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """Number of steps of the whole training."""
+        """Total number of training steps."""
         return int(self.arguments["--train-iters"])
 
     @property
     def graphs(self) -> str:
-        """``--cuda-graph-impl``."""
+        """Value of ``--cuda-graph-impl``."""
         return str(self.arguments.get("--cuda-graph-impl", "none"))
 
 
 def load(name: str, root: Path = CASES) -> Case:
-    """Return the case ``name`` below ``root``, merged with its BASE.
+    """Return the case ``name`` under ``root``, merged with its BASE.
 
     Raises:
-        ValueError: the file is missing or has an invalid key.
+        ValueError: The file is missing or has an invalid key.
     """
     merged = _merged(name, root, ())
     where = f"{name}/{FILE}"
@@ -100,7 +100,7 @@ def load(name: str, root: Path = CASES) -> Case:
 
 
 def _merged(name: str, root: Path, extending: tuple[str, ...]) -> dict[str, Any]:
-    """Return the keys of a case merged over those of its BASE; null removes a flag, variable or bound."""
+    """Return the keys of a case merged over the keys of its BASE; null removes a flag, variable or bound."""
     path = root / name / FILE
     if name in extending:
         raise ValueError(f"{name}/{FILE}: BASE leads back to it: {' -> '.join((*extending, name))}")
@@ -120,10 +120,10 @@ def _merged(name: str, root: Path, extending: tuple[str, ...]) -> dict[str, Any]
 
 
 def find(given: Iterable[str], root: Path = CASES) -> list[Case]:
-    """Return the cases of ``given``, names of cases or folders of cases; all cases if empty.
+    """Return the cases in ``given``, names of cases or folders of cases; all cases if it is empty.
 
     Raises:
-        ValueError: a case does not exist.
+        ValueError: A case does not exist.
     """
     names: list[str] = []
     for text in given or [str(root)]:

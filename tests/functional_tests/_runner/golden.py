@@ -1,4 +1,4 @@
-"""Golden values: results of a case on one machine, in ``golden_values_MACHINE.json`` beside the case."""
+"""Golden values: results of a case on one machine, in ``golden_values_MACHINE.json`` next to the case."""
 
 import json
 import platform
@@ -12,17 +12,17 @@ from .case import Case
 from .trainings import Found
 
 NUMBERS = {"lm loss": "losses", "grad-norm": "norms", "evaluation lm loss": "evaluations"}
-DECISIVE = ("torch", "megatron-core", "transformer-engine")  # other versions may give other bits
-SHOWN = 4  # steps in a report
+DECISIVE = ("torch", "megatron-core", "transformer-engine")  # packages whose other versions may change bits
+SHOWN = 4  # steps to report
 
 
 def path(case: Case, machine: str, folder: Path | None) -> Path:
-    """Return the file of ``case`` for ``machine``, beside the case or below ``folder``."""
+    """Return the path of the golden values of ``case`` on ``machine``, next to the case or under ``folder``."""
     return (folder / case.name if folder else case.folder) / f"golden_values_{machine}.json"
 
 
 def write(file: Path, case: Case, found: Found) -> None:
-    """Write losses and norms by step, the number of graphs, and bounded measurements."""
+    """Write the losses and norms by step, the number of graphs, and the bounded measurements."""
     file.parent.mkdir(parents=True, exist_ok=True)
     numbers = {name: _by_number(getattr(found, attribute)) for name, attribute in NUMBERS.items()}
     write_results(
@@ -37,10 +37,10 @@ def write(file: Path, case: Case, found: Found) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Read the values of ``write``.
+    """Read the values written by ``write``.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: The file does not exist.
     """
     values: dict[str, Any] = json.loads(file.read_text())
     return values
@@ -50,7 +50,7 @@ def measured_elsewhere(golden: dict[str, Any], case: Case) -> list[str]:
     """Return the differences of hardware and versions between ``golden`` and this machine."""
     there, here = golden["versions"], versions()
     pairs = [(name, there.get(name), here.get(name)) for name in DECISIVE]
-    if case.on_cpu:  # a build for another version of CUDA, or for none, has the same operators for processors
+    if case.on_cpu:  # builds of torch for other versions of CUDA, or without CUDA, have the same CPU operators
         pairs = [(name, *(each and each.partition("+")[0] for each in both)) for name, *both in pairs]
     pairs += [("hardware", golden["hardware"], hardware(case.ranks))]
     pairs += [("architecture", golden["architecture"], platform.machine())]
@@ -58,12 +58,12 @@ def measured_elsewhere(golden: dict[str, Any], case: Case) -> list[str]:
 
 
 def differences(found: Found, golden: dict[str, Any], case: Case) -> list[str]:
-    """Return the differences of ``found`` from ``golden`` in losses, norms, graphs and bounded measurements.
+    """Return the differences between ``found`` and ``golden`` in losses, norms, graphs and bounded measurements.
 
-    Losses and norms of GPUs must be the golden ones bit for bit. Processors add in different orders, and so do
-    different numbers of threads: theirs must be near, each step by ``ROUNDING``. In the 8 steps of the committed cases,
-    10 settings of torch's, MKL's and oneDNN's instruction sets and of 1 to 4 threads differ by up to 2**-22.3 in losses
-    and 2**-19.3 in norms.
+    On GPUs, losses and norms must be bit-identical to the golden values. On CPUs, the summation order depends on the
+    processor and the number of threads, so each step has a tolerance of ``ROUNDING``. In the 8 steps of the committed
+    cases, 10 combinations of 1 to 4 threads and instruction sets of torch, MKL and oneDNN differ by up to 2**-22.3 in
+    losses and 2**-19.3 in norms.
     """
     lines = []
     rounding = ROUNDING * case.steps if case.on_cpu else 0.0

@@ -24,7 +24,7 @@ class Machine:
     name: str
 
     def cannot_run(self, case: Case) -> str | None:
-        """Return why ``case`` cannot run here, or None."""
+        """Return the reason why ``case`` cannot run here, or None."""
         if case.on_cpu:
             return "the CPU backend needs CUDA_VISIBLE_DEVICES=" if self.gpus else None
         if case.ranks > self.gpus:
@@ -41,7 +41,7 @@ def this_machine() -> Machine:
 
 
 def _short(device: str) -> str:
-    """Return ``h200`` for 'NVIDIA H200', ``h100`` for 'NVIDIA H100 80GB HBM3'."""
+    """Return a short device name, for example ``h100`` for 'NVIDIA H100 80GB HBM3'."""
     model = device.removeprefix("NVIDIA ").split()[0]
     return re.sub(r"\W+", "_", model.lower())
 
@@ -49,6 +49,6 @@ def _short(device: str) -> str:
 def _importable(package: str) -> bool:
     try:
         importlib.import_module(package)
-    except Exception:  # packages for other versions of CUDA or torch raise various errors
+    except Exception:  # packages for other versions of CUDA or torch raise various errors on import
         return False
     return True

@@ -1,4 +1,4 @@
-"""Train cases, with one launch for those that can share processes."""
+"""Train cases, in one launch if they can share processes."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -13,20 +13,20 @@ from benchmarks._step_time.plan import Run
 from .case import Case
 
 ROOT = Path(__file__).resolve().parents[3]
-# Megatron keeps the process groups of the first training of a process.
+# Megatron keeps the process groups of the first training run of a process.
 GROUPS = ("parallel-size", "--num-distributed-optimizer-instances")
 
 
 @dataclass
 class Found:
-    """The results of a training.
+    """Results of a training run.
 
     Attributes:
         losses, norms: Loss and gradient norm of each step as ``float.hex``, or None.
         evaluations: Loss of each evaluation as ``float.hex``, or None.
-        graphs: Number of CUDA graphs of the first rank at the end.
-        measured: Step time in ms and memory in MiB, by the names in ``case.MEASURED``.
-        error: End of the log of a failed training.
+        graphs: Final number of CUDA graphs on the first rank.
+        measured: Step time in ms and memory in MiB, keyed by the names in ``case.MEASURED``.
+        error: End of the log of a failed run.
     """
 
     losses: list[str | None] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Found:
     error: str | None = None
 
     def add(self, result: dict[str, Any], names: Iterable[str]) -> None:
-        """Add the result of ``worker.py`` for a training or its next part, whose measurements count."""
+        """Add the result of ``worker.py`` for a run or its next part; measurements of the last part are kept."""
         if "error" in result:
             self.error = self.error or result["error"]
             return
@@ -56,14 +56,14 @@ def train(
     stall_seconds: float,
     ended: Callable[[Case, dict[str, Found]], None],
 ) -> None:
-    """Train ``cases`` and print a line for each training.
+    """Train ``cases`` and print one line per run.
 
     Args:
         cases: The cases.
         names: Names of the measurements to keep.
-        logs: An existing folder for logs and checkpoints.
-        stall_seconds: Maximum duration of a training.
-        ended: Called with each finished case and all results so far, by name of the case.
+        logs: Existing folder for logs and checkpoints.
+        stall_seconds: Maximum duration of a run.
+        ended: Called with each finished case and all results so far, keyed by case name.
     """
     found: dict[str, Found] = {}
     for number, group in enumerate(_launches(cases)):
@@ -108,14 +108,14 @@ def _launches(cases: Iterable[Case]) -> list[list[Case]]:
 
 
 def _environment(case: Case) -> dict[str, str]:
-    """Return the environment variables of the processes of a case."""
+    """Return the environment variables for the processes of a case."""
     path = [os.environ.get("PYTHONPATH"), *(str(ROOT / folder) for folder in case.python_path)]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if case.on_cpu else {}
     return case.environment | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def _runs(case: Case, number: int, logs: Path) -> list[Run]:
-    """Return the trainings of a case: one, or two if it resumes."""
+    """Return the runs of a case: one, or two if it resumes."""
     numbers = count(number)
 
     def run(variant: str, steps: int, *more: str) -> Run:

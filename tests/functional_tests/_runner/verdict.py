@@ -16,8 +16,8 @@ class Verdict:
     Attributes:
         case: The case.
         found: Its results.
-        differences: One line for each difference.
-        compared: The references: the eager case, the file of golden values.
+        differences: One line per difference.
+        compared: References that were compared: the eager case, the file of golden values.
         notes: Reasons why a comparison was skipped.
     """
 
@@ -29,11 +29,11 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared and nothing differs."""
+        """Whether the case was compared and has no differences."""
         return bool(self.compared) and not self.differences
 
     def row(self) -> dict[str, Any]:
-        """Return the verdict for JSON."""
+        """Return the verdict as a dict for JSON."""
         return {
             "case": self.case.name,
             "passed": self.passed,
