@@ -1,4 +1,4 @@
-"""Fixtures of the integration tests and their distribution to workers."""
+"""Fixtures of the integration tests, and their distribution to workers."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["compare_runs", "trained"]
 
 
 class Scheduling(LoadFileScheduling):
-    """Keep the tests of a file on one worker, since they share trainings; spread those of test_pairs.py."""
+    """Keeps the tests of a file on one worker because they share runs; spreads the tests of test_pairs.py."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid if "/test_pairs.py::" in nodeid else super()._split_scope(nodeid)

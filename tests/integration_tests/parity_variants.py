@@ -1,4 +1,4 @@
-"""Variants trained with megatron-core's ``MegatronFSDP`` and with ours."""
+"""Variants to train with megatron-core's ``MegatronFSDP`` and with ours."""
 
 from tests.unit_tests.core.distributed.fsdp_variants import (
     FINE_BOTH,

@@ -1,4 +1,4 @@
-"""Collectives on two ranks of the CPU backend. Run by test_cpu_ranks.py."""
+"""Collectives on two ranks of the CPU backend; run by test_cpu_ranks.py."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def results_are_held_until_wait() -> None:
     assert count.tolist() == [0]
     for work in works:
         assert work.wait()
-        assert work.wait()  # a second time nothing happens
+        assert work.wait()  # a second wait has no effect
     assert reduced.tolist() == [1, 3, 5, 7]
     assert count.tolist() == [2]
     assert gathered.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
@@ -103,7 +103,7 @@ def a_result_is_no_new_version_of_its_tensor() -> None:
     buffer = contribution()
     loss = (weight * buffer).sum()
     dist.all_reduce(buffer, async_op=True).wait()
-    loss.backward()  # autograd saved the buffer, and NCCL would not tell it either
+    loss.backward()  # autograd saved the buffer, and NCCL would not bump its version either
     assert weight.grad.tolist() == [1, 3, 5, 7]
 
 
@@ -126,7 +126,7 @@ def a_send_that_nobody_waits_for_arrives() -> None:
     if dist.get_rank() == 0:
         for value in values:
             dist.isend(torch.full((4,), value, device="cuda"), 1)
-    dist.barrier()  # only now do they meet their receiver
+    dist.barrier()  # the sends only reach their receiver after this
     if dist.get_rank() == 1:
         for value in values:
             received = torch.zeros(4, device="cuda")

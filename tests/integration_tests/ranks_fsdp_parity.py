@@ -21,13 +21,13 @@ from tests.unit_tests.core.distributed.fsdp_variants import Variant
 
 
 def trained(variant: Variant, *, upstream: bool) -> Trace:
-    """Train the variant with one of the two classes."""
+    """Train the variant with megatron-core's class or ours."""
     with variant.in_place(upstream=upstream):
         return train(variant.case, graphs=False)
 
 
 def compare(variant: Variant) -> dict:
-    """Return the differences of this rank, or the error."""
+    """Return the differences on this rank, or the error."""
     try:
         theirs, ours = trained(variant, upstream=True), trained(variant, upstream=False)
     except Exception:
@@ -36,9 +36,9 @@ def compare(variant: Variant) -> dict:
 
 
 def main() -> None:
-    """Compare the variants, those without HSDP first."""
+    """Compare the variants, starting with those without HSDP."""
     dist.init_process_group("nccl")
-    gc.freeze()  # skip imported objects when building a model collects garbage
+    gc.freeze()  # exclude imported objects from the garbage collections of model building
     for instances in (1, 2):
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         for name in json.loads(sys.argv[1]):

@@ -1,4 +1,4 @@
-"""Run replayed and eager forward passes, with their backward passes after both, on two ranks.
+"""Run replayed and eager forward passes before their backward passes, on two ranks.
 
 Run by test_kinds_of_passes.py. The argument lists kinds of graphs and patterns of passes as JSON.
 """
@@ -31,12 +31,12 @@ def differences(case: Any, passes: Any) -> Any:
 
 
 def main() -> None:
-    """Run the patterns of the command line and print a JSON line for each."""
+    """Run the patterns given on the command line and print a JSON line for each."""
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     for scope, name in json.loads(sys.argv[1]):
         gc.collect()
-        gc.freeze()  # skip live objects when captures collect garbage
+        gc.freeze()  # exclude live objects from the garbage collections of captures
         of_ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, differences(SCOPES[scope], PASSES[name]))
         if dist.get_rank() == 0:

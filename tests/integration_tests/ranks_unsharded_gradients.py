@@ -1,4 +1,4 @@
-"""Train a layout of two ranks with one micro-batch per step, and with the same micro-batch several times.
+"""Train on two ranks with one micro-batch per step, and with the same micro-batch several times per step.
 
 Run by test_unsharded_gradients.py with the layout's name as JSON; the first rank prints the result as JSON.
 """
@@ -27,13 +27,13 @@ from tests.support.trainings.case import Case
 from tests.support.trainings.training import Trace, train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
 
-MICROBATCHES = 4  # the mean of four equal losses is exactly each of them
+MICROBATCHES = 4  # the mean of four equal losses is exact
 EXPERTS: dict[str, Any] = {"experts": 4, "modules": ("attn",)}
 IN_BF16: dict[str, Any] = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
 AVERAGED: dict[str, Any] = {"average_in_collective": True}
 OVERWRITTEN = "nothing sharded, fused"  # does not accumulate micro-batches
 REFUSED_WITH_GRAPHS = ("optimizer states sharded, fused", OVERWRITTEN)
-# Arguments of the process groups, of the case, and of `DistributedDataParallelConfig`.
+# Arguments of the process groups, of the case, and of `DistributedDataParallelConfig`
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "two shards": ({}, {}, {}),
     "experts of each rank": ({"expert_model_parallel_size": 2}, EXPERTS, {}),
@@ -85,7 +85,7 @@ for _name in AVERAGING:
 
 
 def equal_batches(case: Case, step: int) -> Iterator[Any]:
-    """Repeat the first micro-batch of ``step``."""
+    """Yield the first micro-batch of ``step`` repeatedly."""
     return repeat(next(batches(replace(case, microbatches=1), step)), case.microbatches)
 
 
@@ -93,7 +93,7 @@ batches = training._batches
 
 
 def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
-    """Return the numbers and unexpected differences of this rank, or the error; ``graphs`` applies to a third run."""
+    """Return values and unexpected differences on this rank, or the error; ``graphs`` applies to the third run only."""
 
     def trained(case: Case, graphs: bool = False) -> Trace:
         with_equal_batches = mock.patch.object(training, "_batches", equal_batches)
@@ -107,7 +107,7 @@ def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
     except Exception:
         return {"error": traceback.format_exc()}
     return {
-        # Metrics of MoE layers are sums over micro-batches.
+        # MoE metrics are sums over micro-batches.
         "differences": once.differences(replace(often, logged=once.logged)),
         "of graphs": often.differences(graphed),
         "replays": graphed.replays,
@@ -116,7 +116,7 @@ def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
 
 
 def main() -> None:
-    """Train in the layout of the command line."""
+    """Train in the layout given on the command line."""
     dist.init_process_group("nccl")
     name = json.loads(sys.argv[1])
     groups, changes, sharding = LAYOUTS[name]

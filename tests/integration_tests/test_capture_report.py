@@ -1,4 +1,4 @@
-"""``--cuda-graph-report`` of ``examples/pretrain_gpt.py`` on two CPU ranks."""
+"""Test ``--cuda-graph-report`` of ``examples/pretrain_gpt.py`` on two CPU ranks."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
 
-LAYERS = 3  # of tests.support.pretraining.pretrain.FLAGS
+LAYERS = 3  # number of layers in tests.support.pretraining.pretrain.FLAGS
 QUICK = ("--cuda-graph-layers-per-graph 1",)
 TRAIN = "--train-iters 4 --cuda-graph-warmup-steps 2"
 
@@ -33,7 +33,7 @@ def test_report_matches_the_training(flag, eager, tmp_path):
     assert [part["names"] for part in report["captured"]] == expected
     for part in report["captured"]:
         assert part["graphs"] == {"forward": 1, "backward": 1, "weight-gradient": 0}
-    # An all-gather and a reduction per layer; for the whole model one all-gather of parameters outside layers.
+    # One all-gather and one reduction per layer; for the whole model, one all-gather of parameters outside layers.
     assert report["collectives"] == (2 * LAYERS if apart else int(whole_model))
 
     log = (tmp_path / "run" / "log").read_text()

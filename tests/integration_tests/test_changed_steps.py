@@ -1,6 +1,6 @@
-"""Recapture when the shape of steps changes: training is bit-identical to eager before, between and after captures.
+"""Test that recapture after shape changes is bit-identical to eager before, between and after captures.
 
-Sequence lengths and micro-batch sizes change without pipeline stages, numbers of micro-batches with two stages.
+Sequence lengths and micro-batch sizes change without pipeline stages; numbers of micro-batches, with two stages.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from tests.support.sample import mostly_long
 from tests.support.trainings.compared import assert_as_eager
 
 CAPTURED_AFTER = 3
-# Ranks compare shapes every STEPS steps after a capture and recapture a step later. The second comparison finds a
+# Ranks compare shapes every STEPS steps after a capture and recapture one step later. The second comparison detects a
 # change in the step after the capture.
 RECAPTURED_AFTER = 2 * STEPS + 1
-TURN = RECAPTURED_AFTER + 2  # steps of one length
+TURN = RECAPTURED_AFTER + 2  # steps per sequence length
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "sequence": 16, "dropout": 0.1, "turn": TURN}
 DDP: dict[str, Any] = {"wrapper": "ddp"}
 ONCE: dict[str, Any] = {"sequences_later": [24], "steps": CAPTURED_AFTER + 1 + TURN}
@@ -37,9 +37,9 @@ KEPT: list[dict[str, Any]] = [
     ONCE | {"cuda_graph_max_captures": 1},
     ONCE | {"sequences_later": [24, 32], "turn": 1},
     ONE_RANK | DDP,
-    # Replays on one rank and eager passes on the other launch collectives in the same order.
+    # Replays on one rank and eager passes on the other must launch collectives in the same order.
     ONE_RANK | {"microbatches": 2},
-    ONE_RANK | {"mtp": 1},  # a unit outside of the decoder's graph
+    ONE_RANK | {"mtp": 1},  # unit outside of the decoder's graph
     ONE_RANK | {"experts": 4, "moe_expert_capacity_factor": 1.0, "holds": "model"},  # two buckets per unit
     ONE_RANK | {"holds": "layer", "evaluates": True},
     ONE_RANK | {"modules": ["attn"], "dtype": "bf16"},
@@ -88,7 +88,7 @@ def steps_of_replays(result):
 def test_graphs_are_recaptured_for_each_sequence_length(train, case):
     result = train(case)
     assert_as_eager(result)
-    replayed = [CAPTURED_AFTER]  # the only step with the length of the capture
+    replayed = [CAPTURED_AFTER]  # the only captured step with its sequence length
     captured = CAPTURED_AFTER
     for turn in range(len(case["sequences_later"])):
         captured += RECAPTURED_AFTER
@@ -140,7 +140,7 @@ def test_chunks_replay_with_and_without_an_attention_mask(pipeline, case):
 def test_graphs_are_recaptured_for_each_number_of_micro_batches(pipeline, case):
     result = pipeline(case)
     assert_as_eager(result)
-    passes = 2 * case.get("virtual", 1) if "holds" in case else PIPELINE["layers"]  # of a stage, in both directions
+    passes = 2 * case.get("virtual", 1) if "holds" in case else PIPELINE["layers"]  # per stage, in both directions
     after = [passes * case["microbatches_later"]] * (PIPELINE["steps"] - CAPTURED_AFTER - 1)
     assert result["step_replays"] == [0] * CAPTURED_AFTER + [passes * case["microbatches"], *after]
 
@@ -164,7 +164,7 @@ def test_chunks_run_eagerly_with_another_sequence_length(pipeline, case):
 def test_megatrons_loop_recaptures_when_the_batch_grows(tmp_path):
     flags = (
         "--train-iters 9 --pipeline-model-parallel-size 2 --num-layers 4 --untie-embeddings-and-output-weights "
-        "--step-batch-size-schedule 0:4,768:8"  # two micro-batches, four from step 7 on
+        "--step-batch-size-schedule 0:4,768:8"  # two micro-batches; four from step 7 on
     )
     eager, graphed = (pretrain(tmp_path / str(graphs), flags, graphs=graphs) for graphs in (False, True))
     assert numbers(graphed) == numbers(eager)

@@ -1,4 +1,4 @@
-"""A training that is saved and resumed in new processes continues bit-identically, eagerly and with graphs."""
+"""Test that training resumed in new processes continues bit-identically, eagerly and with graphs."""
 
 import re
 
@@ -7,8 +7,8 @@ import pytest
 from tests.support.pretraining.pretrain import SCHEDULE, numbers, pretrain
 from tests.support.sample import mostly_long
 
-# An evaluation ends step 4, before the checkpoint that the second run loads. Each rank has all weights of some experts
-# and empty shards of the others.
+# An evaluation ends step 4, before the checkpoint that the second run loads. Each rank holds all weights of some
+# experts and empty shards of the others.
 FLAGS = """
     --num-experts 4 --moe-token-dispatcher-type alltoall --moe-use-grouped-tensor --disable-bias-linear
     --swiglu --no-bias-swiglu-fusion --train-iters 9
@@ -49,13 +49,13 @@ def test_saving_run_is_bit_identical_to_eager(eager, saving):
 def test_evaluations_replay_and_are_bit_identical_to_eager(folder, eager, saving):
     logs = [(folder / name / "log").read_text() for name in ("eager", "saving")]
     eagerly, graphed = (re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", log) for log in logs)
-    assert len(eagerly) == 4  # after steps 4 and 8, and on two sets after the last
+    assert len(eagerly) == 4  # after steps 4 and 8, and on two datasets after the last step
     assert graphed == eagerly
     assert ["Captured the whole model for evaluation" in log for log in logs] == [False, True]
     assert "run eagerly" not in logs[1]  # although their micro-batches differ from training
 
 
-# Runs with graphs save their generators in another form.
+# Runs with graphs save RNG states in a different format.
 @pytest.mark.parametrize(
     ("saved", "graphs"),
     mostly_long([("graphed", False), ("graphed", True), ("eagerly", True)], ("eagerly", True)),
@@ -69,7 +69,7 @@ def test_resumed_run_equals_an_uninterrupted_one(folder, eager, saved, graphs, r
     assert bool(resumed[-1]["graphs"]) == graphs
 
 
-# The loss scale falls from 2^20, and the first two steps overflow.
+# The loss scale starts at 2^20, and the first two steps overflow.
 OVERFLOWS = "--train-iters 6 --fp16 --initial-loss-scale 1048576 --hysteresis 1"
 
 
@@ -82,7 +82,7 @@ OVERFLOWS = "--train-iters 6 --fp16 --initial-loss-scale 1048576 --hysteresis 1"
         ("--train-iters 6", "--exit-interval 1"),
         ("--train-iters 6", "--exit-duration-in-mins -1"),  # after the first step
         ("--train-iters 6 --iterations-to-skip 2 4", "--exit-interval 3"),
-        # From step 5 on a step has two micro-batches.
+        # From step 5 on, each step has two micro-batches.
         (f"--train-samples 32 --lr-decay-samples 32 {SCHEDULE} 0:4,512:8", "--exit-interval 3"),
     ],
 )

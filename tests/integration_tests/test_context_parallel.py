@@ -1,7 +1,7 @@
-"""Context-parallel training with graphs is bit-identical to eager, on two CPU ranks.
+"""Test that context-parallel training with graphs is bit-identical to eager, on two CPU ranks.
 
-A stand-in replaces TransformerEngine's attention, the only one that supports context parallelism. Capture is after 3
-steps.
+A stand-in replaces TransformerEngine's attention, the only one that supports context parallelism. Capture happens after
+3 steps.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support.trainings.compared import (
 )
 
 SIZES: dict[str, Any] = {"layers": 2, "steps": 6}
-# Each case with its forward replays per micro-batch.
+# Each case, with its forward replays per micro-batch
 CASES: list[tuple[dict[str, Any], int]] = [
     ({}, 1),
     ({"holds": "layer", "dropout": 0.1, "positions": "mrope"}, 2),

@@ -1,4 +1,4 @@
-"""Collectives written for NCCL work on the CPU backend with two ranks."""
+"""Test that collectives written for NCCL work on the CPU backend with two ranks."""
 
 import pytest
 

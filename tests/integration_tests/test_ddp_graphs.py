@@ -1,6 +1,6 @@
-"""DistributedDataParallel with a graph per layer trains bit-identically to eager, on two CPU ranks.
+"""Test that DistributedDataParallel with a graph per layer trains bit-identically to eager, on two CPU ranks.
 
-Data parallel with the distributed optimizer, or in two pipeline stages with one or two model chunks each. Compare 7
+Data parallel with the distributed optimizer, or two pipeline stages with one or two model chunks each. Compare 7
 steps with capture after 3. Negative controls break one thing each.
 """
 

@@ -1,8 +1,8 @@
-"""Overlapped expert communication (--overlap-moe-expert-parallel-comm): graphs end before the experts.
+"""Test overlapped expert communication (--overlap-moe-expert-parallel-comm), where graphs end before the experts.
 
-The schedule runs layers in parts, the forward pass of one micro-batch beside the backward pass of another. On two CPU
+The schedule splits layers and overlaps one micro-batch's forward pass with a different one's backward pass. On two CPU
 ranks under DistributedDataParallel, training is bit-identical to eager with the same schedule. Under Megatron-FSDP
-graphs are refused.
+graphs are rejected.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture
 def train(trained):
-    """Return a function that trains a case with the overlap, on two ranks with two experts each."""
+    """Return a function that trains a case with overlap on two ranks with two experts each."""
     return lambda case: trained(OVERLAP | case, "--ep", "2")
 
 

@@ -1,7 +1,7 @@
-"""Failed captures leave nothing behind: no rank waits, and training continues bit-identically.
+"""Test that failed captures leave no state behind: no rank hangs, and training continues bit-identically.
 
-A sample of the operators and calls that can fail. Run ``tests/support/trainings/inject_faults.py`` without ``--stride``
-for all of them.
+Faults are injected into a sample of operators and calls. Run ``tests/support/trainings/inject_faults.py`` without
+``--stride`` to cover all of them.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ PLACES = {
     " --holds decoder model",
     "EP2": '--ep 2 --case {"experts":4,"moe_expert_capacity_factor":1.0} --holds layer --stride 301',
 }
-# With two tensor-parallel ranks attention and MLP communicate in warm-up.
+# With two tensor-parallel ranks, attention and MLP communicate during warm-up.
 BETWEEN_COLLECTIVES: list[dict[str, Any]] = [
     {"control": f"failed_{phase}_between_collectives", "holds": layers, "dropout": 0.1, "steps": 6}
     for phase in ("forward", "backward")

@@ -1,4 +1,4 @@
-"""Megatron-FSDP on two CPU ranks: training with graphs is bit-identical to eager.
+"""Test that training with graphs under Megatron-FSDP is bit-identical to eager, on two CPU ranks.
 
 Compare the loss and gradient norm of every step and the optimizer's parameter shards, over 5 steps with capture after
 the first. Negative controls break one thing each.
@@ -48,7 +48,7 @@ MODEL: list[dict[str, Any]] = [
         FUSED | {"microbatches_later": 2, "average_in_collective": True},
     )
 ]
-# Gradient clipping is also a graph.
+# Gradient clipping is also captured.
 CLIPPED: list[dict[str, Any]] = [
     {"holds": "model", "norm_on_device": True, **case}
     for case in (
@@ -100,7 +100,7 @@ MODULES: list[dict[str, Any]] = [
     {"modules": PARTS, "experts": 4, "dtype": "bf16", **OFTEN},
     {"modules": PARTS, **SHARED, "moe_shared_expert_overlap": True, "dtype": "bf16", "evaluates": True},
 ]
-# FP8 with a miniature TransformerEngine (tests/support/layers/small_transformer_engine.py).
+# FP8 with a miniature TransformerEngine (tests/support/layers/small_transformer_engine.py)
 QUANTIZED: list[dict[str, Any]] = [
     {"fp8": recipe, "holds": most, "microbatches": 2, **case}
     for recipe, most, case in (
@@ -116,10 +116,10 @@ QUANTIZED: list[dict[str, Any]] = [
     )
 ]
 EQUAL = MODEL + CLIPPED + DECODER + LAYERS + MODULES + QUANTIZED
-# One case per mode, recomputation, FP8 and control.
+# One case per mode, recomputation, FP8 and control
 QUICK = [FP16, MODEL[0], MODEL[8], MODEL[12], CLIPPED[-1], DECODER[1], DECODER[-1], LAYERS[0], MODULES[1], QUANTIZED[0]]
 
-# Capture before the first step, with layers of two kinds in one double buffer.
+# Capture before the first step, with two kinds of layers in one double buffer
 FIRST_PLACES: list[dict[str, Any]] = [
     {"warmup": 0, "megatron_fsdp_max_pool_double_buffer": True, "dropout": 0.1, **case}
     for case in (
@@ -135,8 +135,8 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_backward_capture", "fp8": "delayed", "holds": "model", "microbatches": 2},
     {"control": "failed_backward_capture", "mtp": 1, "holds": "model", "warmup": 0},
 ]
-# The last rank runs every second layer eagerly. Layers with experts have two groups of buckets, which may be outside of
-# the double buffer next to dense layers: megatron-core then prefetches more.
+# The last rank runs every second layer eagerly. Layers with experts have two groups of buckets. Next to dense layers,
+# these may not fit the double buffer: megatron-core then prefetches more.
 BESIDE_REPLAYS: list[dict[str, Any]] = [
     {"control": "late_hook_on_one_rank", **case}
     for case in (
@@ -160,7 +160,7 @@ def train(trained):
 
 
 def replays_of_a_step(case):
-    """Return the replays of the last step: a forward and a backward graph for each captured piece."""
+    """Return the number of replays in the last step: one forward and one backward graph per captured piece."""
     apart = case.get("modules") or case.get("holds") == "layer" or case.get("control") == "captured_by_two_helpers"
     pieces = (case.get("layers", SIZES["layers"]) if apart else 1) + case.get("mtp", 0)
     if case.get("holds", "decoder") in (None, "model"):

@@ -1,4 +1,4 @@
-"""Our ``MegatronFSDP`` trains a GPT bit-identically to megatron-core's, on two ranks."""
+"""Test that our ``MegatronFSDP`` trains a GPT bit-identically to megatron-core's, on two ranks."""
 
 import json
 import math

@@ -1,6 +1,6 @@
-"""Pipeline stages under Megatron-FSDP: graphs of chunks or layers for each micro-batch are bit-identical to eager.
+"""Test that per-micro-batch graphs of chunks or layers are bit-identical to eager in Megatron-FSDP pipeline stages.
 
-Two stages, with one chunk each (1F1B) or several that interleave, on two CPU ranks, or on four with two data-parallel
+Two stages with one chunk (1F1B) or several interleaved chunks each, on two CPU ranks, or on four with two data-parallel
 or tensor-parallel ranks per stage.
 """
 
@@ -19,7 +19,7 @@ from tests.support.trainings.compared import (
 from tests.support.trainings.models import FULL_RECOMPUTE
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
-# Options of compare_runs.py, and the number of ranks.
+# Options of compare_runs.py, and the number of ranks
 LAYOUTS: dict[str, tuple[tuple[str, ...], int]] = {
     "PP2": (("--pp", "2"), 2),
     "PP2 DP2": (("--pp", "2"), 4),
@@ -46,7 +46,7 @@ LAYERS: list[tuple[str, dict[str, Any]]] = [
 ]
 CHUNK: dict[str, Any] = {"holds": None}
 PADDED: dict[str, Any] = {"experts": 4, "moe_expert_capacity_factor": 1.0}
-PREDICTING: dict[str, Any] = {"mtp": 1}  # the last stage also has the embedding
+PREDICTING: dict[str, Any] = {"mtp": 1}  # the last stage also holds the embedding
 RECOMPUTED: dict[str, Any] = FULL_RECOMPUTE | {"recompute_num_layers": 2}
 EAGER_MICRO_BATCH: dict[str, Any] = {"control": "eager_micro_batch_on_one_rank"}
 HSDP: dict[str, Any] = {"num_distributed_optimizer_instances": 2, "tied": True, **PREDICTING}
@@ -70,7 +70,7 @@ CHUNKS: list[tuple[str, dict[str, Any]]] = [
         ("PP2", {**RECOMPUTED, "recompute_num_layers": 1, **PADDED, **PREDICTING}),
         ("PP2", {"pattern": "M*|-M/*M", "tied": True, "dropout": 0.1, "evaluates": True}),
         ("PP2 DP2", {"dtype": "bf16", "dropout": 0.1, "evaluates": "often", "norm_on_device": True, "steps": 8}),
-        # Replays on one rank and an eager pass on the other launch collectives in the same order.
+        # Replays on one rank and an eager pass on the other must launch collectives in the same order.
         ("PP2 DP2", {"virtual": 2, "layers": 8, "dtype": "bf16", **EAGER_MICRO_BATCH}),
         ("PP2 DP2", {"dropout": 0.1, **PADDED}),
         ("PP2 DP2", {"fp8": "delayed", **EAGER_MICRO_BATCH}),
@@ -91,7 +91,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
 FAILURES: list[tuple[str, dict[str, Any]]] = [
     ("PP2", FAILURE),
-    ("PP2 DP2", FAILURE | CHUNK),  # layers are tried next
+    ("PP2 DP2", FAILURE | CHUNK),  # falls back to graphs of layers
     ("PP2 DP2", FAILURE | {"virtual": 2, "holds": "model"}),
 ]
 FAILED_EVALUATION: list[dict[str, Any]] = [
@@ -195,11 +195,11 @@ STAGES = """
 
 @pytest.fixture(scope="module")
 def sharded_stages(tmp_path_factory):
-    """Return the steps of two stages that reduce gradients over two ranks in every backward pass."""
+    """Return the steps of a run with two stages that reduce gradients over two ranks in every backward pass."""
     return pretrain(tmp_path_factory.mktemp("stages") / "run", STAGES, graphs=False, ranks=4)
 
 
-# These reduce all or some gradients in the last micro-batch only.
+# These flags reduce all or some gradients in the last micro-batch only.
 @pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
@@ -212,6 +212,6 @@ def sharded_stages(tmp_path_factory):
 def test_every_stage_reduces_gradients_over_all_ranks(sharded_stages, tmp_path, flags):
     steps = pretrain(tmp_path / "run", f"{STAGES} {flags}", graphs=False, ranks=4)
     for step, expected in zip(steps, sharded_stages, strict=True):
-        # bf16 sums differ in order; a missing rank would change gradients by a quarter.
+        # bf16 rounding depends on summation order; a missing rank would change gradients by a quarter.
         assert step["loss"] == pytest.approx(expected["loss"], rel=2**-12)
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2**-7)

@@ -1,4 +1,4 @@
-"""Recipes for the CPU backend equal their eager ones and golden values; real changes are found."""
+"""Test that CPU-backend recipes equal their eager cases and golden values, and that changed training is detected."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ PASSING = [
     "hybrid_cpu_backend/fsdp_whole_model",
     "moe_cpu_backend/fsdp_grouped",
 ]
-# Changed trainings, and the first step whose loss differs.
+# Changed flags, and the first step whose loss differs
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "another_seed": ({"--seed": 1235}, "1"),
     "another_learning_rate": ({"--lr": 1.01e-3}, "2"),

@@ -1,7 +1,7 @@
-"""Dropless experts with token counts on the GPU (--moe-use-grouped-tensor): graphs hold whole MoE layers.
+"""Test dropless experts with token counts on the GPU (--moe-use-grouped-tensor), where graphs hold whole MoE layers.
 
-Two CPU ranks, 6 steps with capture after 3. Training is bit-identical to eager, including what MoE layers log. Without
-the flag only rounding differs.
+Two CPU ranks, 6 steps with capture after 3. Training is bit-identical to eager, including logged MoE metrics. Without
+the flag, only rounding differs.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ PARTS: dict[str, Any] = {"modules": ["attn", "moe_router", "moe_preprocess"]}
 GATHERED: dict[str, Any] = {"moe_token_dispatcher_type": "allgather"}
 MODEL: dict[str, Any] = {"holds": "model"}
 CASES: list[dict[str, Any]] = [
-    # All tokens go to the same two experts, or to one.
+    # All tokens are routed to the same two experts, or to one.
     {"unbalanced": True, "evaluates": True},
     {"unbalanced": True, **BF16, "moe_router_topk": 1, "moe_apply_probs_on_input": True},
     {"moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 1e-3, **BF16, "dropout": 0.1},
@@ -40,7 +40,7 @@ CASES: list[dict[str, Any]] = [
     MODEL | {"unbalanced": True, **BF16, "moe_router_topk": 1, "norm_on_device": True},
     MODEL | {"layers": 3, "moe_layer_freq": [0, 1, 1], "dropout": 0.1, "moe_z_loss_coeff": 1e-3, **BF16},
     MODEL | {**OVERLAPPED, "dtype": "bf16", "moe_router_load_balancing_type": "global_aux_loss"},
-    # Like DeepSeek-V3: latent attention, a sigmoid router with expert bias.
+    # Like DeepSeek-V3: latent attention, and a sigmoid router with expert bias
     MODEL | {"experts": 8, "unbalanced": True, "multi_latent_attention": True, **WIDE, "moe_router_topk": 4},
     MODEL | {"recompute_modules": ["moe"], "microbatches_later": 2, "control": "captured_again"},
     MODEL | FULL_RECOMPUTE | {"microbatches": 2},
@@ -48,7 +48,7 @@ CASES: list[dict[str, Any]] = [
 EP: list[dict[str, Any]] = [
     {},
     GATHERED,
-    {**GATHERED, "unbalanced": True, **BF16},  # experts of the second rank get no tokens
+    {**GATHERED, "unbalanced": True, **BF16},  # experts on the second rank receive no tokens
     {"unbalanced": True, **BF16},
     {**OVERLAPPED, "evaluates": True, **BF16},
     {**PARTS, **BF16},
@@ -67,7 +67,7 @@ def assert_replayed(result, case):
     layers = case.get("layers", MOE["layers"]) + case.get("mtp", 0)
     whole = case.get("holds") == "model"
     assert result["graphs"] == (0 if whole else layers)
-    if "local" not in case:  # their replays are not counted
+    if "local" not in case:  # replays of local graphs are not counted
         by_layer = "modules" in case or case.get("holds") == "layer"
         pieces = layers if by_layer else 1 + (0 if whole else case.get("mtp", 0))
         assert result["replays"] == 2 * pieces * case.get("microbatches_later", case.get("microbatches", 1))

@@ -1,4 +1,4 @@
-"""``HybridModel`` under Megatron-FSDP trains with graphs bit-identically to eager, on two CPU ranks.
+"""Test that ``HybridModel`` under Megatron-FSDP trains bit-identically to eager with graphs, on two CPU ranks.
 
 Patterns: ``*`` attention, ``-`` MLP, ``E`` MoE, ``M`` Mamba with a stand-in for ``mamba-ssm``'s mixer, ``/`` before
 each depth of multi-token prediction, ``|`` between pipeline stages.
@@ -14,7 +14,7 @@ from tests.support.trainings.compared import assert_as_eager, assert_differs_fro
 
 SIZES: dict[str, Any] = {"steps": 8}
 PADDED = {"experts": 4, "moe_expert_capacity_factor": 1.0}
-# Each case with the layers in graphs, and the forward replays per micro-batch.
+# Each case, with the layers in graphs and the forward replays per micro-batch
 DATA_PARALLEL: list[tuple[dict[str, Any], int, int]] = [
     ({"pattern": "*-M-*M", "dtype": "bf16", "dropout": 0.1, "microbatches": 2}, 6, 1),
     ({"pattern": "MM-*M", "positions": "none", "evaluates": True, "dropout": 0.1}, 5, 1),
@@ -52,7 +52,7 @@ def test_graphs_of_pipeline_stages_are_bit_identical_to_eager(trained, case, gra
     result = trained(SIZES | BETWEEN | case, "--pp", "2")
     assert_as_eager(result)
     assert result["graphs"] == graphs
-    if not graphs:  # of layers
+    if not graphs:  # chunks are captured, not layers
         assert result["replays"] == 2 * case["virtual"] * BETWEEN["microbatches"]
 
 
@@ -71,4 +71,4 @@ def test_pretraining_is_bit_identical_to_eager(tmp_path):
     graphed = pretrain(tmp_path / "graphed", flags, graphs=True)
     assert len(eager) == 6
     assert numbers(graphed) == numbers(eager)
-    assert [step["graphs"] for step in graphed] == [0] * 2 + [1] * 4  # of all layers
+    assert [step["graphs"] for step in graphed] == [0] * 2 + [1] * 4  # graphs of all layers

@@ -1,4 +1,4 @@
-"""HSDP with two replicas of two CPU ranks: training with graphs is bit-identical to eager."""
+"""Test that HSDP training with graphs is bit-identical to eager, with two replicas of two CPU ranks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ OPTIM: dict[str, Any] = {"outer_dp_sharding_strategy": "optim"}
 MODEL, LAYER = {"holds": "model"}, {"holds": "layer"}
 BF16: dict[str, Any] = {"dtype": "bf16", "microbatches": 2}
 GROUPED: dict[str, Any] = {"experts": 4, "moe_use_grouped_tensor": True}
-# Some steps run eagerly, on all ranks or beside replays of other ranks.
+# Some steps run eagerly, on all ranks or on one rank while the others replay.
 SHORTER: dict[str, Any] = {"sequences_later": [8, 16], "steps": 8, "cuda_graph_max_captures": 1}
 ONE_RANK: dict[str, Any] = SHORTER | {"later_on_one_rank": True, "microbatches": 2}
 CASES: list[dict[str, Any]] = [
@@ -44,7 +44,7 @@ CASES: list[dict[str, Any]] = [
     OPTIM | ONE_RANK,
     LAYER | ONE_RANK,
 ]
-# Each rank of a replica has whole gradients of its own experts.
+# Each rank of a replica holds unsharded gradients of its own experts.
 EXPERTS: list[dict[str, Any]] = [
     {"experts": 4, "moe_expert_capacity_factor": 1.0, **BF16, **case} for case in (MODEL | OPTIM, OPTIM, LAYER | OPTIM)
 ]
@@ -62,7 +62,7 @@ def train(trained):
 
 
 def replays_of_a_step(case):
-    """Return the replays of the last step: two per micro-batch, or per layer and micro-batch."""
+    """Return the number of replays in the last step: two per micro-batch, or per layer and micro-batch."""
     microbatches = case.get("microbatches_later") or case.get("microbatches", 1)
     by_layer = case.get("modules") or case.get("holds") == "layer"
     return 2 * microbatches * (SIZES["layers"] if by_layer else 1)

@@ -1,6 +1,6 @@
-"""Every way to install the patch, under the real torch.
+"""Test every way to install the patch, with the real torch.
 
-A miniature replaces megatron-core, whose import takes long.
+A miniature replaces megatron-core, which is slow to import.
 """
 
 import functools
@@ -28,14 +28,14 @@ PACKAGES = Path(torch.__file__).parents[1]
 
 @dataclass(frozen=True)
 class Installation:
-    """An installed copy of this project that also replaces the miniature's ``megatron.core.layers``.
+    """Installed copy of this project that also replaces the miniature's ``megatron.core.layers``.
 
     Attributes:
         python: The interpreter.
         source: The installed copy of the project.
-        site: The folder that holds ``megatron_fsdp_cuda_graphs`` or points to it.
+        site: The folder that contains ``megatron_fsdp_cuda_graphs`` or a link to it.
         tree: The installed files of ``megatron.*``.
-        path: Entries of PYTHONPATH.
+        path: Entries for PYTHONPATH.
     """
 
     python: Path
@@ -48,7 +48,7 @@ class Installation:
         """Run Python and return its output.
 
         Raises:
-            AssertionError: Python failed.
+            AssertionError: Python exited with an error.
         """
         inherited = {k: v for k, v in os.environ.items() if k not in ("MEGATRON_FSDP_CUDA_GRAPHS", "PYTHONPATH")}
         variables = {**inherited, "PYTHONPATH": os.pathsep.join(map(str, self.path)), **environment}
@@ -66,16 +66,16 @@ def copy_of_the_project(folder: Path) -> Path:
         shutil.copytree(ROOT / tree, source / tree, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / file, source)
-    # left behind by an earlier installation
+    # left over from an earlier installation
     stale = {f"build/lib/{NAME}/removed.py": ""}
     return write(source, {"megatron/core/layers.py": PATCHED_LAYERS, **stale})
 
 
 def environment_with_torch(folder: Path) -> Path:
-    """Make a virtual environment that borrows torch and setuptools, and return its interpreter."""
+    """Create a virtual environment that uses this environment's torch and setuptools, and return its interpreter."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    borrowed = dict.fromkeys([str(PACKAGES), str(Path(setuptools.__file__).parents[1])])  # this torch first
+    borrowed = dict.fromkeys([str(PACKAGES), str(Path(setuptools.__file__).parents[1])])  # torch's folder first
     (site_packages(python) / "borrowed.pth").write_text("\n".join(borrowed))
     return python
 
@@ -99,7 +99,7 @@ def install(kind: str, folder: Path) -> Installation:
 
 
 def built(kind: str, source: Path) -> Path:
-    """Build a wheel or source distribution and return the file."""
+    """Build a wheel or source distribution and return its path."""
     folder = source.parent / "dist"
     wheel = ["-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     arguments = {
@@ -116,7 +116,7 @@ def installed(tmp_path_factory) -> Callable[[str], Installation]:
     return functools.cache(lambda kind: install(kind, tmp_path_factory.mktemp(kind)))
 
 
-# The tests' own environment is an editable installation.
+# The environment that runs the tests is an editable installation.
 @pytest.fixture(params=mostly_long(["regular", "editable", "target", "wheel", "sdist"], "regular"))
 def installation(request, installed) -> Installation:
     return installed(request.param)
@@ -149,7 +149,7 @@ def test_uninstalling_restores_megatron_core(tmp_path):
     pip = [sys.executable, "-m", "pip", "--python", str(installation.python)]
     subprocess.run([*pip, "uninstall", "--quiet", "--yes", "megatron-fsdp-cuda-graphs"], check=True, timeout=600)
     assert [path.name for path in installation.site.iterdir()] == ["borrowed.pth"]
-    # The borrowed folder has the entry point of the tests' own installation.
+    # The shared folder contains the entry point of the installation that runs the tests.
     assert installation.run("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
 
 

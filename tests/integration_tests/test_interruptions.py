@@ -1,4 +1,4 @@
-"""Interrupted trainings continue with graphs as eagerly."""
+"""Test that interrupted runs continue with graphs as they do eagerly."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def test_rerun_step_replays_the_same_result(tmp_path):
 
 @pytest.fixture(scope="module")
 def diverging(tmp_path_factory):
-    """Return a function that runs a training whose third loss is NaN.
+    """Return a function that starts a run whose third loss is NaN.
 
     It returns the finished steps, the messages of the rerun state machine, and the log.
     """
@@ -99,7 +99,7 @@ def test_nan_loss_is_the_same_error_as_eagerly(diverging, diverging_eagerly, fla
 
 
 class Torchrun:
-    """Start CPU ranks with torchrun, with the interface of ``ForkedRanks``."""
+    """Starts CPU ranks with torchrun; has the interface of ``ForkedRanks``."""
 
     def __init__(self, arguments, log, ranks, environment):
         self._log = log

@@ -1,10 +1,10 @@
-"""A rank that is killed during capture or replay ends the others with an error."""
+"""Test that killing one rank during capture or replay ends the others with an error."""
 
 import pytest
 
 from tests.support.trainings.kill_a_rank import LAUNCHED, killed
 
-TIMEOUT = 120  # seconds, of the process groups; longer than ranks of a busy machine differ
+TIMEOUT = 120  # seconds, for the process groups; longer than the skew between ranks on a busy machine
 
 pytestmark = pytest.mark.long
 

@@ -1,4 +1,4 @@
-"""Replayed and eager forward passes, with their backward passes after both, on two ranks."""
+"""Test replayed and eager forward passes before their backward passes, on two ranks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""An untested megatron-core, with the known changes of 0.20: unpatched unless the user opts in."""
+"""Test that an untested megatron-core, with the known changes of 0.20, stays unpatched unless the user opts in."""
 
 import os
 import subprocess
@@ -31,13 +31,13 @@ def folder(tmp_path_factory):
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with the megatron-core of ``folder``."""
+    """Run Python with the megatron-core in ``folder``."""
     environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=1800)
 
 
 def start(folder: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Parse and validate flags as a training does."""
+    """Parse and validate flags like a training run."""
     script = tmp_path / "start.py"
     script.write_text(
         "from megatron.training.arguments import parse_args, validate_args\nvalidate_args(parse_args())\n"

@@ -1,4 +1,4 @@
-"""Static inference with local graphs is bit-identical to eager, on the CPU backend."""
+"""Test that static inference with local graphs is bit-identical to eager, on the CPU backend."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""Local graphs train bit-identically to eager, on two CPU ranks.
+"""Test that local graphs train bit-identically to eager, on two CPU ranks.
 
 Under DistributedDataParallel with the distributed optimizer: data parallel, tensor parallel, or two pipeline stages
-with one or two model chunks each. The first step is recorded, later ones replay.
+with one or two model chunks each. The first step is recorded; later steps replay.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("PP2", {"layers": 2, "dropout": 0.1, "microbatches": 3, **MOE}),
     ("PP2", {"layers": 4, "virtual": 2, "dropout": 0.1, "evaluates": True, "microbatches": 4}),
 ]
-# Megatron-FSDP refuses local graphs: test_pairs.py has none.
+# Megatron-FSDP rejects local graphs, so test_pairs.py does not cover them.
 QUICK = [CASES[11], CASES[15]]
 ON_ONE_RANK: dict[str, Any] = {"dropout": 0.1, "microbatches": 2, "control": "failed_local_capture_on_one_rank"}
 
@@ -45,7 +45,7 @@ def train(trained):
 
 
 def pairs_of_graphs(layout, case):
-    """Return the pairs of graphs per rank: one per layer, two for a MoE layer in parts, per micro-batch with stages."""
+    """Return the graph pairs per rank: one per layer, two per MoE layer in parts; with stages, per micro-batch."""
     layers = case.get("layers", LOCAL["layers"]) + case.get("mtp", 0)
     parts = 2 if "moe_router" in case.get("modules", []) else 1
     return layers * parts * (case["microbatches"] if layout == "PP2" else 2) // 2
@@ -67,7 +67,7 @@ def test_training_continues_eagerly_after_a_failed_capture(train):
 def test_rank_with_a_failed_capture_trains_beside_graphs(train, layout):
     result = train(layout, ON_ONE_RANK)
     assert_as_eager(result)
-    assert result["graphs"] == pairs_of_graphs(layout, ON_ONE_RANK)  # of the first rank; the last has none
+    assert result["graphs"] == pairs_of_graphs(layout, ON_ONE_RANK)  # on the first rank; the last rank has none
 
 
 def test_dead_replay_changes_the_loss_of_the_second_step(train):

@@ -1,4 +1,4 @@
-"""Ranks of two torchrun agents train like those of one, and resume after a rank is killed."""
+"""Test that ranks of two torchrun agents train like ranks of one agent, and resume after a rank is killed."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class Agents:
-    """Two agents on this host with one rank of ``examples/pretrain_gpt.py`` each."""
+    """Two agents on this host, each with one rank of ``examples/pretrain_gpt.py``."""
 
     def __init__(self, folder: Path, flags: str, data: Path, **variables: str) -> None:
         folder.mkdir()
@@ -85,7 +85,7 @@ def test_two_agents_train_like_one(tmp_path, data, of_one_agent):
 
 
 def test_job_resumes_after_a_rank_is_killed(tmp_path, data):
-    def checkpoints(folder):  # --load rounds the first weights even without a checkpoint.
+    def checkpoints(folder):  # --load rounds the initial weights even without a checkpoint.
         return f"{STEPS} --save {tmp_path / folder} --load {tmp_path / folder} --save-interval 2"
 
     whole = numbers(pretrain(tmp_path / "one", checkpoints("of_one"), graphs=True, data=data))

@@ -1,6 +1,7 @@
-"""Packed sequences of varying lengths train with graphs bit-identically to eager, on two CPU ranks.
+"""Test that packed sequences of varying lengths train bit-identically to eager with graphs, on two CPU ranks.
 
-A stand-in replaces TransformerEngine's attention, the only one that takes packed sequences. Capture is after 3 steps.
+A stand-in replaces TransformerEngine's attention, the only one that supports packed sequences. Graphs are captured
+after 3 steps.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from tests.support.trainings.models import FULL_RECOMPUTE
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 6, "micro_batch": 1, "packed": 5, "positions": "none"}
 LEARNED = {"positions": "learned_absolute", "dtype": "bf16", "dropout": 0.1, "microbatches": 2}
-# Each case with its forward replays per micro-batch.
+# Each case, with its forward replays per micro-batch
 CASES: list[tuple[dict[str, Any], int]] = [
     ({**LEARNED, "evaluates": True}, 1),
     ({"holds": "layer", "mtp": 1}, 4),
@@ -31,7 +32,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
 OTHER_SHAPES: list[dict[str, Any]] = [
     {"sequences_later": [32, 16], "dropout": 0.1, "holds": most} for most in ("layer", "model")
 ]
-# Each of two context-parallel ranks has parts of each sequence.
+# Each of two context-parallel ranks holds parts of each sequence.
 CP: list[tuple[dict[str, Any], int]] = [
     ({"holds": "layer", "mtp": 1}, 4),
     ({"microbatches": 2, "dtype": "bf16"}, 1),
@@ -40,7 +41,7 @@ CP: list[tuple[dict[str, Any], int]] = [
     ({"holds": "model", "fp8": "delayed", **FULL_RECOMPUTE}, 1),
 ]
 STAGES: dict[str, Any] = {"layers": 4, "tied": False, "microbatches": 4, "dropout": 0.1}
-# Graphs of layers per rank in each layout.
+# Graphs of layers per rank in each layout
 LAYOUTS = {
     "": 3,
     "--tensor-model-parallel-size 2": 3,
@@ -87,7 +88,7 @@ def test_pipeline_stages_take_packed_sequences(trained, options):
     )
     assert_as_eager(layers)
     assert_as_eager(chunks)
-    assert (layers["graphs"], layers["replays"]) == (2 * 4, 2 * 2 * 4)  # layers of a stage, micro-batches
+    assert (layers["graphs"], layers["replays"]) == (2 * 4, 2 * 2 * 4)  # layers per stage, micro-batches
     assert (chunks["graphs"], chunks["replays"]) == (0, 2 * 4)
 
 
@@ -100,7 +101,7 @@ def test_host_read_of_lengths_fails_the_capture_and_is_named(trained):
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["DP2", "TP2", "PP2 VPP2"])
 def test_pretraining_within_documents_is_bit_identical_to_eager(tmp_path, layout):
-    data = write_documents(tmp_path / "documents", count=500, longest=20)  # several in each sample
+    data = write_documents(tmp_path / "documents", count=500, longest=20)  # several sequences per sample
     flags = f"""
         {layout} --train-iters 6 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4 --micro-batch-size 1
         --global-batch-size 4 --dataloader-inter-document-masking --cuda-graph-packed-sequences 32

@@ -1,6 +1,6 @@
-"""Every two working rows of the flag table together: bit-identical to eager, and accepted by ``plan``.
+"""Test that every pair of working rows of the flag table is bit-identical to eager and accepted by ``plan``.
 
-Each training combines as many pairs as possible.
+Each run combines as many pairs as possible.
 """
 
 import pytest

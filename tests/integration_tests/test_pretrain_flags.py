@@ -1,4 +1,4 @@
-"""Flags of ``examples/pretrain_gpt.py`` under Megatron-FSDP on two CPU ranks: graphs are bit-identical to eager."""
+"""Test that graphs are bit-identical to eager with flags of ``examples/pretrain_gpt.py`` under Megatron-FSDP."""
 
 import pytest
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def heterogeneous(tmp_path_factory):
-    """Return flags of four layers; the second has no attention, the third no MLP."""
+    """Return flags for four layers; the second has no attention, the third no MLP."""
 
     path = tmp_path_factory.mktemp("heterogeneous") / "layers.json"
     path.write_text(heterogeneous_layers())
@@ -51,7 +51,7 @@ def chunks_eagerly(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("held", "graphs"),
-    [  # per micro-batch, of two chunks or four layers
+    [  # per micro-batch, with two chunks or four layers
         ("", 4 * 2),
         ("--cuda-graph-layers-per-graph 1", 4 * 4),
         ("--cuda-graph-modules attn", 4 * 4),
@@ -59,7 +59,7 @@ def chunks_eagerly(tmp_path_factory):
     ids=["chunks", "layers", "attn"],
 )
 def test_chunks_without_a_mask_are_bit_identical_to_eager(chunks_eagerly, tmp_path, held, graphs):
-    """Only the first and last chunk of a model read batches; the others get no mask."""
+    """Only the first and last chunks of a model read batches; the others get no mask."""
     found = pretrain(tmp_path / "graphed", f"{CHUNKS} {held}", graphs=True)
     assert len(chunks_eagerly) == STEPS
     assert numbers(found) == numbers(chunks_eagerly)

@@ -1,6 +1,6 @@
-"""Runs with and without graphs resume from each other's checkpoints, bit-identically.
+"""Test that runs with and without graphs resume from each other's checkpoints bit-identically.
 
-Dropout makes random numbers count.
+Dropout makes results depend on RNG states.
 """
 
 import re
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from tests.support.pretraining.pretrain import SCRIPT, numbers, pretrain
 
 STEPS, SAVED = 5, 2
-COMMON = f"--train-iters {STEPS} --cuda-graph-warmup-steps 1"  # captured before and after the checkpoint
+COMMON = f"--train-iters {STEPS} --cuda-graph-warmup-steps 1"  # captures before and after the checkpoint
 UNTIED = "--untie-embeddings-and-output-weights"
 STAGES = f"--pipeline-model-parallel-size 2 --num-layers 4 {UNTIED}"
 EXPERTS = """
@@ -37,7 +37,7 @@ LAYOUTS = {
     "virtual_stages": f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --swiglu --no-bias-swiglu-fusion",
     "hybrid_sharding": INSTANCES,
     "hybrid_sharding_of_all": f"{INSTANCES} --outer-dp-sharding-strategy optim",
-    # The scale doubles every two steps and differs at the checkpoint from the initial one.
+    # The scale doubles every two steps and at the checkpoint differs from the initial scale.
     "fp16": "--fp16 --initial-loss-scale 256 --loss-scale-window 2",
 }
 CAPTURED = "--optimizer-cuda-graph"
@@ -49,14 +49,16 @@ pytestmark = pytest.mark.long
 
 
 def run(folder, flags, kind, ranks=2):
-    """Return the metrics of each step, the numbers to compare, and the loss scales."""
+    """Return the metrics of each step, the values to compare, and the loss scales."""
     steps = pretrain(folder, flags, graphs=kind != EAGER, ranks=ranks)
     return steps, numbers(steps), re.findall(r"loss scale: (\S+)", (folder / "log").read_text())
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that trains and saves each layout and kind of graphs once; it returns checkpoint and run."""
+    """Return a function that trains each layout and kind of graphs once; it returns the checkpoint and the run's
+    results.
+    """
     done = {}
 
     def train(layout, kind):
@@ -119,7 +121,7 @@ def test_checkpoint_loads_without_optimizer_states(saved, tmp_path, flag):
 
 
 def tensors(checkpoint):
-    """Return the parameters and optimizer states of a checkpoint by name."""
+    """Return the parameters and optimizer states in a checkpoint, by name."""
     reader = FileSystemReader(checkpoint)
     described = reader.read_metadata().state_dict_metadata
     sizes = {key: value.size for key, value in described.items() if key.startswith(("model.", "optimizer.state."))}
@@ -130,7 +132,7 @@ def tensors(checkpoint):
 
 
 def assert_saved_as_loaded(checkpoint, place, folder, flags, ranks=2):
-    """Assert that a finished run saves to ``place`` what it loaded; return the tensors."""
+    """Assert that a finished run saves the tensors that it loaded to ``place``; return them."""
     again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
     assert pretrain(folder, f"{again} --load {checkpoint} --ckpt-step {SAVED}", graphs=False, ranks=ranks) == []
     first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))
@@ -190,7 +192,7 @@ def test_checkpoint_of_stages_loads_without_stages_and_back(saved, tmp_path, sta
     without = layout.replace("--pipeline-model-parallel-size 2", "").replace(
         "--num-layers-per-virtual-pipeline-stage 1", ""
     )
-    # One stage saves no generators for a second.
+    # A checkpoint of one stage has no RNG states for a second stage.
     for number, flags in enumerate([without, f"{layout} --no-load-rng"], 1):
         place = tmp_path / str(number)
         read = assert_saved_as_loaded(checkpoint, place, tmp_path / f"run{number}", flags)

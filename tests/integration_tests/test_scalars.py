@@ -1,4 +1,4 @@
-"""Megatron's training loop writes scalars of CUDA graphs to TensorBoard and W&B, at its interval.
+"""Test that Megatron's training loop writes CUDA graph scalars to TensorBoard and W&B at its logging interval.
 
 The last of two CPU ranks has the writers.
 """

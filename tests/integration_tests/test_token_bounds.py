@@ -1,4 +1,4 @@
-"""Steps that overflow the bound on tokens between ranks run again as if they had not run.
+"""Test that steps that overflow the bound on tokens sent between ranks are rerun from unchanged state.
 
 Two CPU ranks with two of four experts each, dropout, router statistics, expert bias and two micro-batches. A rank
 overflows when all its tokens go to the experts of one rank, twice an even share.
@@ -22,7 +22,7 @@ FLAGS = f"""
     --moe-router-enable-expert-bias --moe-router-score-function sigmoid --eval-iters 1 --eval-interval 3
 """
 OVERFLOWS = {1: [0, 1], 4: [1], 5: [0], 6: [0, 1]}  # before and after the capture
-ALWAYS = 0.9  # less than an even share
+ALWAYS = 0.9  # capacity factor below an even share
 GRAPHS = f"--cuda-graph-warmup-steps {WARMUP}"
 KINDS = {
     "eager": "",
@@ -34,7 +34,7 @@ KINDS = {
     "eager recomputation": "--recompute-granularity selective --recompute-modules moe",
     "on devices": f"{GRAPHS} --disable-gloo-process-groups",
 }
-# The second rank overflows in one step, the last in the next; neither belongs to all groups of the others.
+# The second rank overflows in one step, the last rank in the next; neither shares all groups with the others.
 LAYOUTS = {
     "data parallel experts": (4, ""),
     "hybrid sharding": (4, "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
@@ -45,7 +45,7 @@ LOGGED = r"(?:lm loss|load_balancing_loss|z_loss|validation loss at iteration.*l
 
 
 class Run:
-    """Train once; keep the numbers, the log, the overflow answers of each step, and the routers' buffers."""
+    """Trains once; holds the compared values, the log, the overflow results of each step, and the routers' buffers."""
 
     def __init__(self, folder, flags, overflows, graphs, ranks=2):
         with pytest.MonkeyPatch.context() as patches:
@@ -61,7 +61,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return a function that trains with a capacity factor (None for no bound) and kind of graphs, once each."""
+    """Return a function that trains once per capacity factor (None for no bound) and kind of graphs."""
     done = {}
 
     def train(factor, kind, overflows=OVERFLOWS):

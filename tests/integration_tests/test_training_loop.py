@@ -1,4 +1,4 @@
-"""The training loop of ``examples/training_loop.py`` has the same losses with graphs and without."""
+"""Test that ``examples/training_loop.py`` has the same losses with and without graphs."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every micro-batch of a step counts alike on two ranks, also for unsharded gradients next to sharded ones."""
+"""Test that micro-batches count equally on two ranks, even for unsharded gradients next to sharded ones."""
 
 import json
 
@@ -14,7 +14,7 @@ from .ranks_unsharded_gradients import AVERAGING, LAYOUTS, OVERWRITTEN, REFUSED_
 
 @pytest.fixture(scope="module")
 def ranks_of():
-    """Return a function that trains a layout once and returns the results of its ranks."""
+    """Return a function that trains a layout once and returns the results of both ranks."""
     found = {}
 
     def ranks_of(layout):
@@ -42,7 +42,7 @@ def test_equal_micro_batches_train_like_one(ranks_of, layout):
 
 @pytest.mark.long
 def test_unsharded_fused_kernels_keep_the_last_micro_batch_only(ranks_of):
-    """A known fault of megatron-core, listed in docs/limits.md."""
+    """Pin a known bug of megatron-core, which is listed in docs/limits.md."""
     for rank in ranks_of(OVERWRITTEN):
         assert rank["differences"] != []
 

@@ -1,6 +1,6 @@
-"""User code and flags that act between steps: graphs are bit-identical to eager.
+"""Test that graphs are bit-identical to eager with user code and flags that act between steps.
 
-Two CPU ranks train ``examples/pretrain_gpt.py`` with many of them at once. Every scalar that Megatron writes is
+Two CPU ranks run ``examples/pretrain_gpt.py`` with many of them at once. Every scalar that Megatron writes is
 compared: losses, gradient norms, parameter norms, validation losses.
 """
 
@@ -14,7 +14,7 @@ from tests.support.pretraining.pretrain import numbers, pretrain
 
 STEPS, WARMUP = 7, 3
 COMMON = f"--train-iters {STEPS} --cuda-graph-warmup-steps {WARMUP}"
-# The profiler starts before the capture and stops after it, and the batch grows after it.
+# The profiler starts before the capture and stops after it; the batch size grows after it.
 OBSERVED = f"""
     {COMMON} --log-params-norm --manual-gc --manual-gc-interval 2 --empty-unused-memory-level 2
     --log-memory-to-tensorboard --profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 5
@@ -34,7 +34,7 @@ DIFFER = ("mem-", "cuda-graphs/", "iteration-time")
 
 
 class Run:
-    """Train once; keep the metrics of each step and the scalars."""
+    """Trains once; holds the metrics of each step and the scalars."""
 
     def __init__(self, folder, training, graphs, more=""):
         code, flags = TRAININGS[training]
@@ -56,7 +56,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def eager(tmp_path_factory):
-    """Return a function that runs a training eagerly, once."""
+    """Return a function that trains eagerly, once."""
     done = {}
 
     def run(training):

@@ -1,4 +1,4 @@
-"""A GPT with a vision encoder under Megatron-FSDP: graphs of both train bit-identically to eager, on two CPU ranks.
+"""Test that graphs of a GPT and its vision encoder under Megatron-FSDP are bit-identical to eager, on two CPU ranks.
 
 ``VisionTECudaGraphHelper`` captures first, then ``TECudaGraphHelper``. test_fsdp_graphs.py trains a vision encoder
 alone.
@@ -12,7 +12,7 @@ from tests.support.sample import mostly_long
 from tests.support.trainings.compared import assert_as_eager, assert_differs_from
 
 SIZES: dict[str, Any] = {"model": "captions", "layers": 2, "steps": 7, "micro_batch": 1}
-# Each case with its forward replays per micro-batch.
+# Each case, with its forward replays per micro-batch
 CASES: list[tuple[dict[str, Any], int]] = [
     ({"dropout": 0.1, "microbatches": 2, "evaluates": True}, 2),
     ({"dtype": "bf16", "holds": "layer", "control": "captured_again_later"}, 4),

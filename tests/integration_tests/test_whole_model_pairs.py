@@ -1,4 +1,4 @@
-"""Combinations in graphs of the whole model that the command lines of test_pairs.py do not reach, on CPU ranks."""
+"""Test combinations in whole-model graphs that the command lines of test_pairs.py do not reach, on CPU ranks."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LEARNED: dict[str, Any] = {**PACKED, "positions": "learned_absolute"}
 PADDED: dict[str, Any] = {"experts": 4, "moe_expert_capacity_factor": 1.0}
 FP8_PARAMS: dict[str, Any] = {"fp8": "delayed", "fp8_param": True}
 HSDP: dict[str, Any] = {"num_distributed_optimizer_instances": 2}
-# Options of compare_runs.py, the number of ranks, and the case.
+# Options of compare_runs.py, the number of ranks, and the case
 CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("", 2, {**PACKED, "pattern": "*-*-/*-", "evaluates": True}),
     ("", 2, {**FP8_PARAMS, "mtp": 1, "dropout": 0.1, "evaluates": "often"}),

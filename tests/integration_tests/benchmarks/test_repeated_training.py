@@ -1,4 +1,4 @@
-"""repeated_training on the CPU backend: equal runs, and one with another learning rate."""
+"""Test repeated_training on the CPU backend: equal runs, and a run with a different learning rate."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""scaling: trains models of several sizes on two CPU ranks."""
+"""Test that scaling trains models of several sizes on two CPU ranks."""
 
 import json
 import os

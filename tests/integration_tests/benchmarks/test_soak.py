@@ -1,4 +1,4 @@
-"""soak: a short one on the CPU backend, with an interruption."""
+"""Test a short soak with an interruption on the CPU backend."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""step_time: trains on CPU ranks, compares losses and counts calls."""
+"""Test that step_time trains on CPU ranks, compares losses and counts calls."""
 
 import json
 import os
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Process and folder of a finished benchmark of three variants, one with another seed."""
+    """Return the process and folder of a finished benchmark of three variants, one with a different seed."""
     folder = tmp_path_factory.mktemp("step_time")
     return train(folder, "eager", "native", OTHER_SEED), folder
 
 
 def train(folder, *variants, more=()):
-    """Run the benchmark for ``variants`` of B and return the finished process."""
+    """Run the benchmark for ``variants`` of configuration B and return the finished process."""
     chosen = ["--configurations", "B", "--variants", *variants, "--steps", str(STEPS), *more]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *chosen, "--output", str(folder / "it.json"), "--logs", str(folder / "logs")],
