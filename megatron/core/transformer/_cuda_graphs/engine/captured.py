@@ -1,4 +1,4 @@
-"""A callable whose passes are CUDA graphs, and the loop that captures several of them in replay order."""
+"""Callables that replay CUDA graphs, and the loop that captures several of them in replay order."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -42,25 +42,25 @@ class GraphOwner:
     """Owns the resources that the graphs of a callable use. The methods of this base class do nothing.
 
     Attributes:
-        notifies_autograd: Class attribute: whether autograd runs the AccumulateGrad hooks of parameters whose gradients
-            ``consume_gradients`` consumed. The hooks then get no gradient.
+        notifies_autograd: Whether autograd runs the AccumulateGrad hooks, without a gradient, of parameters whose
+            gradients ``consume_gradients`` consumed. A class attribute.
     """
 
     notifies_autograd = True
 
     def running(self, phase: Phase) -> AbstractContextManager[None]:
-        """Return the context in which a phase is warmed up or recorded. All its work must join the current stream."""
+        """Return the context for warm-up and capture of a phase. All its work must join the current stream."""
         return nullcontext()
 
     def consume_gradients(self, params: Sequence[torch.Tensor], grads: Grads) -> Grads:
-        """Consume parameter gradients inside the backward graph. The operations run here are recorded and replayed.
+        """Consume parameter gradients inside the backward graph, which records the operations run here.
 
         Args:
             params: The parameters that require grad.
             grads: Their gradients; None for a parameter that the callable does not use.
 
         Returns:
-            ``grads`` with None in place of each consumed gradient; autograd gets the others.
+            ``grads`` with None in place of each consumed gradient; the others are returned to autograd.
         """
         return grads
 
@@ -68,7 +68,7 @@ class GraphOwner:
         """Run right before each replay of the forward graph, on the stream of the forward pass."""
 
     def before_eager_forward(self) -> None:
-        """Run right before an eager forward pass with grad; called by code that chooses between replay and eager."""
+        """Run right before an eager forward pass with grad, if callers choose between replays and eager passes."""
 
     def before_backward(self) -> None:
         """Run right before each replay of the backward graph, on the stream of the backward pass."""
@@ -77,17 +77,17 @@ class GraphOwner:
         """Run right after each replay of the backward graph, on the stream of the backward pass."""
 
     def forget(self) -> None:
-        """Run once, after the graphs were freed."""
+        """Run once, after the graphs are freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplayOptions:
-    """Options of a replay that needs more than a launch on the current stream.
+    """Options of a replay that does more than launch on the current stream.
 
     Attributes:
         stream: Stream to replay on; None for the current one.
-        event: Event recorded in the graph, for which the current stream waits instead of for all of ``stream``.
-        after_backward: Called right after the backward replay; None for nothing.
+        event: Event recorded in the graph; the current stream waits for it rather than for all of ``stream``.
+        after_backward: Called right after the backward replay, if not None.
     """
 
     stream: torch.cuda.Stream | None
@@ -96,47 +96,47 @@ class _ReplayOptions:
 
 
 class GraphedCallable:
-    """A callable for one micro-batch: its forward and backward graphs with their static tensors.
+    """A callable for one micro-batch, with its forward and backward graphs and their static tensors.
 
-    ``capture_passes`` captures it. Afterwards, calls take tensors of the captured shapes and dtypes, and are
-    differentiable. Outputs live in graph memory until the next replay of a graph that shares it. Changing an output in
-    place may change the gradients, which autograd does not detect. Inputs may live in graph memory but must not swap
-    places.
+    After ``capture_passes``, calls accept tensors of the captured shapes and dtypes, and are differentiable. Outputs
+    live in graph memory and stay valid until the next replay of a graph that shares it. Modifying an output in place
+    may change gradients without an error from autograd. Inputs may alias graph memory, but static inputs must not be
+    passed in a different order.
 
     Args:
         name: Name for errors and profiles.
         args, kwargs: Static inputs: tensors, possibly nested.
         module: The module whose parameters and submodules ``func`` uses; None for ``func`` itself if it is a module.
-        owner: Owns the resources that the graphs use; None if there are none.
-        quantization: How the callable is quantized; None without quantization.
+        owner: Owner of the resources that the graphs use, if any.
+        quantization: Quantization settings; None without quantization.
         hooks: Hooks to run around passes in warm-up and capture, outside the graphs.
-        holds_hooks: Whether module and parameter hooks are recorded in the graphs, with the collectives and gradient
-            accumulation that they enqueue. Inputs that require grad must then be leaves. Otherwise parameter hooks run
-            at each replay, on the gradients that it returns.
+        holds_hooks: Whether the graphs record module and parameter hooks, with the collectives and gradient
+            accumulation that they enqueue. Inputs that require grad must then be leaves. Otherwise, parameter hooks run
+            at each replay on the gradients that it returns.
         copies_results: Whether a replay returns copies of outputs and input gradients, which stay valid after the next
             replay.
-        allow_unused_input: Whether an input that requires grad may get no gradient.
-        retain_graph: Whether backward keeps autograd's graph.
+        allow_unused_input: Whether inputs that require grad may have no gradient.
+        retain_graph: Whether backward retains the autograd graph.
         clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones.
             Gradients of parameters marked ``skip_backward_post_hook`` are never copied.
 
     Attributes:
         eager: The function, or the module's ``forward``, without graphs.
         inputs: The static inputs, flattened: ``args``, then the values of ``kwargs``.
-        ran: The modules that ran in the first forward pass; None before it.
+        ran: The modules that ran in the first forward pass; None before that pass.
         outputs: The static outputs, flattened.
-        differentiable: For each output, whether it takes part in autograd.
-        grad_outputs: The static gradients of the outputs; None for an output that takes no part in autograd.
-        grad_inputs: The static gradients of the inputs; None for an input without one.
+        differentiable: Whether each output takes part in autograd.
+        grad_outputs: The static gradients of the outputs; None for outputs that take no part in autograd.
+        grad_inputs: The static gradients of the inputs; None for inputs without a gradient.
         params: The parameters that are inputs of the autograd node.
-        grad_params: Their static gradients; None for no gradient.
-        forward_graph: None before capture and after ``reset``.
-        backward_graph: None if nothing requires grad.
-        weight_gradient_graph: Computes the weight gradients that backward delays; None if it delays none.
-        order: The order of replays, with the numbers of both passes: ``forward_turn`` and ``backward_turn``, which is
-            None if the pass overwrites nothing.
+        grad_params: The static gradients of ``params``; None for parameters without a gradient.
+        forward_graph: The forward graph; None before capture and after ``reset``.
+        backward_graph: The backward graph; None if nothing requires grad.
+        weight_gradient_graph: The graph of delayed weight gradients; None if backward delays none.
+        order: Checks the order of replays by the numbers of both passes: ``forward_turn`` and ``backward_turn``, which
+            is None if the backward pass overwrites nothing.
         replays: Number of replays of the forward graph.
-        round: Round of ``order`` of the last forward replay.
+        round: Round of the last forward replay, from ``order``.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class GraphedCallable:
         self._expected = InputSignature(name, self.inputs, "input {}".format)
         self.module = func if module is None and isinstance(func, torch.nn.Module) else module
         self._training = getattr(func, "training", None)
-        # If graphs hold hooks, parameters may be other objects at capture, and replays return no gradients of them.
+        # If graphs hold hooks, parameters may be replaced before capture, and replays return no gradients for them.
         known = () if self.module is None or holds_hooks else self.module.parameters()
         self._trainable: tuple[torch.Tensor, ...] = tuple(param for param in known if param.requires_grad)
         self.params = self._trainable
@@ -185,32 +185,32 @@ class GraphedCallable:
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
         self._memory: PoolMemory | None = None
-        self.roots: Sequence[torch.Tensor | GradientEdge] = ()  # where the backward pass begins
+        self.roots: Sequence[torch.Tensor | GradientEdge] = ()  # of the backward pass
         self.outputs: Tensors = ()
         self.differentiable: tuple[bool, ...] = ()
         self.grad_outputs: Tensors = ()
         self.grad_inputs: Tensors = ()
         self.grad_params: Tensors = ()
-        self._returned: Callable[[Tensors], Any] = tuple  # turns outputs into the return value of ``func``
+        self._returned: Callable[[Tensors], Any] = tuple  # converts outputs to the return value of ``func``
         self.order = ReplayOrder()
         self.forward_turn = -1
         self.backward_turn: int | None = None
 
-        # For replays; set by ``finish``.
+        # Used by replays; set by ``finish``.
         self.replays = self.round = 0
         self.not_differentiable: list[int] = []
         self._places: _Places = []
         self._grad_places: _Places = []
-        self._with_grad: list[int] = []  # the inputs that have a gradient
-        self._copied: list[int] = []  # the inputs whose gradient the last replay will return as a copy
-        self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []  # with whether to return a copy
+        self._with_grad: list[int] = []  # indices of inputs with a gradient
+        self._copied: list[int] = []  # indices of inputs whose gradients backward returns as copies
+        self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []  # and whether to return a copy
         self._has_leaf = self._ran_eagerly = False
         self._taken: TakenForward | None = None
 
     # ------------------------------------------------------------------------------------------- warm-up and capture
 
     def forward(self, capture: Capture | WarmUp) -> None:
-        """Run the forward pass on the static inputs, with hooks around it; ``capture`` records it, or does nothing.
+        """Run the forward pass on the static inputs, with hooks around it; record it if ``capture`` is a ``Capture``.
 
         Raises:
             TypeError: ``func`` returned a value that is neither a tensor nor None.
@@ -234,11 +234,11 @@ class GraphedCallable:
         for leaf in outputs:
             if not isinstance(leaf, torch.Tensor | None):
                 raise TypeError(f"{self.name} returned {leaf!r}: return tensors and None only")
-        # Without grad, an output may still require it: megatron-core sets that in pipeline stages.
+        # An output may require grad even under no_grad: pipeline stages of megatron-core set it.
         with_grad = torch.is_grad_enabled()
         self.differentiable = tuple(leaf is not None and with_grad and leaf.requires_grad for leaf in outputs)
         self.roots = list(compress(outputs, self.differentiable))
-        if self._holds_hooks:  # an edge does not keep the memory of an output
+        if self._holds_hooks:  # an edge does not keep an output allocated
             self.roots = list(map(get_gradient_edge, self.roots))
         self.outputs = tuple(leaf if leaf is None else leaf.detach() for leaf in outputs)
         self.forward_graph = graph
@@ -249,7 +249,7 @@ class GraphedCallable:
 
     @contextmanager
     def _note_modules_that_run(self) -> Iterator[None]:
-        """In the first forward pass, find the modules that run: some delay weight gradients or hold statistics."""
+        """Find the modules that run in the first forward pass: some delay weight gradients or hold statistics."""
         if self.ran is not None or self.module is None or self._holds_hooks:
             yield
             return
@@ -271,12 +271,13 @@ class GraphedCallable:
         """Run the backward pass of the last ``forward``, with hooks around it.
 
         Args:
-            capture: Records the pass, or does nothing.
-            new_grads: Makes static gradients for the given outputs.
+            capture: Records the pass if it is a ``Capture``.
+            new_grads: Returns static gradients for a sequence of outputs.
 
         Raises:
-            RuntimeError: an input that requires grad got none, and unused inputs are not allowed; an output depends on
-                a parameter that is neither an input nor the module's; or gradients arrive on the legacy default stream.
+            RuntimeError: an input that requires grad has no gradient, and unused inputs are not allowed; an output
+                depends on a parameter that is neither an input nor the module's; or gradients are accumulated on the
+                legacy default stream.
         """
         self._hooks.run("backward_pre_hooks", self.func)
         if self.roots:
@@ -297,7 +298,7 @@ class GraphedCallable:
                 self.backward_turn = capture.order.number()
 
     def _backward(self, capture: Capture | WarmUp, graph: Any, grad_outputs: Grads) -> tuple[Grads, Grads]:
-        """Return the gradients of inputs that require grad, and of parameters."""
+        """Run the backward pass; return the gradients of inputs that require grad, and of parameters."""
         inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
         leaves = (*inputs, *self.params)
         check = self._check_gradients(leaves)
@@ -330,16 +331,16 @@ class GraphedCallable:
         return grads, ()
 
     def _check_gradients(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Return the context of a backward pass. In the first one, it refuses gradients on the legacy default stream.
+        """Return the context of a backward pass; the first one rejects gradients on the legacy default stream.
 
         Raises:
-            RuntimeError: the first pass accumulates gradients outside of ``leaves``; a replay would lose them.
+            RuntimeError: the first pass accumulates gradients in tensors outside ``leaves``; replays would lose them.
         """
         if self._backward_was_checked:
             return nullcontext()
         known = set(map(id, leaves))
         for leaf in () if self._holds_hooks else connected_leaves(self.roots, stops=leaves):
-            # Modules may make leaves in forward.
+            # Modules may create leaves in forward.
             if id(leaf) not in known and (self.module is None or isinstance(leaf, torch.nn.Parameter)):
                 raise RuntimeError(
                     f"{self.name} uses a tensor of shape {tuple(leaf.shape)} that requires grad and is neither an "
@@ -372,7 +373,7 @@ class GraphedCallable:
         self._delayed.compute(capture.recording(graph))
 
     def detach(self) -> None:
-        """Release autograd's nodes and their saved tensors."""
+        """Release autograd nodes and their saved tensors."""
         self.roots = ()
 
     def drop_results(self) -> None:
@@ -381,12 +382,12 @@ class GraphedCallable:
         self.outputs = self.grad_outputs = self.grad_inputs = self.grad_params = ()
 
     def release_outputs(self) -> None:
-        """Allow later captures to reuse the memory of the outputs, which nothing reads after the backward pass."""
+        """Let later captures reuse the memory of the outputs, which nothing reads after the backward pass."""
         if not self._retain_graph:
             self.outputs = self._weak(self.outputs)
 
     def release_gradients(self, keep: Collection[int] = ()) -> None:
-        """Allow later captures to reuse the memory of all gradients except those of the inputs ``keep``."""
+        """Let later captures reuse the memory of all gradients, except for the inputs with indices in ``keep``."""
         weak = self._weak(self.grad_inputs)
         self.grad_inputs = tuple(self.grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
         weak = self._weak(self.grad_params)
@@ -397,11 +398,11 @@ class GraphedCallable:
 
     @property
     def trained_params(self) -> tuple[torch.Tensor, ...]:
-        """The parameters to which the last backward pass gave a gradient."""
+        """Parameters that received a gradient in the last backward pass."""
         return tuple(param for param, grad in zip(self.params, self.grad_params, strict=True) if grad is not None)
 
     def _weak(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
-        """Replace tensors in pool memory by weak references. The others must be kept alive."""
+        """Return weak references to tensors in pool memory, and other tensors unchanged, to keep them alive."""
         if self.forward_graph is None:
             return tuple(tensors)
         if self._memory is None:
@@ -420,7 +421,7 @@ class GraphedCallable:
         return any(storage_address(grad) in addresses for grad in grads if grad is not None)
 
     def finish(self) -> None:
-        """Prepare replays, once everything is captured."""
+        """Prepare for replays after all graphs are captured."""
         self._memory = None
         pairs = zip(self.params, self.grad_params)  # noqa: B905, without a backward pass there are no gradients
         self._grads_of_params = [(grad, self._clone_param_grads and not _is_read_later(param)) for param, grad in pairs]
@@ -436,10 +437,10 @@ class GraphedCallable:
         ]
 
     def _omit_consumed_gradients(self) -> None:
-        """Pass autograd only parameters whose gradients it gets, and a leaf that gets no gradient.
+        """Keep only parameters whose gradients are returned to autograd, and add a leaf without a gradient.
 
-        With the leaf, autograd runs the backward pass even if no input requires grad. A parameter in its place would
-        have its hooks called without a gradient.
+        The leaf makes autograd run the backward pass even if no input requires grad. With a parameter instead, autograd
+        would call the parameter's hooks without a gradient.
         """
         pairs = zip(self.params, self._grads_of_params)  # noqa: B905
         returned = [(param, grad) for param, grad in pairs if grad[0] is not None]
@@ -455,16 +456,15 @@ class GraphedCallable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs on ``args`` and ``kwargs``.
 
-        Keywords that the graph was not captured with are ignored, except for three: ``cuda_graph_stream`` is the stream
-        to replay on, ``cuda_graph_event`` the event that ends the replay, and ``is_first_microbatch`` tells whether to
-        quantize cached weights again. A module that is no longer in its mode at capture (training or evaluation) runs
-        eagerly.
+        Keywords absent at capture are ignored, except for ``cuda_graph_stream``, the stream to replay on,
+        ``cuda_graph_event``, the event that ends the replay, and ``is_first_microbatch``, which selects whether to
+        requantize cached weights. A module whose mode (training or evaluation) has changed since capture runs eagerly.
 
         Raises:
             RuntimeError: the graphs were reset.
-            TypeError: an input that the graph was captured with is missing, is not a tensor, or is nested differently.
-            ValueError: a tensor has another shape or dtype than at capture, or requires grad and did not at capture; or
-                ``is_first_microbatch`` is missing.
+            TypeError: an input is missing, is not a tensor, or is nested differently than at capture.
+            ValueError: the shape or dtype of a tensor differs from capture; a tensor requires grad but did not at
+                capture; or ``is_first_microbatch`` is missing.
         """
         eagerly = self._training is not None and self.func.training != self._training  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
@@ -483,7 +483,7 @@ class GraphedCallable:
         return self.replay(inputs, get("is_first_microbatch"), get("cuda_graph_stream"), get("cuda_graph_event"))
 
     def _match(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Return the flattened inputs of a call.
+        """Flatten the inputs of a call and check them.
 
         Raises:
             TypeError, ValueError: the inputs do not match the static ones.
@@ -505,9 +505,9 @@ class GraphedCallable:
         stream: torch.cuda.Stream | None = None,
         event: torch.cuda.Event | None = None,
     ) -> Any:
-        """Replay on flattened ``inputs``, which must match the static ones; return the outputs, nested as at capture.
+        """Replay on flattened ``inputs``, which must match the static inputs; return outputs nested as at capture.
 
-        The other arguments are the keywords of a call.
+        The other arguments are the special keywords of ``__call__``.
 
         Raises:
             RuntimeError: the graphs were reset.
@@ -519,7 +519,7 @@ class GraphedCallable:
         options = None
         if stream is not None or after_backward is not None:
             options = _ReplayOptions(stream, event, after_backward)
-        # Function.apply's Python code for torch.func costs more than the rest of it.
+        # Skip the Python code of Function.apply for torch.func, which takes longer than the rest of it.
         apply = ReplayNode.apply if torch._C._are_functorch_transforms_active() else _fast_apply
         return self._returned(apply(self, options, *inputs, *self.params))
 
@@ -528,7 +528,7 @@ class GraphedCallable:
         _copy_in(self._places, inputs)
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], options: _ReplayOptions | None) -> Tensors:
-        """Run the forward graph on ``inputs``, which are followed by parameters, and return its outputs."""
+        """Run the forward graph and return its outputs. ``inputs`` may be followed by parameters, which are ignored."""
         self.place(inputs)
         self.replays += 1
         self.round = self.order.forward(self.forward_turn)
@@ -538,23 +538,23 @@ class GraphedCallable:
             self.forward_graph.replay()  # type: ignore[union-attr]
         if self._copies_results:
             return tuple([output if output is None else output.clone() for output in self.outputs])
-        # Autograd keeps gradients of leaves as their grad; the next replay would overwrite them.
+        # Autograd stores gradients of leaves as their grad, which the next replay would overwrite.
         self._copied = [i for i in self._with_grad if inputs[i].is_leaf and inputs[i].requires_grad]
         return tuple([output if output is None else output.detach() for output in self.outputs])
 
     def replay_backward(
         self, grads: Tensors, options: _ReplayOptions | None, round_of_forward: int, node: Any
     ) -> list[torch.Tensor | None]:
-        """Run the backward graph, and return the gradients of inputs and parameters.
+        """Run the backward graph and return the gradients of inputs and parameters.
 
         Args:
             grads: The gradients of the outputs; None for zeros.
-            round_of_forward: ``round`` right after the forward replay.
-            node: Autograd's node of the replay.
+            round_of_forward: The value of ``round`` after the forward replay.
+            node: The autograd node of the replay.
 
         Raises:
-            RuntimeError: there is no backward graph; a later replay has overwritten its activations; or only some
-                gradients were requested, while the owner consumes the gradients of all parameters.
+            RuntimeError: there is no backward graph; a later replay has overwritten the activations; or autograd
+                requested only some gradients, but the owner consumes the gradients of all parameters.
         """
         if self.backward_graph is None:
             raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
@@ -574,8 +574,8 @@ class GraphedCallable:
         self.owner.after_backward()
         if options is not None and options.after_backward is not None:
             options.after_backward()
-        # Autograd may keep or accumulate into what it gets, so it gets new tensors. ``data`` makes them at half of the
-        # cost of ``detach``; unlike with ``detach``, versions are not shared, and nothing reads them.
+        # Autograd may keep the returned tensors or accumulate into them, so return new ones. ``data`` takes half the
+        # time of ``detach``. It does not share version counters, but nothing reads these here.
         results = [grad if grad is None else grad.data for grad in self.grad_inputs]
         for index in self._copied:
             results[index] = results[index].clone()  # type: ignore[union-attr]
@@ -585,7 +585,7 @@ class GraphedCallable:
         return results
 
     def _launch(self, graph: Any, phase: str, options: _ReplayOptions | None) -> None:
-        """Replay ``graph`` on the stream of ``options``, as a range in profiles."""
+        """Replay ``graph`` on the stream of ``options``, inside a profiler range."""
         stream = None if options is None else options.stream
         current = torch.cuda.current_stream()
         with torch.profiler.record_function(f"{self.name} {phase} replay"):
@@ -601,10 +601,10 @@ class GraphedCallable:
                 current.wait_event(options.event)
 
     def backward_dw(self) -> None:
-        """Replay the weight gradients that the last backward pass delayed; do nothing if there are none.
+        """Replay the weight gradients that the last backward pass delayed, if any.
 
-        As in eager mode, a module that does not accumulate into ``main_grad`` sets ``grad`` of its parameters, and the
-        hooks that modules run after their weight gradients run. If the last call with grad ran eagerly, so does this.
+        As in eager mode, modules that do not accumulate into ``main_grad`` set ``grad`` of their parameters, and
+        modules run the hooks that follow their weight gradients. Runs eagerly if the last call with grad ran eagerly.
         """
         if self._ran_eagerly:
             self._delayed.compute_eagerly()
@@ -613,26 +613,26 @@ class GraphedCallable:
             self._delayed.hand_out(self._clone_param_grads)
 
     def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
-        """Set the names that errors use.
+        """Set the names in error messages.
 
         Args:
             owner: Name of the callable.
-            names: Name of each input, positional ones first.
-            advice: End of an error about another shape or dtype.
+            names: Name of each input, positional inputs first.
+            advice: Ending of errors about a different shape or dtype.
         """
-        if len(names) == len(self._expected):  # nested inputs keep their numbers
+        if len(names) == len(self._expected):  # nested inputs are numbered
             self._expected.rename(owner, names.__getitem__, advice)
         self.name = owner
 
     # ------------------------------------------------------------------------------------------------------ life cycle
 
     def replace_methods(self, module: torch.nn.Module) -> None:
-        """Replace ``module.forward`` until ``reset``; add ``reset`` and ``backward_dw``, as TransformerEngine does."""
+        """Replace ``module.forward`` until ``reset``; like TransformerEngine, add ``reset`` and ``backward_dw``."""
         self._taken = TakenForward(module, self)
         vars(module).update(reset=self.reset, backward_dw=self.backward_dw)
 
     def forget_delayed(self) -> None:
-        """Drop the delayed weight gradients of a failed pass."""
+        """Discard the delayed weight gradients of a failed pass."""
         self._delayed.forget()
 
     def reset(self) -> None:
@@ -655,12 +655,12 @@ class GraphedCallable:
 
 
 def _places_of(tensors: Sequence[torch.Tensor | None]) -> _Places:
-    """Return static tensors with their addresses and strides, which take time to look up."""
+    """Return static tensors with their addresses and strides, because looking these up takes time."""
     return [(each, 0, ()) if each is None else (each, each.data_ptr(), each.stride()) for each in tensors]
 
 
 def _copy_in(places: _Places, given: Sequence[torch.Tensor | None]) -> None:
-    """Copy each given tensor to its static tensor, or zeros for None. Where there is no static tensor, do nothing."""
+    """Copy each given tensor into its static tensor, or zeros for None. Skip static tensors that are None."""
     for (static, address, stride), tensor in zip(places, given):  # noqa: B905, parameters follow inputs
         if static is None:
             continue
@@ -673,7 +673,7 @@ def _copy_in(places: _Places, given: Sequence[torch.Tensor | None]) -> None:
 
 
 class ReplayNode(torch.autograd.Function):
-    """The autograd node of a replay. Its inputs are a ``GraphedCallable``, options, its inputs and its parameters."""
+    """Autograd function of a replay. Arguments: the ``GraphedCallable``, its options, inputs and parameters."""
 
     @staticmethod
     def forward(ctx, graphed, options, *inputs):
@@ -714,19 +714,19 @@ def capture_passes(
 ) -> None:
     """Warm up and capture the passes of ``plan``, in replay order.
 
-    Restores random states, module buffers and garbage collection. After an exception there are no graphs.
+    Restores RNG states, module buffers and garbage collection. After an exception, no graphs remain.
 
     Args:
         graphed: The callable of each slot of the plan.
-        num_warmup_iters: Iterations of the whole plan before capture.
-        shares_memory: Whether graphs that are captured later may use memory that no later replay reads.
+        num_warmup_iters: Number of runs of the whole plan before capture.
+        shares_memory: Whether later captures may reuse memory that no later replay reads.
         pool: Memory pool of the graphs; None for a new one.
         contexts: Additional contexts around warm-up and capture.
         before_warmup, after_warmup: Called once each.
 
     Raises:
-        RuntimeError: a gradient is accumulated on the legacy default stream, or something cannot be captured.
-        ValueError: modules delay weight gradients, and the plan does not compute them.
+        RuntimeError: a gradient is accumulated on the legacy default stream, or an operation cannot be captured.
+        ValueError: modules delay weight gradients, but the plan does not compute them.
     """
     modules = [*dict.fromkeys(each.module for each in graphed if each.module is not None)]
     try:
@@ -735,7 +735,7 @@ def capture_passes(
                 before_warmup()
             if not num_warmup_iters:
                 make_workspaces()
-            with rebind_buffers(modules):  # graphs read the buffers that exist at replay
+            with rebind_buffers(modules):  # graphs must read the original buffers
                 for _ in range(num_warmup_iters):
                     run_passes(plan, graphed, WarmUp(), shares_memory)
             if after_warmup is not None:
@@ -753,12 +753,12 @@ def capture_passes(
 
 
 def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture | WarmUp, shares_memory: bool) -> None:
-    """Run the passes of ``plan`` once; the other arguments are those of ``capture_passes``."""
+    """Run the passes of ``plan`` once; see ``capture_passes``."""
     static_grads = BufferPool[tuple[torch.Tensor, ...]]()
     lent: dict[int, Lease[tuple[torch.Tensor, ...]]] = {}  # by slot
 
     def lend(slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return static gradients for the outputs of ``slot``, which other slots reuse once it has returned them."""
+        """Return static gradients for the outputs of ``slot``; other slots reuse them after their release."""
         key = tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)
         lent[slot] = static_grads.acquire(key, lambda: tuple(map(torch.zeros_like, outputs)))
         return lent[slot].buffers
@@ -789,7 +789,7 @@ def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture 
             each.release_outputs()
             for read in gradients_read.get(step, ()):
                 graphed[read].release_gradients()
-        # Another slot would overwrite gradients that backward returns unchanged before they are read.
+        # If backward returns them unchanged, another slot would overwrite them before they are read.
         if shares_memory and is_last and step.slot in lent and not each.returns_static_gradients:
             static_grads.release(lent.pop(step.slot))
 
@@ -798,16 +798,16 @@ def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture 
 
 
 class DelayedWeightGradients:
-    """Weight gradients that a separate pass computes, as with TransformerEngine's ``delay_wgrad_compute``.
+    """Weight gradients computed in a separate pass, as with TransformerEngine's ``delay_wgrad_compute``.
 
     Args:
-        modules: Modules with ``need_backward_dw`` and ``backward_dw``, which run in the forward pass.
-        params: Their parameters that require grad, perhaps among others.
+        modules: Modules with ``need_backward_dw`` and ``backward_dw`` that run in the forward pass.
+        params: Parameters that require grad, a superset of the modules' parameters.
     """
 
     def __init__(self, modules: Iterable[Any], params: Iterable[torch.Tensor]):
         self._modules = tuple(modules)
-        self._compute = [module.backward_dw for module in self._modules]  # a graphed module replaces this method
+        self._compute = [module.backward_dw for module in self._modules]  # graphs replace these methods later
         self._notify = [
             module._trigger_wgrad_accumulation_and_reduce_hooks
             for module in self._modules
@@ -820,22 +820,25 @@ class DelayedWeightGradients:
         return bool(self._modules)
 
     def compute(self, recording: AbstractContextManager) -> None:
-        """Compute the gradients that the last backward pass delayed, and restore ``grad`` of parameters."""
-        # Hidden, because modules do not set a grad that already exists.
+        """Compute and store the delayed gradients of the last backward pass; restore ``grad`` of parameters."""
+        # Hide grads, because modules do not replace an existing grad.
         with hide_grads_and_hooks(self._params):
             with recording:
                 self.compute_eagerly()
             self._grads = [(param, param.grad) for param in self._params if param.grad is not None]
 
     def compute_eagerly(self) -> None:
-        """Compute the gradients that the last backward pass delayed."""
+        """Compute the delayed gradients of the last backward pass."""
         for compute in self._compute:
             compute()
 
     def hand_out(self, clone: bool) -> None:
-        """Set ``grad`` of parameters to the gradients of a replay, and run the hooks that modules run afterwards.
+        """Set ``grad`` of parameters after a replay, and run the hooks that follow weight gradients in modules.
 
         Parameters of modules that accumulate into ``main_grad`` get no ``grad``.
+
+        Args:
+            clone: Whether to copy the static gradients.
         """
         for param, grad in self._grads:
             param.grad = grad.clone() if clone else grad
@@ -843,7 +846,7 @@ class DelayedWeightGradients:
             notify()
 
     def forget(self) -> None:
-        """Drop the delayed work of a failed pass, which the next pass would otherwise run."""
+        """Discard the delayed work of a failed pass, which the next pass would otherwise run."""
         for module in self._modules:
             queue = getattr(getattr(module, "wgrad_store", None), "context", None)  # TransformerEngine's
             while queue is not None and queue.qsize():
@@ -855,22 +858,22 @@ def _delays_weight_gradients(module: Any) -> bool:
 
 
 def _is_read_later(param: torch.Tensor) -> bool:
-    """Whether a hook after the weight gradients reads ``param.grad``, rather than autograd when backward returns.
+    """Return whether a hook after the delayed weight gradients reads the gradient of ``param``.
 
-    TransformerEngine marks the parameters of modules that delay their weight gradients. Backward returns a placeholder
-    for them, or a bias gradient that the hook reads, so it is not copied and must stay until then.
+    TransformerEngine marks parameters of modules that delay weight gradients. For these, backward returns a
+    placeholder, or a bias gradient that the hook reads later, so it is not copied and must stay valid until then.
     """
     return getattr(param, "skip_backward_post_hook", False)
 
 
 def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: Any) -> None:
-    # Sequences of TransformerEngine's operations and grouped experts run inner modules fused, without calling them.
+    # TransformerEngine's operation sequences and grouped experts run inner modules fused, without calling them.
     fused = hasattr(module, "_module_groups") or getattr(module, "calls_no_inner_modules", False)
     ran.update(dict.fromkeys(module.modules() if fused else (module,)))
 
 
 def _with_nested(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Add the gradient that a nested backward pass has accumulated, as activation checkpointing does."""
+    """Return ``grad`` plus the gradient that a nested backward pass accumulated (activation checkpointing)."""
     if param.grad is None:
         return grad
     return param.grad if grad is None else param.grad + grad

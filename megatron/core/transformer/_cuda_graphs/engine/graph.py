@@ -359,7 +359,7 @@ def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def pause_gc() -> AbstractContextManager[None]:
-    """Disable garbage collection, because freeing a graph during the capture of another one invalidates the capture."""
+    """Disable garbage collection: freeing a graph during the capture of another graph invalidates the capture."""
     return between(gc.disable, gc.enable) if gc.isenabled() else nullcontext()
 
 

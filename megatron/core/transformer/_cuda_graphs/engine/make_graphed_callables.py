@@ -1,6 +1,6 @@
 """``make_graphed_callables``: capture CUDA graphs of several callables at once, with hooks that run outside capture.
 
-The signature is the one of ``transformer_engine.pytorch.make_graphed_callables`` (2.20), plus ``owners``.
+The signature matches ``transformer_engine.pytorch.make_graphed_callables`` (2.20), plus ``owners``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,68 +43,67 @@ def make_graphed_callables(
     capture_time_hooks: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None = None,
     owners: Sequence[GraphOwner | None] | None = None,
 ) -> Any:
-    """Capture forward and backward of each callable in CUDA graphs.
+    """Capture the forward and backward passes of each callable in CUDA graphs.
 
     Args:
         modules: A module or a function of tensors, or a tuple of them.
-        sample_args: Positional inputs: a tuple of tensors, possibly nested, for each callable, or with ``_order`` for
-            each callable and micro-batch, by model chunk, then micro-batch, then layer. They become the graphs' static
-            inputs. An input that requires grad and is shared by entries in use at the same time is copied for each.
-        num_warmup_iters: Number of runs before capture. With 0, graphs include the setup in a first call.
-        allow_unused_input: Whether an input that requires grad may get no gradient.
-        sample_kwargs: Keyword inputs: a dict of tensors, possibly nested, for each entry of ``sample_args``.
+        sample_args: Positional inputs: one tuple of tensors, possibly nested, per callable, or with ``_order`` one per
+            callable and micro-batch, sorted by model chunk, then micro-batch, then layer. They become the graphs'
+            static inputs. An input that requires grad is copied if entries in use at the same time share it.
+        num_warmup_iters: Number of runs before capture. With 0, graphs include the one-time setup of a first call.
+        allow_unused_input: Whether inputs that require grad may have no gradient.
+        sample_kwargs: Keyword inputs: one dict of tensors, possibly nested, per entry of ``sample_args``.
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: megatron-core's names for the next five
-            arguments; they take precedence.
+            arguments, over which they take precedence.
         enabled: Whether callables are quantized (FP8, FP4): a bool, or a tuple with one bool per callable. Requires
             TransformerEngine modules.
         calibrating: Whether callables that are not quantized collect statistics.
-        recipe: TransformerEngine's recipe; None for its default recipe.
-        amax_reduction_group: Process group for the reduction of amaxes; None for the default group.
-        cache_quantized_params: Whether weights are quantized in a step's first micro-batch only: each replay then needs
-            the keyword ``is_first_microbatch``, a bool.
-        _order: The order of passes: ``c`` for the forward of model chunk ``c`` (counted from 1), ``-c`` for its
-            backward, ``-c - 0.5`` for the weight gradients that its modules delayed (TransformerEngine's
-            ``delay_wgrad_compute``). By default all forwards, then all backwards in reverse, each with its weight
-            gradients. Warm-up follows the same order.
+        recipe: TransformerEngine recipe; None for its default recipe.
+        amax_reduction_group: Process group for amax reduction; None for the default group.
+        cache_quantized_params: Whether weights are quantized only in the first micro-batch of a step. Each replay then
+            requires the keyword ``is_first_microbatch``, a bool.
+        _order: The order of passes in warm-up and capture: ``c`` for the forward pass of model chunk ``c`` (counted
+            from 1), ``-c`` for its backward pass, ``-c - 0.5`` for the weight gradients that its modules delayed
+            (TransformerEngine's ``delay_wgrad_compute``). By default, all forward passes, then all backward passes in
+            reverse, each followed by its weight gradients.
         _num_layers_per_chunk: Number of callables of each model chunk.
         pool: Memory pool of the graphs, from ``torch.cuda.graph_pool_handle``.
-        retain_graph_in_backward: Whether backward keeps autograd's graph.
-        _reuse_graph_input_output_buffers: Whether graphs share memory as far as replays in the order of ``_order``
-            permit: static inputs of equal shapes and dtypes, and static gradients of outputs, after their last reader;
+        retain_graph_in_backward: Whether backward retains the autograd graph.
+        _reuse_graph_input_output_buffers: Whether graphs share memory as far as the order of replays permits. Static
+            inputs of equal shapes and dtypes, and static gradients of outputs, are reused after their last reader;
             outputs after their backward pass; gradients of inputs and parameters after the next backward pass of the
             chunk (for its first layer, after the next backward pass of any chunk). The caller must consume the results
-            of replays before that. Requires ``_order``.
-        clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Otherwise, consume
-            each before the next replay overwrites it. That always holds for gradients of parameters that
-            TransformerEngine has marked with ``skip_backward_post_hook``, and for gradients of inputs that are not
-            leaves.
+            of replays before then. Requires ``_order``.
+        clone_param_grads_on_return: Whether backward returns copies of parameter gradients. Otherwise, consume each
+            gradient before the next replay overwrites it. Gradients of parameters that TransformerEngine marked with
+            ``skip_backward_post_hook``, and of inputs that are not leaves, are never copied.
         pre_warmup_hook, post_warmup_hook: Called once, before and after warm-up.
-        capture_time_hooks: For each callable None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
-            ``forward_hooks``, ``backward_pre_hooks`` and ``backward_hooks``. They run around the callable's passes in
-            every warm-up iteration and in capture, outside the graph, and are not replayed. ``CaptureTimeHooks``
-            documents their arguments; each must return None.
-        owners: For each callable None, or the ``GraphOwner`` that consumes the gradients of its parameters.
+        capture_time_hooks: For each callable, None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
+            ``forward_hooks``, ``backward_pre_hooks`` and ``backward_hooks``. The hooks run around the callable's passes
+            in every warm-up iteration and in capture, outside the graph, and are not replayed. ``CaptureTimeHooks``
+            documents their arguments. Each must return None.
+        owners: For each callable, None or the ``GraphOwner`` that consumes the gradients of its parameters.
 
     Returns:
-        With ``_order``, a ``GraphedCallable`` for each entry of ``sample_args``. Without it, for each callable: the
+        With ``_order``, a ``GraphedCallable`` for each entry of ``sample_args``. Otherwise, for each callable, the
         module itself, whose ``forward`` replays until its new method ``reset`` is called, or the ``GraphedCallable`` of
-        a function. A tuple if ``modules`` is one. ``backward_dw()`` of the returned object replays delayed weight
-        gradients; without any it does nothing.
+        a function. A tuple if ``modules`` is a tuple. ``backward_dw()`` of each result replays delayed weight
+        gradients, if any.
 
     Raises:
-        ValueError: lengths, orders or quantization arguments do not match, or a module is given twice without
+        ValueError: lengths, orders or quantization arguments do not match, or a module is listed twice without
             ``_order``.
         TypeError: an entry of ``modules`` is not callable, an input or output is not a tensor, a hook is not callable,
-            ``capture_time_hooks`` are not nested as above, or a function is to be quantized.
-        RuntimeError: a module has hooks or trainable buffers; it or a submodule has graphs already; a callable uses a
-            parameter that is neither an input nor its module's; autocast caches weights; modules are in different
-            modes; a hook returned a value; or an operation in a callable cannot be captured.
+            ``capture_time_hooks`` are not nested as above, or quantization is enabled for a function.
+        RuntimeError: a module has hooks or trainable buffers; a module or submodule already has graphs; a callable uses
+            a parameter that is neither an input nor its module's; autocast caches weights; some modules are in training
+            mode and others in evaluation mode; a hook returned a value; or an operation cannot be captured.
 
-    Parameters of a module get gradients; for a function only inputs do. Replays do not notice that a parameter was
-    replaced or unfrozen since capture.
+    Gradients are computed for a module's inputs and parameters, and only for the inputs of a function. Replays do not
+    detect that a parameter was replaced or unfrozen since capture.
 
-    Capture restores parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag. A
-    failed capture leaves modules as they were. Graphs, and modules that replay them, cannot be copied, and gradients of
+    Capture restores parameters' ``grad``, buffers, RNG states, garbage collection and TransformerEngine's capture flag.
+    A failed capture leaves modules unchanged. Graphs, and modules that replay them, cannot be copied, and gradients of
     replays cannot be differentiated again.
     """
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
@@ -192,7 +191,11 @@ def make_graphed_callables(
 
 
 def _check_module(name: str, module: torch.nn.Module) -> None:
-    """Refuse a module whose passes cannot be captured by themselves."""
+    """Check that the passes of a module can be captured.
+
+    Raises:
+        RuntimeError: the module has graphs, hooks or a trainable buffer.
+    """
     for child in module.modules():
         if isinstance(vars(child).get("forward"), GraphedCallable):
             raise RuntimeError(
@@ -209,7 +212,11 @@ def _check_module(name: str, module: torch.nn.Module) -> None:
 
 
 def _checked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return the sample inputs of a callable; a ``TypeError`` if one holds a value that is not a tensor."""
+    """Return the sample inputs of a callable as a tuple and a dict.
+
+    Raises:
+        TypeError: an input holds a value that is not a tensor.
+    """
     for key, value in (*enumerate(args), *kwargs.items()):
         for leaf in tree_leaves(value):
             if not isinstance(leaf, torch.Tensor):
@@ -218,7 +225,11 @@ def _checked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 
 
 def _one_each(what: str, given: Any, entries: Sequence[Any]) -> Sequence[Any]:
-    """Check that an argument has one entry for each of ``entries``, or is None."""
+    """Return an argument with one value per entry of ``entries``, all None if the argument is None.
+
+    Raises:
+        TypeError, ValueError: the argument is a dict or has the wrong length.
+    """
     if given is None:
         return [None] * len(entries)
     if isinstance(given, Mapping):

@@ -14,8 +14,8 @@ import torch
 def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a detached tensor over ``storage`` with the layout of ``tensor``.
 
-    The dtype, shape, strides, storage offset, and conjugate and negative bits are copied from ``tensor``; the tensor
-    is on the device of ``storage``.
+    The dtype, shape, strides, storage offset, and conjugate and negative bits match ``tensor``; the device matches
+    ``storage``.
     """
     alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

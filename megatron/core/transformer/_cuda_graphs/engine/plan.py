@@ -172,7 +172,7 @@ class Lease[Buffers]:
 class BufferPool[Buffers]:
     """Pool of reusable static tensors by key, first in, first out.
 
-    Call the methods in replay order. Release tensors only after the last replay of their holder that reads or writes
+    Call the methods in replay order: release tensors only after the last pass of their holder that reads or writes
     them.
     """
 

@@ -164,7 +164,7 @@ class Quantization:
 
         Returns:
             The reduction to run after the backward replay, for the first module of TransformerEngine's outermost
-            ``autocast`` context; None for other modules.
+            ``autocast`` context; None otherwise.
 
         Raises:
             ValueError: weights are cached and ``is_first_microbatch`` is not a bool.

@@ -101,7 +101,7 @@ def generator_states() -> list[torch.Generator]:
 
 
 class GraphStates:
-    """The RNG tracker states that graphs draw from: Megatron's current ones at construction.
+    """RNG tracker states that graphs draw from, recorded at construction.
 
     A graph draws from the state objects that existed at its capture. The tracker's ``set_states`` and a new seed
     replace these objects, and only eager passes draw from the new ones.
