@@ -1,4 +1,4 @@
-"""Work after the backward passes of a step, without walks that a model does not need.
+"""Finalize gradients after the backward passes of a step, without walking all modules in every step.
 
 Gradients of an embedding shared by two pipeline stages are reduced even if they are sharded.
 """
@@ -15,13 +15,13 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
 
-# The attributes that megatron-core resets; a router has them from the start, or never.
+# The attributes that megatron-core resets; a router has them from construction or never.
 _RESET = ("expert_bias", "reset_global_aux_loss_tracker", "qb_beta_accum")
 _routers: WeakKeyDictionary[torch.nn.Module, list[ref[torch.nn.Module]]] = WeakKeyDictionary()
 
 
 def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module]) -> None:
-    """Reset the statistics that MoE routers collect in a step; see megatron-core. Each model is searched only once."""
+    """Reset the per-step statistics of MoE routers; see megatron-core. Each model is searched for routers only once."""
     for chunk in model:
         if chunk not in _routers:
             found = (module for module in chunk.modules() if any(hasattr(module, name) for name in _RESET))
@@ -39,10 +39,10 @@ def _allreduce_embedding_grad(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Sum the gradients of an embedding that the first and another pipeline stage share; see megatron-core.
+    """Sum the gradients of an embedding that the first pipeline stage shares with a later one; see megatron-core.
 
-    Under Megatron-FSDP both stages shard it identically, in a separate bucket, and megatron-core sums their shards. It
-    would then replace the sharded gradient by the shard, and miss a decoupled gradient.
+    Under Megatron-FSDP both stages shard the embedding identically, in a separate bucket, and megatron-core sums their
+    shards. It would then replace the sharded gradient with the local shard, and ignore a decoupled gradient.
     """
 
     def gradient_of(module: torch.nn.Module) -> Any:

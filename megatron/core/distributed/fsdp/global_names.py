@@ -1,8 +1,7 @@
-"""Names of a model's parameters that do not depend on its division into pipeline stages.
+"""Global parameter names, which do not depend on how the model is split into pipeline stages.
 
-Each chunk of the model counts its layers from 0. Checkpoints hold the parameters of all stages by name, so names in
-checkpoints contain the layer's number in the whole model. An output layer that is tied to another stage's embedding
-uses the embedding's name.
+Each model chunk numbers its layers from 0. A checkpoint stores the parameters of all stages by name, so its names
+contain global layer numbers. An output layer tied to the embedding of a different stage uses the embedding's name.
 """
 
 import re
@@ -11,20 +10,20 @@ from typing import Any
 
 import torch
 
-# Prefixes of wrappers; the outermost list of layers with a layer's index.
+# Wrapper prefixes; the outermost list of layers followed by a layer's index.
 _WRAPPERS = re.compile(r"(?:module\.)*")
 _PARTS = re.compile(r"((?:module\.)*)((?:.*?\.)??layers)\.(\d+)(?=\.|$)")
 
 
 def inner_name(name: str) -> str:
-    """Return ``name`` without the prefixes of wrappers."""
+    """Return ``name`` without wrapper prefixes."""
     return _WRAPPERS.sub("", name, count=1).removeprefix(".")
 
 
 def unused_output_weights(chunks: Iterable[torch.nn.Module]) -> set[str]:
-    """Return the names, without wrappers, of output layers' weights in ``chunks`` that no pass reads.
+    """Return the names, without wrapper prefixes, of unused output layer weights in ``chunks``.
 
-    A stage with multi-token prediction has a copy of the embedding, and a tied output layer uses that copy.
+    A stage with multi-token prediction has a copy of the embedding, which a tied output layer uses instead.
     """
     return {
         inner_name(f"{name}.output_layer.weight")
@@ -39,7 +38,7 @@ def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
     """Return a function that maps names of modules, parameters or states in ``chunk`` to global names.
 
     Args:
-        chunk: A chunk of the model, wrapped or not. Its layers' ``layer_number`` counts from 1 in the whole model.
+        chunk: A model chunk, wrapped or not. The ``layer_number`` of its layers is global and starts at 1.
     """
     numbers = {}
     tied = {}
@@ -63,13 +62,13 @@ def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
 
 
 def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the values of a pipeline stage's chunks into one dictionary by global name.
+    """Merge the values of a pipeline stage's chunks into one dictionary keyed by global name.
 
     Args:
-        named: For each chunk, its values by name.
+        named: The values of each chunk by name.
 
     Raises:
-        ValueError: Two chunks have a value of the same global name.
+        ValueError: Two chunks have different values with the same global name.
     """
     merged: dict[str, Any] = {}
     for chunk, values in zip(chunks, named, strict=True):

@@ -1,6 +1,6 @@
-"""Megatron-FSDP's adapter, whose meshes also fit pipeline stages.
+"""Megatron-FSDP's adapter, with device meshes that support pipeline stages.
 
-megatron-core creates the mesh over all ranks of the job, although a pipeline stage has only some of them.
+megatron-core creates the mesh over all ranks of the job, although a pipeline stage contains only some of them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,15 @@ if TYPE_CHECKING:  # megatron-core's names
     def __getattr__(name: str) -> Any: ...
 
 
-# From megatron-core 0.20 on FullyShardedDataParallel creates one of two versions; graphs support the first.
+# Since megatron-core 0.20, FullyShardedDataParallel creates one of two versions; graphs support the first.
 _Base: Any = getattr(_upstream, "FullyShardedDataParallelV1", _upstream.FullyShardedDataParallel)
 
 
 class FullyShardedDataParallel(_Base):
-    """megatron-core's ``FullyShardedDataParallel``, which also wraps pipeline stages."""
+    """megatron-core's ``FullyShardedDataParallel``, which can also wrap pipeline stages."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
-        # Freeing a stage's output early needs a separate tensor, and Megatron-FSDP's hooks return views.
+        # Freeing a stage's output early requires a tensor that is not a view, but Megatron-FSDP's hooks return views.
         config.deallocate_pipeline_outputs = False
         super().__init__(config, *args, **kwargs)
 
@@ -37,25 +37,25 @@ if _Base is not _upstream.FullyShardedDataParallel:
 
 
 def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
-    """Return the ranks ``[data parallel, tensor parallel]`` that share parameters with this rank, as int64.
+    """Return the mesh of ranks that share parameters with this rank, int64 ``[data parallel, tensor parallel]``.
 
     Args:
-        dp_cp_group: The ranks over which parameters are sharded; for experts, the expert-data-parallel ranks.
-        ep_size: Ignored, as the groups already determine which ranks have the same experts.
+        dp_cp_group: The group over which parameters are sharded; for experts, the expert-data-parallel group.
+        ep_size: Ignored, because the groups already determine which ranks have the same experts.
     """
     return _mesh_of(dp_cp_group, tp_group)
 
 
 def _get_hsdp_tp_mesh(outer_fsdp_dp_group, dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
-    """Return the ranks ``[replicas, data parallel, tensor parallel]``, as int64; see ``_get_dp_tp_mesh``."""
+    """Return the mesh, int64 ``[HSDP replicas, data parallel, tensor parallel]``; see ``_get_dp_tp_mesh``."""
     return _mesh_of(outer_fsdp_dp_group, dp_cp_group, tp_group)
 
 
 def _mesh_of(*groups: dist.ProcessGroup) -> torch.Tensor:
-    """Return the mesh of ranks spanned by ``groups``, which all contain this rank; one dimension per group, int64.
+    """Return the mesh of ranks spanned by ``groups``, which all contain this rank: int64, one dimension per group.
 
-    Megatron numbers ranks as places in a box whose sides are the parallel sizes, so a step along one side always adds
-    the same number.
+    Megatron numbers ranks in a grid whose dimensions are the parallel sizes, so the stride of each dimension is
+    constant.
     """
     rank = dist.get_rank()
     mesh = torch.tensor(rank)

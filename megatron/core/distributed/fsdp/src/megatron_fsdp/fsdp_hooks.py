@@ -1,6 +1,6 @@
-"""The hooks that Megatron-FSDP registers on a model, each a named method of one object.
+"""The hooks that Megatron-FSDP registers on a model, as named methods of one object.
 
-In a training step they run in this order for an FSDP unit (a layer, with ``optim_grads_params``):
+In a training step, the hooks of an FSDP unit (a layer, with ``optim_grads_params``) run in this order:
 
 ====================================  =========================================================================
 before forward                        ``unshard_for_forward``: gather the unit's parameters, prefetch the next unit's
@@ -10,11 +10,11 @@ when a gradient is complete           ``handle_gradient``: move it to its bucket
 after backward                        ``release_after_backward``: release the parameter bucket
 ====================================  =========================================================================
 
-Other modules gather their own direct parameters before forward and keep them. ``start_backward`` opens the backward
-pass of the whole model (``BackwardPass``), which handles the rest at its end.
+Other modules gather their direct parameters before forward and keep them. ``start_backward`` opens the backward pass of
+the whole model (``BackwardPass``), which handles the remaining gradients at its end.
 
-Autograd has no hook before or after the backward pass of a module, so ``attach_*`` insert one into its graph around the
-module. Sentinels on them lead ``megatron.core.transformer._cuda_graphs.hooks`` to the handler.
+Autograd has no hooks before or after the backward pass of a module, so the ``attach_*`` hooks insert them into its
+graph around the module. Sentinels on these hooks let ``megatron.core.transformer._cuda_graphs.hooks`` find the handler.
 """
 
 import weakref
@@ -42,7 +42,7 @@ LAYERS = (TransformerLayer, MambaLayer)
 
 
 def _hook(method: Callable) -> Callable:
-    """Mark ``method`` as a hook: shown in profiles, never compiled, and never run while a graph records."""
+    """Decorate ``method`` as a hook: shown in profiles, never compiled, and never run while a graph is recorded."""
     hook: Callable = torch.compiler.disable(runs_outside_graphs(shown_in_profiles(method)))
     return hook
 
@@ -54,9 +54,9 @@ class FsdpHooks:
         identity: megatron-core's autograd function, an identity whose backward pass first calls a handler.
 
     Attributes:
-        fsdp: The wrapper whose pipelines and buffers the hooks drive.
-        graphs: Its graphs, which decide who runs a pass.
-        forward_failed: Whether an exception ended the last forward pass of the whole model.
+        fsdp: The wrapper whose pipelines and buffers the hooks use.
+        graphs: The wrapper's graphs, which select the runner of each pass.
+        forward_failed: Whether the last forward pass of the whole model ended with an exception.
     """
 
     def __init__(self, graphs: FsdpGraphs, identity: Any):
@@ -68,13 +68,13 @@ class FsdpHooks:
         self._has_float8_params = False
 
     def __deepcopy__(self, memo: dict) -> "FsdpHooks":
-        """Return this object: a copied module keeps its hooks, and the wrapper is not copied."""
+        """Return this object, so that copied modules keep their hooks and the wrapper is not copied."""
         return self
 
     # ------------------------------------------------------------------------------------------------ registration
 
     def register(self, root: torch.nn.Module) -> None:
-        """Register every hook on ``root``, its submodules and their parameters."""
+        """Register all hooks on ``root``, its submodules and their parameters."""
         fsdp = self.fsdp
         for module in root.modules():
             module._training_state = TrainingState.IDLE
@@ -97,8 +97,8 @@ class FsdpHooks:
                 units.append(module)
                 module.register_forward_hook(self.release_after_forward)
                 self._register_before_backward(module, self.unshard_for_backward)
-                # As megatron-core 0.20 does. 0.19 does so only where parameters are sharded, as only then it has units
-                # by default.
+                # Same as megatron-core 0.20; 0.19 registers this hook only if parameters are sharded, because otherwise
+                # it has no units by default.
                 attach = partial(self.attach_after_backward, self.release_after_backward)
                 setattr(attach, BACKWARD_HANDLER, self.release_after_backward)
                 module.register_forward_pre_hook(attach, with_kwargs=True)
@@ -118,19 +118,20 @@ class FsdpHooks:
             module.register_forward_pre_hook(self.unshard_for_forward, prepend=True, with_kwargs=True)
 
     def _register_gradients(self, params: Iterable[torch.nn.Parameter]) -> None:
-        # Parameters hold these hooks where Python's garbage collector does not look: a model would never be freed.
+        # Parameters store these hooks where Python's garbage collector cannot see them: a strong reference would leak
+        # the model.
         handle_gradient = MethodType(FsdpHooks.handle_gradient, weakref.proxy(self))
         for param in params:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(handle_gradient)
 
     def _register_root(self, root: torch.nn.Module, last: torch.nn.Module) -> None:
-        # The user may call a submodule that holds every parameter (the one inside a precision wrapper, for example).
+        # The user may call a submodule that contains every parameter (the one inside a precision wrapper, for example).
         parameters = len(list(root.parameters()))
         for module in root.modules():
             if len(list(module.parameters())) == parameters:
                 self._register_before_backward(module, self.start_backward)
-        # megatron-core also frames backward at the last module of the walk; whichever comes first starts it.
+        # megatron-core also starts backward at the last module of the walk; the first of these hooks to run opens it.
         self._register_before_backward(last, self.start_backward)
         root.register_load_state_dict_post_hook(self.install_loaded_parameters)
         for module in self.fsdp.modules():
@@ -153,7 +154,7 @@ class FsdpHooks:
 
     @_hook
     def release_after_forward(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
-        """Release the parameter bucket of a unit; lazily while backward recomputes the unit and needs it again."""
+        """Release the parameter bucket of a unit; lazily during recomputation, because backward needs it again."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
             module.__dict__["_training_state"] = TrainingState.IDLE
@@ -168,22 +169,22 @@ class FsdpHooks:
 
     @_hook
     def release_after_backward(self, module: torch.nn.Module) -> None:
-        """Handle the remaining gradients of a unit, and release its parameter buckets."""
+        """Handle the collected gradients of a unit, and release its parameter buckets."""
         runner = self.backward.runners.get(module)
         (runner or self.graphs.runner_of(module)).after_backward()
 
     def install_loaded_parameters(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
-        """Copy the parameters that ``load_state_dict`` has set to the model's compute weights."""
+        """Copy the parameters loaded by ``load_state_dict`` to the model's compute weights."""
         self.fsdp.install_optimized_model_weights()
 
     def show_distributed_parameters(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Show ``state_dict`` the optimizer's ``DTensor`` parameters."""
+        """Make ``state_dict`` return the optimizer's ``DTensor`` parameters."""
         self.fsdp._replace_param_with_distributed_if_needed()
 
     @torch.compiler.disable
     @runs_outside_graphs
     def release_transpose_cache(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
-        """Discard the FP8 transposes that ``module``'s own parameters cached in forward."""
+        """Discard the FP8 transposes that the direct parameters of ``module`` cached in forward."""
         if self._has_float8_params:
             for param in module.parameters(recurse=False):
                 if is_float8tensor(param):
@@ -192,8 +193,8 @@ class FsdpHooks:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
-        """Handle the complete gradient ``param.grad``, when autograd has computed it."""
-        if getattr(param, "skip_backward_post_hook", False):  # delayed, with a hook of its own
+        """Handle the complete gradient ``param.grad`` after autograd has computed it."""
+        if getattr(param, "skip_backward_post_hook", False):  # delayed; a separate hook handles it
             return
         if self.backward.phase is Phase.IN_PARTS and param in self._outside_layers:
             return
@@ -209,9 +210,9 @@ class FsdpHooks:
 
     @_hook
     def start_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
-        """Open the model's backward pass: forward hooks neither prefetch nor release, all gradients are due."""
-        # A captured layer can hold all of the model's parameters (the only layer of a pipeline stage, for example); its
-        # backward pass during capture is not the model's. A capture of the whole model opens the pass itself.
+        """Open the model's backward pass; see ``BackwardPass.start``."""
+        # A captured layer can contain all of the model's parameters (as the only layer of a pipeline stage, for
+        # example); its backward pass during capture is not the model's. Captures of the whole model open the pass.
         if self.graphs.captured is None:
             self.backward.start()
 
@@ -219,19 +220,20 @@ class FsdpHooks:
     def start_backward_in_parts(self) -> None:
         """Open a backward pass with separate parts for embedding, layers and output layer; the caller closes it.
 
-        A parameter that several parts share gets a gradient from each, so gradients outside of layers are complete only
-        at the end of the pass. An earlier reduction would read a bucket that later parts write, and run twice.
+        A parameter shared by several parts gets a gradient from each, so gradients outside of layers are complete only
+        at the end of the pass. Reducing them earlier would read a bucket that later parts still write, and would reduce
+        twice.
         """
         self.backward.start(caller_ends_it=True)
         self.backward.phase = Phase.IN_PARTS
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Prepare a forward pass of the whole model, given its arguments; drop passes that an exception ended."""
+        """Prepare a forward pass of the whole model with these arguments, and clean up after passes that failed."""
         if self.backward.phase is not Phase.CLOSED:
             self.backward.forward_begins()
-        if self.forward_failed:  # the layer that failed and the next one hold the double buffer
+        if self.forward_failed:  # the failed layer and the next one occupy the double buffer
             self.forward_failed = False
-            release_units(self.fsdp)  # the same on all ranks, also if only this one failed
+            release_units(self.fsdp)  # the same on all ranks, even if only this one failed
         graphs = self.graphs
         if graphs.passes is not None and torch.is_grad_enabled():
             graphs.passes.replayed = False
@@ -260,7 +262,7 @@ class FsdpHooks:
     def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
         """Make autograd call ``handler(module, grads)`` at the first gradient of ``output``; a forward hook.
 
-        Autograd's graph keeps the runner of the forward pass.
+        The runner of the forward pass is stored in autograd's graph.
         """
         call = partial(handler, module)
         if handler == self.unshard_for_backward:
@@ -274,10 +276,10 @@ class FsdpHooks:
         return call_before_backward(call, output)
 
     def _refuse_at_capture(self, module: torch.nn.Module, kind: str, sentinel: str) -> None:
-        """Refuse to run as a hook of a module that is being captured: the engine gets the handler instead.
+        """Refuse to run as a hook of a module that is being captured, because the engine calls the handler instead.
 
         Raises:
-            RuntimeError: The hook has lost its sentinel, so that capture cannot recognize it.
+            RuntimeError: The hook has lost its sentinel, so that the capture did not recognize it.
         """
         if self.graphs.captured and module in self.graphs.captured:
             raise RuntimeError(
@@ -290,10 +292,11 @@ _PLAIN = (torch.Tensor, type(None), bool, int, float, str)  # the usual argument
 
 
 def call_after_backward(identity: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Make autograd call the backward pass of ``identity`` after that of a module that gets these arguments.
+    """Make autograd run the backward pass of ``identity`` after the backward pass of a module with these arguments.
 
-    Return the arguments to pass instead, whose tensors went through ``identity``: the module must not change them in
-    place. Return None if no tensor requires a gradient.
+    Returns:
+        The arguments to pass to the module instead, or None if no tensor requires a gradient. Their tensors are outputs
+        of ``identity``, so the module must not modify them in place.
     """
     leaves, spec = [*args, *kwargs.values()], None
     if not _are_leaves(leaves):
@@ -312,8 +315,9 @@ def call_after_backward(identity: Callable[..., Any], args: tuple, kwargs: dict)
 def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
     """Make autograd call ``handler`` with the gradients at the first gradient of a module's ``output``.
 
-    Return the output to pass on instead. Its tensors are views, so that an input that is also an output becomes a
-    separate tensor.
+    Returns:
+        The output to return instead. Its tensors are views, so that an input returned as an output becomes a separate
+        tensor.
     """
     if torch.is_tensor(output):
         output = output.view_as(output)
@@ -329,7 +333,7 @@ def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
 
 
 def _are_leaves(values: Sequence[Any]) -> bool:
-    """Whether no value is a container of tensors: walking through one costs the host many calls."""
+    """Return whether no value is a container, whose traversal would cost the host many calls."""
     return all(map(tree_is_leaf, [value for value in values if not isinstance(value, _PLAIN)]))
 
 

@@ -1,4 +1,4 @@
-"""``MegatronFSDP`` whose hooks are named methods of one object, and which supports CUDA graphs."""
+"""``MegatronFSDP`` with CUDA graph support, and with hooks that are named methods of one object."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ _upstream: Any = extend(__name__)
 class MegatronFSDP(_upstream.MegatronFSDP):
     """megatron-core's ``MegatronFSDP`` with the hooks of ``fsdp_hooks.FsdpHooks``.
 
-    Arguments, methods and behavior are those of megatron-core.
+    Arguments, methods and behavior match megatron-core.
 
     Attributes:
         graphs: The CUDA graphs of the model.
@@ -29,10 +29,10 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     graphs: FsdpGraphs
     is_param_fsdp_distributed: bool
     _parameter_swap: ParameterSwap | None = None
-    _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has exchanged all parameters
+    _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has swapped all parameters
 
     def _init_fsdp_param_and_grad_buffer(self) -> None:
-        # With ``average_in_collective`` megatron-core needs the number of ranks that share an expert, even for dense
+        # With ``average_in_collective`` megatron-core requires the number of ranks that share an expert, even in dense
         # models.
         index, experts = self.dist_index, None
         if index.get_dp_group(is_expert_parallel=True) is None:
@@ -57,7 +57,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.post_backward = hooks.backward.finish_backward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model; see megatron-core. Warns if an exception ended the last backward pass."""
+        """Run the model; see megatron-core. Warn if the last backward pass ended with an exception."""
         self.fsdp_hooks.before_forward(inputs, kwargs)
         try:
             return super().forward(*inputs, **kwargs)
@@ -66,7 +66,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             raise
 
     def zero_grad_buffer(self) -> None:
-        """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
+        """Zero all gradients; see megatron-core. Warn if the last backward pass ended with an exception."""
         self.graphs.backward.drop_unfinished()
         swap = self._parameter_swap
         params = self.module.parameters() if swap is None else swap.params(self.is_param_fsdp_distributed)
@@ -78,10 +78,11 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to gather parameters for the next forward pass; see megatron-core.
 
-        Does nothing during a capture, of the optimizer's step for example: no later pass could wait for a gather inside
-        a graph, and replays would not exchange parameters. The caller of a replay calls it; forward gathers anyway.
+        Does nothing during a capture (of the optimizer step, for example): later passes could not wait for a gather
+        inside a graph, and replays would not swap parameters. Callers of a replay call this method; forward gathers
+        missing parameters in any case.
         """
-        gathers = self.ddp_config.fsdp_all_gather_in_start_param_sync  # or does a graph of the whole pass?
+        gathers = self.ddp_config.fsdp_all_gather_in_start_param_sync
         if gathers and torch.cuda.is_current_stream_capturing():
             return
         if gathers and not force_sync and self.ddp_config.overlap_param_gather:
@@ -99,17 +100,17 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def attach_grad_to_optimizer_state(self) -> None:
         """Pass the reduced gradients to the optimizer; see megatron-core.
 
-        Unsharded gradients are scaled first, unless no backward pass has ended since the last time.
+        Unsharded gradients are scaled first if a backward pass has finished since the last call.
         """
         if self.microbatch_count:
             self.param_and_grad_buffer.unsharded_gradients.scale()
         super().attach_grad_to_optimizer_state()
 
     def synchronize_gradient_reduce(self) -> None:
-        """Finish the reduction of gradients; see megatron-core, which then also resets every bucket.
+        """Finish the reduction of gradients; see megatron-core, which also resets every bucket.
 
-        Replays of the whole model leave no bucket to reset. Without ``overlap_grad_reduce`` megatron-core reduces
-        gradients here, even if the step's last backward pass has reduced them already.
+        Replays of the whole model leave no buckets to reset. Without ``overlap_grad_reduce``, megatron-core reduces
+        gradients here, even if the last backward pass of the step has already reduced them.
         """
         gradients = self.graphs.gradients
         self.param_and_grad_buffer.gathered_across_replicas = False  # the optimizer will change the weights
@@ -123,13 +124,13 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         gradients.progress = Progress.REPLAYED
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start to reduce gradients, unless backward passes do; see megatron-core.
+        """Start to reduce gradients, unless backward passes do so; see megatron-core.
 
-        Pipeline schedules call it after the last backward pass if it is their ``grad_sync_func``. All stages but the
-        first then do not mark that pass as the last.
+        Pipeline schedules call this after the last backward pass if it is their ``grad_sync_func``. Only the first
+        stage then marks that pass as the last.
 
         Raises:
-            RuntimeError: Gradients were left unreduced for that reason.
+            RuntimeError: Gradients were left unreduced because the last pass was not marked.
         """
         if self.ddp_config.overlap_grad_reduce:
             self.graphs.gradients.check_final()
@@ -142,9 +143,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self._exchange_parameters(False, super()._replace_param_with_raw_if_needed)
 
     def _exchange_parameters(self, distributed: bool, exchange_by_name: Callable[[], None]) -> None:
-        """Give all modules the optimizer's parameters, or the raw ones.
+        """Swap the parameters of all modules to the optimizer's, or to the raw ones.
 
-        megatron-core does so for a model that is new or has changed; it also marks parameters, once in each direction.
+        megatron-core's method runs for new or changed models; it also marks parameters, once in each direction.
         """
         if self.is_param_fsdp_distributed == distributed:
             return

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's casts of parameter shards to FP8 without transposes, which are never read."""
+"""Cast parameter shards to FP8 without computing transposes, which are never read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +24,12 @@ def fp8_quantize(model_params: list[torch.Tensor], *args: Any, **kwargs: Any) ->
 
 @contextmanager
 def without_transposes() -> Iterator[None]:
-    """Skip the transposes in TransformerEngine's per-tensor casts within this context.
+    """Skip the transposes in TransformerEngine's per-tensor casts in this context.
 
-    ``cast_master_weights_to_fp8`` casts a shard as one row of millions of elements into a temporary tensor, and also
-    computes its transpose, which GPUs need for whole parameters only. On Hopper the transpose takes thirty times as
-    long as the cast (``docs/results.md``). Tensors that hold a transpose still get both. Without TransformerEngine
-    this does nothing.
+    ``cast_master_weights_to_fp8`` casts a shard as a single row of millions of elements into a temporary tensor, and
+    also computes its transpose, although only whole parameters need one. On Hopper the transpose takes thirty times as
+    long as the cast (``docs/results.md``). Tensors that already have a transpose still get both. Does nothing without
+    TransformerEngine.
     """
     try:
         from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer

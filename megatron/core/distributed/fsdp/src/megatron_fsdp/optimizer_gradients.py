@@ -1,4 +1,4 @@
-"""Copies of gradients and weights around the optimizer's step, planned once. The dtypes may differ."""
+"""Copy gradients and weights around the optimizer step with plans made once; source and target dtypes may differ."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -10,28 +10,29 @@ import torch
 from .mixed_precision import is_float8tensor
 
 _LOCAL, _DATA, _ADDRESS = attrgetter("_local_tensor"), attrgetter("data"), methodcaller("data_ptr")
-# In elements: torch's allocator aligns each tensor to 512 bytes, and kernels that load several elements at once take
-# another path for unaligned tensors.
+# In elements. torch's allocator aligns each tensor to 512 bytes, and vectorized kernels take a different path for
+# unaligned tensors.
 _ALIGNMENT = 128
 
 
 def gradient_name(decoupled: bool) -> str:
-    """Return the attribute that holds the gradient of an optimizer's parameter; decoupled ones may differ in dtype."""
+    """Return the gradient attribute of the optimizer's parameters; a decoupled gradient may differ in dtype."""
     return "decoupled_grad" if decoupled else "grad"
 
 
 class OptimizerGradients:
-    """The gradients of an optimizer's parameters: shards of the main gradients, or casts of these to another dtype.
+    """The gradients of an optimizer's parameters: shards of the main gradients, or copies cast to a different dtype.
 
-    megatron-core creates these views in every step, and casts each shard into new memory. Here the views are kept, and
-    the casts have memory from ``update`` to ``release``. Parameters without a shard on this rank have no gradient.
+    megatron-core creates these views in every step, and casts each shard into new memory. This class reuses the views,
+    and the casts occupy memory only from ``update`` to ``release``. Parameters without a shard on this rank have no
+    gradient.
 
     Attributes:
-        in_place: Whether a graph may read the gradients, so that they stay attached and at their addresses.
+        in_place: Whether a graph may read the gradients, which then stay attached and at the same addresses.
     """
 
     def __init__(self, buffer: Any, *, in_place: bool):
-        """Take over the gradients that ``buffer``, a ``ParamAndGradBuffer``, has attached to its parameters."""
+        """Manage the gradients that a ``ParamAndGradBuffer`` has attached to the optimizer's parameters."""
         self.in_place = in_place
         self._name = gradient_name(buffer.use_decoupled_grad)
         self._params = buffer.optimizer_named_parameters
@@ -45,7 +46,7 @@ class OptimizerGradients:
                 continue
             buffers.append(main_grads)
             grad = buffer.dist_main_grad[name]
-            if not grad._local_tensor.numel():  # the optimizer sees None
+            if not grad._local_tensor.numel():  # the optimizer skips it
                 continue
             self._attached.append((param, grad))
             if grad._local_tensor.dtype != main_grads.data.dtype:
@@ -59,7 +60,7 @@ class OptimizerGradients:
         self._are_attached = True
 
     def unmoved(self, buffer: Any) -> bool:
-        """Whether parameters, main gradients and their views are unchanged."""
+        """Return whether parameters, main gradients and their views are unchanged."""
         return (
             self._params is buffer.optimizer_named_parameters
             and self._casts.in_place()
@@ -67,7 +68,7 @@ class OptimizerGradients:
         )
 
     def update(self) -> None:
-        """Attach the gradient of every parameter with a shard, with the current value of the main gradients."""
+        """Attach a gradient with the current main gradient to every parameter that has a shard."""
         self.in_place |= torch.cuda.is_current_stream_capturing()
         self.storages.allocate()
         self._casts.run()
@@ -87,10 +88,10 @@ class OptimizerGradients:
 
 
 class GradientStorages:
-    """Storages of gradients, whose memory is allocated and freed while the tensors stay the same objects.
+    """Storages of gradients, whose memory can be allocated and freed without replacing the tensors.
 
-    The memory may also stay permanently among the activations of CUDA graphs, which are all dead when the optimizer
-    runs: call ``reserve`` within the capture before recording the graph that allocates activations, and ``adopt`` after
+    The memory can also be shared permanently with the activations of CUDA graphs, which are all dead when the optimizer
+    runs: during a capture, call ``reserve`` before recording the graph that allocates activations, and ``adopt`` after
     recording the graph that frees them. Both do nothing while the memory is in use.
     """
 
@@ -108,25 +109,25 @@ class GradientStorages:
         self._adopted = False
 
     def allocate(self) -> None:
-        """Use the memory; its content is undefined unless it was in use."""
+        """Mark the memory as in use; its contents are undefined unless it already was."""
         self._in_use = True
         self._allocate()
 
     def free(self) -> None:
-        """Stop using the memory, and free it unless a pool has adopted it."""
+        """Mark the memory as unused, and free it unless a pool has adopted it."""
         self._in_use = False
         if not self._adopted:
             self._free()
 
     def reserve(self) -> None:
-        """Leave free blocks of the storages' sizes in the pool of the graph that is being recorded."""
+        """Leave free blocks of the storages' sizes in the pool of the graph being recorded."""
         self.detach()
         if not self._in_use:
             self._allocate()
             self._free()
 
     def adopt(self) -> None:
-        """Move the memory to the pool of the graph that is being recorded."""
+        """Move the memory to the pool of the graph being recorded."""
         if not self._in_use:
             self._free()
             self._allocate()
@@ -149,7 +150,7 @@ class GradientStorages:
 
 
 def _share(grads: list[Any]) -> tuple[torch.UntypedStorage, int]:
-    """Move the local tensors of ``grads``, which have one dtype, to one storage; return it and its size in bytes."""
+    """Move the local tensors of ``grads``, all of one dtype, to a new storage; return it and its size in bytes."""
     first = grads[0]._local_tensor
     sizes = [-(-grad._local_tensor.numel() // _ALIGNMENT) * _ALIGNMENT for grad in grads]
     flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
@@ -161,14 +162,14 @@ def _share(grads: list[Any]) -> tuple[torch.UntypedStorage, int]:
 
 
 class PlannedCopies:
-    """Copies between 1-D tensors, with as few launches as possible.
+    """Copies between 1-D tensors with as few launches as possible.
 
-    Pairs whose sources and destinations are both adjacent in memory are copied as one.
+    Consecutive pairs whose sources and destinations are both adjacent in memory are merged.
 
     Args:
-        pairs: Destination and source of each copy, contiguous 1-D views of equal length and any dtypes; empty ones are
+        pairs: Destination and source of each copy, contiguous 1-D views of equal length and any dtype; empty pairs are
             skipped.
-        buffers: The ``DataParallelBuffer``s that contain the tensors.
+        buffers: The ``DataParallelBuffer`` objects that contain the tensors.
     """
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], buffers: Iterable[Any]):
@@ -187,24 +188,24 @@ class PlannedCopies:
         self._addresses = [*map(_ADDRESS, self._data)]
 
     def in_place(self) -> bool:
-        """Whether the data of ``buffers`` has not moved since the copies were planned."""
+        """Return whether the data of ``buffers`` has the same addresses as when the copies were planned."""
         return all(map(is_, map(_DATA, self._buffers), self._data)) and [*map(_ADDRESS, self._data)] == self._addresses
 
     @torch.no_grad()
     def run(self) -> None:
-        """Copy everything."""
+        """Run all copies."""
         for tos, sources in self._calls.values():
             torch._foreach_copy_(tos, sources)
 
 
 def copies_of_weights(buffer: Any) -> PlannedCopies | None:
-    """Plan the copies of the optimizer's weights to the shards of the model's weights after an optimizer step.
+    """Plan the copies from the optimizer's weights to the shards of the model's weights after an optimizer step.
 
     Args:
-        buffer: The ``ParamAndGradBuffer`` that holds both.
+        buffer: The ``ParamAndGradBuffer`` that contains both.
 
     Returns:
-        None if weights are quantized, or written to parameters instead of buffers.
+        The copies, or None if weights are quantized or written to parameters instead of buffers.
     """
     pairs, buffers = [], []
     for group in buffer.parameter_groups:
@@ -216,7 +217,7 @@ def copies_of_weights(buffer: Any) -> PlannedCopies | None:
         buffers += [main, model]
         only_shard = main.is_data_distributed or model.is_data_distributed
         for item in map(main.param_idx.__getitem__, group.params):
-            # .data: the copy must not count as a change of the parameters that are views of the buffer
+            # .data: the copy must not bump the version counters of parameters that are views of the buffer
             to = model.get_item(item, only_shard=only_shard).data
             pairs.append((to, main.get_item(item, only_shard=only_shard)))
     return PlannedCopies(pairs, buffers)

@@ -1,9 +1,9 @@
-"""Megatron-FSDP's buffers and pipelines, with these differences from megatron-core.
+"""Megatron-FSDP's buffers and pipelines, with these differences from megatron-core:
 
-- Each model has its own double buffer, and a bucket is rewritten only after the reduction that reads it.
-- Gradients that accumulate in place are scaled once, averages of experts' gradients by the ranks that have the expert.
+- Each model has its own double buffer, and a bucket is overwritten only after the reduction that reads it.
+- Gradients that accumulate in place are scaled only once, and averaged expert gradients are scaled correctly.
 - Recorded collectives are replayed.
-- The copies around the optimizer's step are planned once.
+- The copies around the optimizer step are planned once.
 """
 
 import weakref
@@ -32,10 +32,10 @@ _allocators = count()
 
 
 class _OwnBuffers:
-    """Names the fixed buffers of an allocator uniquely, and frees them with it.
+    """Mixin that gives the fixed buffers of an allocator unique names, and frees them with the allocator.
 
-    megatron-core keeps them in a dictionary of the process, by a ``name`` that is the same for all models: a second
-    model would gather its parameters to the buffers of the first, or replace them by larger ones.
+    megatron-core stores them in a process-wide dictionary under a ``name`` that is the same for all models: a second
+    model would gather its parameters into the first model's buffers, or replace these with larger ones.
     """
 
     def __init__(self, name: str, *args: Any, **kwargs: Any):
@@ -46,32 +46,32 @@ class _OwnBuffers:
 
 def _free_buffers(prefix: str) -> None:
     buffers = _upstream.get_global_memory_buffer().buffer
-    for key in list(buffers):  # another allocator may end meanwhile
+    for key in list(buffers):  # a different allocator may be freed meanwhile
         if key[0].startswith(prefix):
             buffers.pop(key, None)
 
 
 class FixedPoolAllocator(_OwnBuffers, _upstream.FixedPoolAllocator):
-    """megatron-core's ``FixedPoolAllocator`` (buffers for units of one size) with buffers of its own."""
+    """megatron-core's ``FixedPoolAllocator`` (buffers for units of equal size), with its own buffers."""
 
 
 class MaxPoolAllocator(_OwnBuffers, _upstream.MaxPoolAllocator):
-    """megatron-core's ``MaxPoolAllocator`` (buffers for units of any size) with buffers of its own."""
+    """megatron-core's ``MaxPoolAllocator`` (buffers for units of any size), with its own buffers."""
 
 
 class DataParallelBuffer(_upstream.DataParallelBuffer):
-    """megatron-core's ``DataParallelBuffer``, in which unsharded gradients stay in place."""
+    """megatron-core's ``DataParallelBuffer``, which keeps unsharded gradients in place."""
 
     def reset_param_main_grad(self) -> None:
-        """Clear ``main_grad`` of parameters whose gradients are sharded; unsharded ones have no memory to free."""
+        """Clear ``main_grad`` of parameters with sharded gradients; unsharded gradients have no bucket to free."""
         for param in self.params if self.is_data_distributed else ():
             param.main_grad = None
 
 
 def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the buffer of an HSDP replica's gradients or weights; see megatron-core.
+    """Create the buffer of an HSDP replica's gradients or weights; see megatron-core.
 
-    Its gradients are scaled like those of a buffer without replicas; megatron-core leaves them unscaled.
+    Gradients get the same scaling factor as without replicas; megatron-core leaves them unscaled.
     """
     helper = _upstream._create_hfsdp_helper_buffer(dp_buffer, *args, **kwargs)
     helper.gradient_scaling_factor = dp_buffer.gradient_scaling_factor
@@ -81,8 +81,8 @@ def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> An
 def gradient_reduce_preprocessing(grad_data: torch.Tensor, scaling_factor: float | None, ddp_config: Any) -> Any:
     """Scale ``grad_data`` unless the collective does, and return the reduction operation; see megatron-core.
 
-    With ``average_in_collective`` megatron-core scales nothing. Gradients of an expert are averaged over the ranks that
-    have it, but its tokens come from more ranks: they would be too large by the expert-parallel size.
+    With ``average_in_collective``, megatron-core never scales. An expert's gradients are averaged over the ranks that
+    have the expert, but its tokens come from more ranks: they would be too large by the expert-parallel size.
     """
     op = _upstream.gradient_reduce_preprocessing(grad_data, scaling_factor, ddp_config)
     if scaling_factor not in (None, 1.0) and op == torch.distributed.ReduceOp.AVG:
@@ -91,10 +91,10 @@ def gradient_reduce_preprocessing(grad_data: torch.Tensor, scaling_factor: float
 
 
 def make_fsdp_dtensor(*args: Any, run_check: bool = False, **kwargs: Any) -> Any:
-    """Return the DTensor of a parameter's shard; see megatron-core.
+    """Create the DTensor of a parameter's shard; see megatron-core.
 
-    megatron-core also compares the dtypes of a tensor-parallel parameter over all ranks of the job, although other
-    pipeline stages have other parameters. Here only the ranks that share it check the bounds of shards.
+    megatron-core also compares the dtypes of a tensor-parallel parameter over all ranks of the job, although each
+    pipeline stage has different parameters. This function checks shard bounds only among the ranks that share it.
     """
     tensor = _upstream.make_fsdp_dtensor(*args, **kwargs)
     if run_check:
@@ -103,12 +103,12 @@ def make_fsdp_dtensor(*args: Any, run_check: bool = False, **kwargs: Any) -> Any
 
 
 class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
-    """megatron-core's ``ParamAndGradBuffer``, which plans the copies of every step once.
+    """megatron-core's ``ParamAndGradBuffer``, which plans the copies of a step only once.
 
     Attributes:
-        unsharded_gradients: The gradients that accumulate in place, which are scaled at the end of a step.
+        unsharded_gradients: The gradients that accumulate in place and are scaled at the end of a step.
         gathered_across_replicas: Whether all current weights have been gathered across HSDP replicas.
-        gathers: The pipeline that gathers weights; None before it is created.
+        gathers: The all-gather pipeline; None before it is created.
     """
 
     gathered_across_replicas = False
@@ -127,10 +127,10 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             if self._gradients.unmoved(self):
                 self._gradients.update()
                 return
-            self._gradients.release()  # others may keep these objects until the optimizer has stepped
+            self._gradients.release()  # other code may hold these objects until the optimizer has stepped
         elif self.ddp_config.megatron_fsdp_cuda_graph_mode and not torch.cuda.is_current_stream_capturing():
-            # In cached memory of activations, gradients and the optimizer's first states would leave gaps that only
-            # eager passes fill: graphs have a pool of their own.
+            # Allocated from cached activation memory, gradients and the optimizer's first states would leave gaps that
+            # only eager passes can use: graphs have their own pool.
             torch.cuda.empty_cache()
         super().update_main_grads()
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:  # otherwise ``zero_grad`` frees them
@@ -138,19 +138,19 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             self._gradients = OptimizerGradients(self, in_place=in_place)
 
     def keep_gradients_in_place(self) -> None:
-        """Keep the optimizer's gradients attached and in place, as a graph of its step reads them."""
+        """Keep the optimizer's gradients attached and in place, because a graph of the optimizer step reads them."""
         self._gradients_in_place, self._gradients = True, None
 
     def gradient_storages(self) -> GradientStorages | None:
-        """Return the memory for the optimizer's gradients, which is unused between steps; None if it stays in use.
+        """Return the storages of the optimizer's gradients, or None if they are in use at all times.
 
-        Between steps means from ``zero_grad`` to ``update_main_grads``.
+        Otherwise they are unused from ``zero_grad`` to ``update_main_grads``.
         """
         gradients = self._gradients
         return None if gradients is None or gradients.in_place else gradients.storages
 
     def leave_graphs(self) -> None:
-        """Move the memory for the optimizer's gradients out of the pools of freed graphs."""
+        """Move the memory of the optimizer's gradients out of the pools of freed graphs."""
         storages = self.gradient_storages()
         if storages is not None:
             storages.detach()
@@ -165,7 +165,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             self._gradients.release()
 
     def before_weights_change(self) -> None:
-        """Discard weights gathered ahead for the next pass, which are about to be outdated."""
+        """Discard weights prefetched for the next pass, which are about to become stale."""
         self.gathered_across_replicas = False
         if self.gathers is not None:
             self.gathers.release_gathered()
@@ -188,13 +188,13 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
     It can also gather all parameters across HSDP replicas at once.
 
     Attributes:
-        across_replicas: For each bucket, the event after which it has been gathered across replicas; graphs of forward
-            passes wait for these.
-        recording: Whether such a graph is being recorded.
+        across_replicas: The event that completes the gather of each bucket across replicas; graphs of forward passes
+            wait for these events.
+        recording: Whether a graph that waits for these events is being recorded.
         recorded: The ``RecordedGather`` of each bucket that has one.
     """
 
-    _awaited: bool  # by the current stream, all of them
+    _awaited: bool  # whether the current stream has waited for all of ``across_replicas``
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -209,14 +209,14 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
             self.wait_bucket_ready(bucket, bwd)
 
     def release_gathered(self) -> None:
-        """Release gathered parameters; those outside of units keep their memory, and are gathered to it again."""
+        """Release gathered parameters; those outside of units keep their memory and are gathered into it again."""
         if any(status not in TO_GATHER for status in self.bucket_status.values()):
             self.settle()
             self.reset()
 
     @contextmanager
     def only(self, buckets: Collection[int]) -> Iterator[None]:
-        """Gather and prefetch only ``buckets`` in this context: others count as gathered."""
+        """Gather and prefetch only ``buckets`` in this context, by marking all others as gathered."""
         self.recycle_unused_buckets()
         others = {
             key: status for key, status in self.bucket_status.items() if key[0] not in buckets and status in TO_GATHER
@@ -228,7 +228,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
             self.bucket_status.update(others)
 
     def start_gather(self, bucket: int) -> None:
-        """Start to gather a bucket that is not gathered, with its group; by a recorded all-gather if possible."""
+        """Start to gather a bucket and its group, unless already gathered; replay a recorded all-gather if possible."""
         if self.bucket_status[bucket, False] not in TO_GATHER:
             return
         recorded = self.recorded.get(bucket)
@@ -250,12 +250,12 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         super().all_gather_params(params, *args, outer_fsdp_group_param_gather=across_replicas, **kwargs)
 
     def gather_across_replicas(self, replayed: Collection[int] = ()) -> None:
-        """Gather all parameters across HSDP replicas, which shard them, unless that was done in this step.
+        """Gather all parameters, which HSDP replicas shard, across replicas once per step.
 
-        Later gathers in this step stay within a replica.
+        Later gathers in the same step stay within a replica.
 
         Args:
-            replayed: Buckets that only replays use, which wait for them; the current stream waits for the others.
+            replayed: Buckets used only by replays, which wait for them; the current stream waits for the other buckets.
         """
         current, stream = torch.cuda.current_stream(), self.outer_fsdp_group_param_gather_stream
         if not self.buffer.gathered_across_replicas:
@@ -282,14 +282,14 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
 
 
 class GradReducePipeline(_upstream.GradReducePipeline):
-    """megatron-core's ``GradReducePipeline``, whose double buffer is not written while a reduction still reads it.
+    """megatron-core's ``GradReducePipeline``, whose double buffer is not overwritten while a reduction reads it.
 
     Attributes:
-        recorded: The ``RecordedReduction`` of each group of buckets, by its first bucket.
-        marked: While a graph of a backward pass is recorded, the events that its replays record when a group of buckets
-            has been reduced, in the order of the graph. None if nothing waits for them.
+        recorded: The ``RecordedReduction`` of each bucket group, by its first bucket.
+        marked: While a graph of a backward pass is recorded, the events that its replays record after the reduction of
+            each bucket group, in graph order. None if nothing waits for them.
         replayed: The events of the current backward pass if it is a replay.
-        order: The order of groups of buckets in reductions across HSDP replicas.
+        order: The order of bucket groups in reductions across HSDP replicas.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -305,7 +305,7 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         """Release gradient buckets to make room for ``add_buckets``, and wait for their reductions.
 
         megatron-core releases a bucket as soon as its reduction is queued, and only the reduction stream waits. The
-        current stream, which runs ahead, would write the next unit's gradients to that bucket.
+        current stream, which runs ahead, would overwrite that bucket with the next unit's gradients.
         """
         queued = list(self.grad_reduce_queue)
         super()._enforce_double_buffer_limit(add_buckets)
@@ -317,7 +317,7 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     ) -> bool:
         """Reduce a group of complete buckets; see megatron-core.
 
-        The reduction within an HSDP replica, or over all ranks without HSDP, is replayed if it is recorded.
+        The reduction within an HSDP replica, or over all ranks without HSDP, is replayed if it was recorded.
         """
         recorded = self.recorded.get(bucket_group[0])
         if recorded is None or not async_op or not recorded.launch():
@@ -334,28 +334,28 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         return True
 
     def reduce_all_across_replicas(self) -> None:
-        """Queue reductions across HSDP replicas of all buckets, which are reduced within each replica.
+        """Queue the reductions of all buckets across HSDP replicas, after their reductions within each replica.
 
-        Those of a replayed pass overlap the rest of the replay.
+        After a replayed pass they overlap the rest of the replay.
         """
         for group in self.order:
             self._enforce_double_buffer_limit([*group])
             self.reduce_across_replicas([*group], self.replayed.get(group))
 
     def reduce_across_replicas(self, bucket_group: list[int], after: torch.cuda.Event | None = None) -> None:
-        """Queue the reduction across HSDP replicas of a group of buckets, whose gradients accumulated in a step.
+        """Queue the reduction of a bucket group's accumulated gradients across HSDP replicas.
 
-        They are summed or averaged in the dtype of gradient communication, and each replica keeps all of them, or its
-        shard. Unsharded gradients are scaled first, as the others were within a replica.
+        Gradients are summed or averaged in the gradient communication dtype, and each replica keeps all of them or its
+        shard. Unsharded gradients are scaled first; all others were scaled within the replica.
 
         Args:
             bucket_group: The indices of the buckets.
-            after: The event of their reduction within the replica; None waits for all work of the current stream.
+            after: The event of their reduction within the replica; None waits for all work on the current stream.
         """
         buffer, stream = self.buffer, self.outer_fsdp_group_grad_reduce_stream
         config, dtype = buffer.ddp_config, buffer.mp_policy.grad_comm_dtype
         to_send = {bucket: buffer.parameter_groups[bucket].hsdp_comm_gbuf for bucket in bucket_group}
-        group = buffer.dist_index.get_outer_fsdp_group()  # for experts, too, as in megatron-core
+        group = buffer.dist_index.get_outer_fsdp_group()  # even for experts, as in megatron-core
         op = torch.distributed.ReduceOp.AVG if config.average_in_collective else torch.distributed.ReduceOp.SUM
         sharded, rank = config.outer_dp_sharding_strategy != "no_shard", group.rank()
         if after is not None:

@@ -1,7 +1,7 @@
-"""The exchange of a model's raw parameters for the optimizer's, and back.
+"""Swap a model's raw parameters for the optimizer's, and back.
 
-A module under Megatron-FSDP holds raw parameters while it computes, and the optimizer's ``DTensor`` parameters while
-the optimizer steps. megatron-core looks up each parameter by name in every step; a ``ParameterSwap`` does so once.
+A module under Megatron-FSDP has raw parameters while it computes, and the optimizer's ``DTensor`` parameters during the
+optimizer step. megatron-core looks up each parameter by name in every step; a ``ParameterSwap`` does so only once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,10 +13,10 @@ import torch
 
 
 class ParameterSwap:
-    """The two sets of parameters of a model, by module.
+    """Swaps the two sets of parameters of a model.
 
-    Modules get parameters without ``__setattr__`` and ``register_parameter``, which subclasses may override: these ran
-    when each parameter was first set.
+    Bypasses ``__setattr__`` and ``register_parameter``, which subclasses may override: these already ran when each
+    parameter was first set.
     """
 
     def __init__(
@@ -25,7 +25,9 @@ class ParameterSwap:
         raw: Mapping[str, torch.nn.Parameter],
         distributed: Mapping[str, torch.nn.Parameter],
     ):
-        """Find the parameters of each module of ``model``, which may hold either set; tied parameters are supported.
+        """Find both sets of parameters for each module of ``model``, which may currently have either set.
+
+        Tied parameters are supported.
 
         Args:
             raw: The raw parameters, by name.
@@ -48,16 +50,16 @@ class ParameterSwap:
         self._distinct = [[*dict.fromkeys(param for param in each if param is not None)] for each in self._params]
 
     def params(self, distributed: bool) -> list[torch.nn.Parameter]:
-        """Return the model's distinct parameters, in its order: the optimizer's or the raw ones."""
+        """Return the model's distinct parameters in module order: the optimizer's or the raw ones."""
         return self._distinct[distributed]
 
     def holds(self, distributed: bool) -> bool:
-        """Whether the model still has its modules, and holds exactly the optimizer's parameters or the raw ones."""
+        """Return whether the modules are unchanged and have exactly the optimizer's parameters, or the raw ones."""
         children, params = _values(self._children), _values(self._own)
         return _same(children, self._modules) and _same(params, self._params[distributed])
 
     def to(self, distributed: bool) -> None:
-        """Give every module the optimizer's parameters, or the raw ones."""
+        """Set the parameters of every module to the optimizer's, or to the raw ones."""
         for own, params in zip(self._own, self._sets[distributed], strict=True):
             own.update(params)
 
@@ -67,5 +69,5 @@ def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _same(held: list[Any], expected: list[Any]) -> bool:
-    """Whether these are the same objects; runs in every step, hence without a loop in Python."""
+    """Return whether both lists contain the same objects; called in every step, so it avoids a Python loop."""
     return len(held) == len(expected) and all(map(is_, held, expected))

@@ -1,9 +1,9 @@
-"""Main gradients that stay unsharded although the strategy shards gradients: reductions leave them as they are.
+"""Main gradients that stay unsharded although the strategy shards gradients, and that reductions must not modify.
 
-These are the gradients of experts if each rank has its own experts, and all gradients if an HSDP replica is one rank.
+These are expert gradients if each rank has its own experts, and all gradients if an HSDP replica is a single rank.
 Micro-batches accumulate in place, without a new bucket that is then added to a shard. megatron-core still reduces them
-after each micro-batch: it multiplies them by 1 / data-parallel ranks, earlier micro-batches repeatedly, and adds them
-to themselves if gradients are communicated in another dtype.
+after each micro-batch: it multiplies them by 1 / data-parallel ranks, repeatedly for earlier micro-batches, and adds
+them to themselves if gradients are communicated in a different dtype.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,12 +20,12 @@ class UnshardedGradients:
     """The unsharded main gradients of one model.
 
     Args:
-        buffer: The model's ``ParamAndGradBuffer``, whose reductions no longer scale them.
+        buffer: The model's ``ParamAndGradBuffer``, whose reductions no longer scale these gradients.
 
     Attributes:
-        buckets: The indices of the buckets that they fill.
+        buckets: The bucket indices of these gradients.
         fused: The parameters whose gradients accumulate in place over micro-batches, in models with kernels that write
-            gradients of weights to ``main_grad`` (``--gradient-accumulation-fusion``). Empty with ``no_shard``, where
+            weight gradients to ``main_grad`` (``--gradient-accumulation-fusion``). Empty with ``no_shard``, where
             nothing is gathered.
     """
 
@@ -51,10 +51,10 @@ class UnshardedGradients:
                     reduced.gradient_scaling_factor = None
 
     def let_kernels_add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Make fused kernels add to the gradients of ``params`` that accumulate.
+        """Make fused kernels add to the gradients of those ``params`` that accumulate in place.
 
-        megatron-core marks the parameters that it gathers, and kernels overwrite gradients of marked parameters:
-        TransformerEngine's kernels use one mark, Megatron's own linear layers the other.
+        megatron-core marks the parameters that it gathers, and kernels overwrite the gradients of marked parameters:
+        TransformerEngine's kernels check one mark, Megatron's own linear layers the other.
         """
         for param in self.fused.intersection(params):
             param.overwrite_main_grad = False
@@ -63,7 +63,7 @@ class UnshardedGradients:
 
     @contextmanager
     def left_in_place(self) -> Iterator[None]:
-        """Reduce within a replica of one rank in this context: gradients are not added to themselves."""
+        """Prevent reductions over a single rank from adding gradients to themselves in this context."""
         buffer = self._buffer
         policy = buffer.mp_policy
         buffer.mp_policy = replace(policy, grad_comm_dtype=None)
@@ -73,17 +73,17 @@ class UnshardedGradients:
             buffer.mp_policy = policy
 
     def scale_bucket(self, bucket: int, grads: torch.Tensor) -> None:
-        """Scale ``grads`` of ``bucket`` before they are reduced across HSDP replicas, if they are unsharded."""
+        """Scale the gradients of ``bucket`` before their reduction across HSDP replicas, if they are unsharded."""
         if bucket in self._unscaled:
             grads.mul_(self._unscaled[bucket][1])
 
     def scale(self) -> None:
-        """Scale the gradients once in a step, after all micro-batches, unless the HSDP reduction has scaled them."""
+        """Scale the gradients once per step, after all micro-batches; with HSDP the reduction has scaled them."""
         if self._unscaled and not self._buffer.dist_index.use_hybrid_fsdp:
             main_grads, factors = zip(*self._unscaled.values(), strict=True)
             torch._foreach_mul_([each.data for each in main_grads], factors)
 
 
 def _has_fused_kernels(module: Any) -> bool:
-    """Whether ``module`` is a linear layer of Megatron or TransformerEngine with such kernels."""
+    """Return whether ``module`` is a Megatron or TransformerEngine linear layer with fused kernels."""
     return any(getattr(module, name, False) for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"))

@@ -1,4 +1,4 @@
-"""The backward pass of a ``MegatronFSDP``, and its gradients: accumulated in buckets as they complete, then reduced."""
+"""The backward pass of a ``MegatronFSDP``: gradients are accumulated in buckets as they complete, then reduced."""
 
 import warnings
 from collections import defaultdict
@@ -16,18 +16,18 @@ from .pipelines import TrainingState, release_all, shown_in_profiles
 class Progress(IntEnum):
     """Progress of the gradients in a step."""
 
-    REPLAYED = 0  # graphs of the whole model have handled all of them
+    REPLAYED = 0  # whole-model graphs have handled all of them
     ACCUMULATED = 1
-    REDUCED = 2  # in a backward pass
+    REDUCED = 2  # by a backward pass
 
 
 class Gradients:
     """Accumulates and reduces the gradients of one model.
 
     Attributes:
-        awaited: Parameters whose gradient the open backward pass has not handled yet.
-        progress: Progress since the last step.
-        final: Whether the last backward pass was known to be the last of its step, and so has reduced all gradients.
+        awaited: Parameters whose gradients the current backward pass has not handled yet.
+        progress: Progress since the previous step.
+        final: Whether the latest backward pass was marked as the last of its step, and thus has reduced all gradients.
     """
 
     def __init__(self, graphs: Any):
@@ -37,9 +37,9 @@ class Gradients:
         self.final = False
 
     def reduce_across_replicas(self) -> None:
-        """Reduce across HSDP replicas at the end of a step's last backward pass, if there are graphs of whole passes.
+        """Reduce across HSDP replicas at the end of a step's last backward pass, if graphs contain whole passes.
 
-        Ranks that replayed the pass and ranks that ran it eagerly then reduce in the same order.
+        This keeps the order of reductions equal on ranks that replayed the pass and ranks that ran it eagerly.
         """
         if self._graphs.passes is not None and self._graphs.captured is None:
             self.final = self._is_final()
@@ -47,11 +47,11 @@ class Gradients:
                 self._fsdp.grad_reduce_pipeline.reduce_all_across_replicas()
 
     def _is_final(self) -> bool:
-        """Whether this backward pass is known to be the last one of its step."""
+        """Return whether this backward pass is marked as the last of its step."""
         return getattr(self._fsdp, "is_last_microbatch", False) or self._fsdp.model_auto_sync
 
     def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Await the gradients of exactly ``params``."""
+        """Await the gradients of ``params``, and no others."""
         self.awaited = set(params)
         for param in self.awaited:
             param.grad_added_to_main_grad = False
@@ -60,10 +60,10 @@ class Gradients:
     def handle(self, params: list[torch.nn.Parameter]) -> None:
         """Move the complete gradients of ``params`` to their buckets, and reduce the complete buckets.
 
-        Gradients of shared parameters are complete only at the end of the backward pass, which handles them.
+        Gradients of shared parameters are skipped: they are complete only at the end of the backward pass.
 
         Raises:
-            RuntimeError: A weight gradient is delayed and nothing will accumulate it.
+            RuntimeError: A weight gradient is delayed, but has no hook to accumulate it.
         """
         params = [param for param in params if not getattr(param, "_is_shared", False)]
         for param in params:
@@ -76,16 +76,16 @@ class Gradients:
             self.awaited.difference_update(params)
 
     def handle_rest(self, params: Iterable[torch.nn.Parameter]) -> bool:
-        """Handle the awaited gradients of ``params``, complete or not; return whether they are being reduced."""
+        """Handle all awaited gradients of ``params``, and return whether this pass reduces them."""
         rest = sorted(self.awaited.intersection(params), key=self._fsdp.param_to_name.__getitem__)
         self.awaited.difference_update(rest)
         return self._accumulate_and_reduce(rest)
 
     def check_final(self) -> None:
-        """Check that the last backward pass of the step was known to be the last.
+        """Check that the last backward pass of the step was marked as the last.
 
         Raises:
-            RuntimeError: It was not, and left gradients unreduced.
+            RuntimeError: It was not marked, and left gradients unreduced.
         """
         fsdp = self._fsdp
         waits = fsdp.dist_index.use_hybrid_fsdp or fsdp.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD
@@ -96,7 +96,7 @@ class Gradients:
             )
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
-        """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
+        """Accumulate the gradients, reduce them if this pass does so, and return whether it does."""
         fsdp = self._fsdp
         self.final = self._is_final()
         reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
@@ -112,7 +112,7 @@ class Gradients:
         return reduces
 
     def accumulate(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Add each gradient to its main gradient, unless a fused kernel or a graph has added it."""
+        """Add each gradient to its main gradient, unless a fused kernel or a graph has already added it."""
         buffer = self._fsdp.param_and_grad_buffer
         copied_to, copied_from = [], []
         claimed: dict[int, Any] = {}
@@ -128,7 +128,7 @@ class Gradients:
                 main_grad = self._claim_main_grad(param, bucket, claimed)
                 if param.grad is None:
                     main_grad.zero_()
-                elif sharded:  # the bucket is new in every backward pass; the reduction adds to the shard
+                elif sharded:  # every backward pass uses a new bucket; the reduction adds to the shard
                     copied_to.append(main_grad)
                     copied_from.append(to_local_if_dtensor(param.grad))
                 else:
@@ -143,7 +143,7 @@ class Gradients:
         """Return ``param.main_grad``, a view of its bucket for this backward pass.
 
         Args:
-            claimed: The storage of each bucket that the caller has already claimed, by index.
+            claimed: The buckets that the caller has already claimed, by index; updated in place.
         """
         main_grads = param._gbuf
         if bucket in claimed:
@@ -156,7 +156,7 @@ class Gradients:
         return param.main_grad
 
     def drop(self) -> None:
-        """Drop the gradients of an unfinished backward pass."""
+        """Discard the gradients of an unfinished backward pass."""
         self.awaited.clear()
         for param in self._fsdp.raw_param.values():
             param.grad = None
@@ -170,21 +170,21 @@ class Phase(Enum):
     """Phase of the backward pass."""
 
     CLOSED = auto()
-    REPLAYED = auto()  # by graphs of the whole model, which leave no work to hooks
+    REPLAYED = auto()  # by whole-model graphs, which leave no work for hooks
     EXPECTS_GRADIENTS = auto()  # hooks handle the gradients that autograd computes
-    IN_PARTS = auto()  # the same; embedding, layers and output layer have autograd passes of their own
+    IN_PARTS = auto()  # like EXPECTS_GRADIENTS, with separate autograd passes for embedding, layers and output layer
 
 
 class BackwardPass:
-    """The backward pass of one model: opened, closed, and cleaned up after an exception.
+    """Opens and closes the backward pass of one model, and cleans up after an exception.
 
     Attributes:
-        module_names: The name of each module in the model; filled while hooks are registered.
-        trainable: All parameters that require a gradient; filled while hooks are registered. An ordered set that keeps
-            hashes.
+        module_names: The name of each module in the model; filled during hook registration.
+        trainable: All parameters that require gradients; filled during hook registration. A dict used as an ordered
+            set.
         runners: The runner of each module whose backward pass has begun; for replayed whole passes, their owner.
-        takers: The runners that collect complete gradients; other gradients are handled at once.
-        collected: The parameters whose gradient each runner has collected and not handled yet.
+        takers: The runner that collects a parameter's complete gradient; all other gradients are handled immediately.
+        collected: The parameters whose gradients each runner has collected but not handled yet.
     """
 
     def __init__(self, graphs: Any):
@@ -205,18 +205,18 @@ class BackwardPass:
 
     @property
     def expects_gradients(self) -> bool:
-        """Whether a backward pass of the model is in progress in which autograd computes gradients."""
+        """Whether autograd computes gradients in the current backward pass."""
         return self.phase is Phase.EXPECTS_GRADIENTS
 
     def start(self, *, caller_ends_it: bool = False, replayed: bool = False) -> None:
-        """Open the backward pass if it is closed: forward hooks neither prefetch nor release, all gradients are due.
+        """Open the backward pass if it is closed: await all gradients, and stop prefetch and release in forward hooks.
 
         Args:
-            caller_ends_it: Whether the caller will call ``finish_backward`` itself. Otherwise autograd does.
-            replayed: Whether a graph of the whole model is about to be replayed.
+            caller_ends_it: Whether the caller calls ``finish_backward``. Otherwise autograd does.
+            replayed: Whether a whole-model graph is about to be replayed.
 
         Raises:
-            RuntimeError: The replay omits a gradient that autograd has computed in the same pass.
+            RuntimeError: The replay would omit a gradient that autograd has computed in the same pass.
         """
         if replayed and self._before is not None:
             autograd_pass, param = self._before
@@ -234,10 +234,10 @@ class BackwardPass:
             self._expect_gradients()
 
     def note_beside_graphs(self, param: torch.nn.Parameter) -> None:
-        """Note that autograd has computed the gradient of ``param`` although graphs hold the whole model.
+        """Record that autograd computed a gradient of ``param`` outside of the whole-model graphs.
 
         Raises:
-            RuntimeError: A replay has reduced the gradients of its pass without it.
+            RuntimeError: A replay in the same pass has reduced the gradients without this one.
         """
         if self.phase is Phase.REPLAYED:
             raise self._left_out(param)
@@ -260,14 +260,14 @@ class BackwardPass:
                     gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, bwd=False)] = True
         self._graphs.gradients.expect(self.trainable)
         if self._graphs.model_passes is not None:
-            self._graphs.model_passes.gather_first_unit("backward")  # as ranks do that replay this pass
+            self._graphs.model_passes.gather_first_unit("backward")  # as on ranks that replay this pass
 
     def begin(self, modules: Iterable[torch.nn.Module], runner: object) -> None:
-        """Note that the backward pass of ``modules`` begins; ``runner`` ran their forward pass.
+        """Record that the backward pass of ``modules`` begins; ``runner`` ran their forward pass.
 
         Raises:
-            RuntimeError: This backward pass mixes replayed and eager forward passes of a module, whose gradients would
-                be summed in two places.
+            RuntimeError: This backward pass mixes replayed and eager forward passes of a module, which would accumulate
+                its gradients in two different buffers.
         """
         for module in modules:
             if self.runners.setdefault(module, runner) is not runner:
@@ -277,14 +277,14 @@ class BackwardPass:
                 )
 
     def end_of_modules(self) -> None:
-        """Forget the modules whose backward pass has begun."""
+        """Clear the state of modules whose backward pass has begun."""
         self.runners.clear()
         self.takers.clear()
         self.collected.clear()
 
     @shown_in_profiles
     def finish_backward(self) -> None:
-        """Close the backward pass: handle the remaining gradients, and finish the reductions."""
+        """Handle the remaining gradients, finish the reductions, and close the backward pass."""
         fsdp, gradients = self._fsdp, self._graphs.gradients
         self.end_of_modules()  # collected gradients are still awaited
         if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and gradients.handle_rest(self.trainable):
@@ -297,22 +297,23 @@ class BackwardPass:
             fsdp.finish_grad_sync()
 
     def close(self) -> None:
-        """Close the backward pass, and await no gradients any more."""
+        """Close the backward pass, and stop awaiting gradients."""
         self.phase = Phase.CLOSED
         self.end_of_modules()
         self._graphs.gradients.awaited.clear()
         self._set_training_states(TrainingState.IDLE)
 
     def drop(self) -> None:
-        """Close an unfinished backward pass, and drop its gradients."""
+        """Close an unfinished backward pass, and discard its gradients."""
         self.close()
         self._graphs.gradients.drop()
         release_all(self._fsdp)
 
     def drop_unfinished(self) -> None:
-        """Clean up after a backward pass that an exception ended, as autograd does not close it.
+        """Clean up after a backward pass that ended with an exception, because autograd does not close it.
 
-        Later passes would otherwise count as part of it, and neither reduce all gradients nor release parameters.
+        Otherwise later passes would be treated as part of it, and would neither reduce all gradients nor release
+        parameters.
         """
         if self.phase is Phase.CLOSED:
             return
@@ -327,7 +328,7 @@ class BackwardPass:
     def forward_begins(self) -> None:
         """Drop an unfinished backward pass before a forward pass of the whole model.
 
-        Two kinds of forward passes may run within a backward pass: activation checkpointing of the whole model, and
+        Two kinds of forward passes may legitimately run within a backward pass: recomputation of the whole model, and
         passes of schedules that call ``finish_backward`` themselves.
         """
         if not self._caller_ends_it and torch._C._current_graph_task_id() == -1:

@@ -1,7 +1,7 @@
-"""All-gathers and reductions recorded as CUDA graphs of their own.
+"""All-gathers and reductions recorded as separate CUDA graphs.
 
-Under the double buffer each pass gathers a unit's parameters from and to the same addresses, and reduces its gradients
-there. A replay is one launch; the collective itself costs the host a walk through buckets and NCCL's calls.
+With the double buffer, every pass gathers a unit's parameters and reduces its gradients at the same addresses. A replay
+is a single launch, while an eager collective costs the host a walk through the buckets and several NCCL calls.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,11 +21,11 @@ from .pipelines import ADVICE
 class RecordedCollective:
     """A collective on a communication stream, recorded in a graph.
 
-    All ranks must launch recorded and other collectives in the same order. Free the graph before the communicator: NCCL
-    keeps a communicator alive as long as a graph holds its work.
+    All ranks must launch recorded and eager collectives in the same order. Free the graph before the communicator: NCCL
+    keeps a communicator alive as long as a graph contains its work.
 
     Args:
-        run: Enqueues the work on the current stream, or on others that join it.
+        run: Enqueues the work on the current stream, or on streams that join it.
     """
 
     def __init__(self, capture: Capture, stream: torch.cuda.Stream, run: Callable[[], Any]):
@@ -37,8 +37,8 @@ class RecordedCollective:
             run()
 
     def _replay(self) -> None:
-        """Replay the graph once the current stream has finished its work so far."""
-        # torch looks the current stream up several times slower without the device.
+        """Replay the graph after the work enqueued so far on the current stream."""
+        # Without the device argument, looking up the current stream is several times slower.
         stream, current = self._stream, torch.cuda.current_stream(self._device)
         self._ready.record(current)
         stream.wait_event(self._ready)
@@ -62,8 +62,8 @@ class RecordedGather(RecordedCollective):
     """The all-gather of one group of parameter buckets.
 
     Args:
-        gathers: The pipeline of all-gathers; it uses none of ``buckets``.
-        buckets: The indices of the buckets, all of one unit and of one process group.
+        gathers: The all-gather pipeline, in which ``buckets`` are not in use.
+        buckets: The indices of the buckets, all from the same unit and process group.
     """
 
     def __init__(self, capture: Capture, gathers: Any, buckets: Sequence[int]):
@@ -79,21 +79,21 @@ class RecordedGather(RecordedCollective):
         super().__init__(capture, gathers.ag_stream, run)
         self._keys = [gathers.get_bucket_key(bucket, False) for bucket in buckets]
         self._fetch = [gathers.get_fsdp_buffer(bucket).fetch_bucket for bucket in buckets]
-        # An eager gather points parameters at the bucket, wherever that is then; a replay leaves them as they are.
+        # An eager gather points parameters to the current address of the bucket; a replay does not.
         self._viewing = [groups[bucket].params[0] for bucket in buckets]
         self._addresses = self._current_addresses()
         for bucket in buckets:
             gathers.release_bucket(bucket, False)
 
     def _current_addresses(self) -> list[int]:
-        """Return where buckets are, which are allocated first, and where parameters are."""
+        """Allocate the buckets, and return their addresses and those of the parameters."""
         return [
             *[fetch().data.data_ptr() for fetch in self._fetch],
             *[param.data_ptr() for param in self._viewing],
         ]
 
     def launch(self) -> bool:
-        """Start the all-gather; return False if a bucket is gathered or something has moved since capture."""
+        """Launch the all-gather; return False if a bucket is already gathered or an address changed since capture."""
         gathers = self._gathers
         status = gathers.bucket_status
         for key in self._keys:
@@ -112,11 +112,11 @@ class RecordedGather(RecordedCollective):
 
 
 class RecordedReduction(RecordedCollective):
-    """The reduction of one group of gradient buckets: scaling, reduce-scatter, addition to the rank's shard.
+    """The reduction of one group of gradient buckets: scaling, reduce-scatter, addition to this rank's shard.
 
     Args:
-        reductions: The pipeline of reductions, whose queue is empty.
-        buckets: The indices of the buckets, all of one unit and of one process group.
+        reductions: The reduction pipeline, with an empty queue.
+        buckets: The indices of the buckets, all from the same unit and process group.
     """
 
     def __init__(self, capture: Capture, reductions: Any, buckets: list[int]):
@@ -137,16 +137,16 @@ class RecordedReduction(RecordedCollective):
             free()
 
     def claim(self) -> None:
-        """Claim the buckets, once earlier reductions have read the memory.
+        """Claim the buckets after earlier reductions have read their memory.
 
         Raises:
-            ChangedSinceCaptureError: A bucket has moved since capture.
+            ChangedSinceCaptureError: The address of a bucket changed since capture.
         """
         self._reductions._enforce_double_buffer_limit(self.buckets)
         self._places.check()
 
     def launch(self) -> bool:
-        """Start and queue the reduction; return False if a bucket has moved since capture."""
+        """Launch and queue the reduction; return False if the address of a bucket changed since capture."""
         if self._places.changed():
             return False
         reductions = self._reductions
@@ -158,7 +158,7 @@ class RecordedReduction(RecordedCollective):
 
 
 def record(fsdp: Any, buckets: Iterable[int], *, reductions: bool) -> None:
-    """Record the all-gathers of ``buckets``, and optionally their reductions. No bucket is in use before or after."""
+    """Record the all-gathers of ``buckets``, and optionally their reductions; no bucket may be in use."""
     capture = Capture(None, draws=False)
     gathers, reduces = fsdp.all_gather_pipeline, fsdp.grad_reduce_pipeline
     for group in _groups(fsdp, buckets):
@@ -179,13 +179,14 @@ def forget(fsdp: Any, buckets: Iterable[int]) -> None:
 
 
 def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> None:
-    """Reduce once in each process group that reduces ``buckets``: captures cannot set up communicators.
+    """Reduce once in each process group of ``buckets``, because communicators cannot be set up during a capture.
 
-    This reduces whatever the buckets contain; the caller zeroes gradients later. The buckets have been placed already
-    by ``take_places``.
+    This reduces whatever the buckets contain; the caller zeroes gradients later. ``take_places`` must have assigned the
+    buckets their addresses.
 
     Args:
-        done: The process groups that have reduced; extended by those whose reduction was launched, even if it failed.
+        done: The process groups that have already reduced; updated with each group whose reduction was launched, even
+            if it failed.
     """
     reductions = fsdp.grad_reduce_pipeline
     for group in _groups(fsdp, buckets):
@@ -201,6 +202,6 @@ def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> N
 
 
 def _groups(fsdp: Any, buckets: Iterable[int]) -> list[tuple[int, ...]]:
-    """Return the groups of ``buckets`` that are gathered or reduced together."""
+    """Return the bucket groups of ``buckets``; a group is gathered or reduced together."""
     groups = fsdp.param_and_grad_buffer.bucket_to_bucket_group
     return sorted({tuple(sorted(groups[bucket])) for bucket in buckets})

@@ -1,4 +1,4 @@
-"""The CUDA graphs of one ``MegatronFSDP``: runners of passes, captures, and reasons against a capture."""
+"""The CUDA graphs of one ``MegatronFSDP``: runners of passes, captures, and reasons why a capture is not possible."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ COLLECTIVES_STAY_OUTSIDE = (
 
 
 def has_gradient_hooks(param: torch.Tensor) -> bool:
-    """Whether ``param`` has hooks other than Megatron-FSDP's: autograd calls them, a graph does not."""
+    """Return whether ``param`` has hooks other than Megatron-FSDP's, which autograd calls but a graph does not."""
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
-# Conditions that rule out a graph if they hold for any parameter, and the reason. A graph of the whole model completes
-# the gradients of the last one.
+# Conditions on a parameter that rule out a graph, with the reason. The last one does not apply to whole-model graphs,
+# which complete these gradients themselves.
 _OF_PARAMETERS: Sequence[tuple[Any, str]] = (
     (has_gradient_hooks, "parameter {} has hooks, or several modules share it"),
     (lambda param: getattr(param, "skip_backward_post_hook", False), "the weight gradient of {} is delayed"),
@@ -34,21 +34,21 @@ _OF_PARAMETERS: Sequence[tuple[Any, str]] = (
 
 
 class FsdpGraphs:
-    """Owner of the graphs of one ``MegatronFSDP``, and of the state that its hooks and captures share.
+    """Owns the graphs of one ``MegatronFSDP``, and the state shared by its hooks and captures.
 
     Args:
-        fsdp: The wrapper, whose pipelines and buffers they use.
+        fsdp: The wrapper whose pipelines and buffers the graphs use.
 
     Attributes:
-        eager: The eager runner of each module; filled while hooks are registered.
-        units: The eager runner of each FSDP unit, in forward order; filled at the same time.
-        layers: The runners of modules with graphs of their own for training.
-        passes: The owner of the graphs that hold several layers, or the whole model, also during their capture.
-        captured: The runners of modules with graphs of their own that are being captured; empty in a capture of whole
-            passes, None outside of captures.
-        before_evaluation: Functions called once, before the next forward pass in evaluation mode and without grad, with
-            its positional and its keyword arguments.
-        reduced_once: The process groups that have reduced gradients, whose communicators are set up.
+        eager: The eager runner of each module; filled during hook registration.
+        units: The eager runner of each FSDP unit, in forward order; filled during hook registration.
+        layers: The runners of modules that have their own training graphs.
+        passes: The owner of graphs that contain several layers or the whole model; set from the start of their capture.
+        captured: The runners of modules whose own graphs are being captured; empty during a capture of whole passes,
+            None outside of captures.
+        before_evaluation: Functions called once, before the next forward pass in evaluation mode without grad, with its
+            positional and keyword arguments.
+        reduced_once: The process groups that have reduced gradients, so that their communicators are set up.
     """
 
     def __init__(self, fsdp: Any):
@@ -68,29 +68,29 @@ class FsdpGraphs:
     def runner_of(self, module: torch.nn.Module) -> Eager:
         """Return the runner for the current forward pass of ``module``.
 
-        It belongs to the capture in progress, or to the graphs that this call of the module replays
-        (``module.replaying``); otherwise it is eager.
+        This is the runner of the capture in progress, or of the graphs that this call of the module replays
+        (``module.replaying``); otherwise an eager runner.
         """
         replayed = module.__dict__.get("replaying") if self.captured is None else self.captured.get(module)
-        return replayed or self.eager.get(module) or Eager(self, module)  # copied modules have hooks, and no runner
+        return replayed or self.eager.get(module) or Eager(self, module)  # copied modules have hooks but no runner
 
     @property
     def model_passes(self) -> RecordedPasses | None:
-        """The owner of the graphs of the whole model's passes; None without such graphs."""
+        """The owner of the whole-model graphs; None if there are none."""
         return self.passes if self.passes is not None and self.passes.whole else None
 
     @property
     def has_graphs(self) -> bool:
-        """Whether there are graphs for training, or a capture is in progress."""
+        """Whether training graphs exist or a capture is in progress."""
         return bool(self.layers) or self.passes is not None or self.captured is not None
 
     def hold(self, module: torch.nn.Module) -> bool:
-        """Whether graphs for training hold the unit ``module``."""
+        """Return whether training graphs contain the unit ``module``."""
         return module in self.layers or (self.passes is not None and module in self.passes.units)
 
     @contextmanager
     def capturing(self, runners: Mapping[torch.nn.Module, Replayed]) -> Iterator[None]:
-        """Capture in this context, with ``runners`` for modules with graphs of their own."""
+        """Mark a capture as in progress in this context; ``runners`` are those of modules with their own graphs."""
         self.captured = runners
         try:
             yield
@@ -100,12 +100,12 @@ class FsdpGraphs:
     # -------------------------------------------------------------------------------------------------- whole passes
 
     def recording_blocker(self, modules: Iterable[torch.nn.Module]) -> str:
-        """Return why the passes of ``modules`` cannot be recorded with their collectives; empty if they can."""
+        """Return why the passes of ``modules`` cannot be recorded with their collectives, or an empty string."""
         units = [self.units.get(module) for module in modules]
         return self._blocker(units, [param for unit in units if unit for param in unit.params], _OF_PARAMETERS)
 
     def whole_model_blocker(self) -> str:
-        """Return why the whole model's passes cannot be graphs; empty if they can."""
+        """Return why the passes of the whole model cannot be captured, or an empty string."""
         if self.fsdp.model_auto_sync:
             return "Megatron-FSDP synchronizes the model in every micro-batch"
         return self._blocker([*self.units.values()] or [None], self.backward.trainable, _OF_PARAMETERS[:-1])
@@ -122,7 +122,7 @@ class FsdpGraphs:
         return ""
 
     def _collectives_can_be_recorded(self, unit: Eager) -> bool:
-        """Whether the unit's buffers are sharded and fixed, and NCCL allows collectives in graphs."""
+        """Return whether the unit's buffers are sharded and fixed, and NCCL allows collectives in graphs."""
         fsdp = self.fsdp
         if os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0" or not self.shards_params:
             return False
@@ -134,15 +134,15 @@ class FsdpGraphs:
     def recorded_passes(
         self, begin: Callable[[str], object], layers: Sequence[torch.nn.Module] | None = None
     ) -> RecordedPasses:
-        """Return the owner of graphs of the whole model's passes, or of consecutive ``layers`` in forward order.
+        """Create the owner of graphs of the whole model, or of consecutive ``layers`` in forward order.
 
-        ``begin`` is described in ``RecordedPasses``, also for ``evaluated_model``.
+        For ``begin`` see ``RecordedPasses``.
         """
         units = self.units if layers is None else {layer: self.units[layer] for layer in layers}
         return RecordedPasses(self, units, begin, whole=layers is None)
 
     def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:
-        """Return the owner of a graph of the whole model's evaluation, beside graphs of its training."""
+        """Create the owner of the whole model's evaluation graph, in addition to its training graphs."""
         assert self.passes is not None
         return EvaluatedModel(self.passes, begin)
 
@@ -150,14 +150,14 @@ class FsdpGraphs:
 
     @contextmanager
     def capture_graphs(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Capture graphs of single ``modules`` in this context.
+        """Capture graphs of individual ``modules`` in this context.
 
-        The model has raw parameters, gradients are withheld, and no collective is in flight at either end. At the end,
-        also after an exception, every bucket used by the capture is released and the module's parameters are restored
-        (raw, or the optimizer's ``DTensor``). After an exception no module has graphs.
+        In the context the model has raw parameters and gradients are withheld; no collective is in flight before or
+        after. On exit, even after an exception, all buckets used by the capture are released and the modules have their
+        previous parameters again (raw, or the optimizer's ``DTensor``). After an exception no module has graphs.
 
         Args:
-            modules: The modules to capture, each an FSDP unit or one whose parameters are never released.
+            modules: The modules to capture, each an FSDP unit or a module whose parameters are never released.
         """
         fsdp = self.fsdp
         with prepared(fsdp):
@@ -188,11 +188,11 @@ class FsdpGraphs:
         return runner.module in self.units and self._collectives_can_be_recorded(runner) and not runner.float8_params
 
     def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Replayed | PartOfModule | None]:
-        """Return for each module the owner that takes gradients in its backward graph; None leaves them to autograd.
+        """Return, per module, the owner that handles gradients within its backward graph, or None if autograd does.
 
         Args:
-            modules: Modules that are being captured, in the context of ``capture_graphs``.
-            whole: Whether the graphs hold each module's entire computation.
+            modules: The modules being captured, in the context of ``capture_graphs``.
+            whole: Whether the graphs contain each module's entire computation.
         """
         sinks: list[Replayed | PartOfModule | None] = []
         for module in modules:
@@ -204,12 +204,12 @@ class FsdpGraphs:
         return sinks
 
     def recorded_collectives(self) -> int:
-        """Return the number of graphs that hold only all-gathers or reductions."""
+        """Return the number of graphs that contain only all-gathers or reductions."""
         pipelines = self.fsdp.all_gather_pipeline, self.fsdp.grad_reduce_pipeline
         return sum(len(set(pipeline.recorded.values())) for pipeline in pipelines)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Train ``modules`` eagerly from now on, expect no evaluation, and free the graphs of their collectives."""
+        """Run ``modules`` eagerly from now on, free their collectives' graphs, and clear ``before_evaluation``."""
         for module in modules:
             runner = self.layers.pop(module, None)
             if runner is not None:

@@ -1,7 +1,7 @@
-"""Training states of modules, and Megatron-FSDP's pipelines around a capture.
+"""Training states of modules, and preparation and cleanup of Megatron-FSDP's pipelines around a capture.
 
-Pipelines are emptied before and after a capture, and restored if it fails. Restoring launches no collective: other
-ranks may not join it.
+Pipelines are emptied before and after a capture, and restored if it fails. Restoring them launches no collective,
+because other ranks may not take part.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from ..param_and_grad_buffer import BucketStatus
 
 Direction = Literal["forward", "backward"]
 
-# The end of errors about moved buffers.
+# Appended to errors about buffers whose address changed.
 ADVICE = (
     "graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
     "both are set, the order of all-gathers changed (a unit ran out of turn, for example)"
@@ -26,16 +26,16 @@ ADVICE = (
 
 
 class TrainingState(Enum):
-    """State of a module in a training step, in its ``_training_state``."""
+    """State of a module in a training step, stored in its ``_training_state``."""
 
     FORWARD = auto()
-    PRE_BACKWARD = auto()  # its parameters are gathered for backward, or its forward pass is recomputed
+    PRE_BACKWARD = auto()  # parameters are gathered for backward, or the forward pass is being recomputed
     POST_BACKWARD = auto()
     IDLE = auto()
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
-    """Show the method ``phase`` in profiles, with the name of its module argument or of its owner's module."""
+    """Decorate a method to appear in profiles with the name of its module argument or of its owner's module."""
 
     @wraps(phase)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,10 +52,10 @@ def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def prepared(fsdp: Any) -> Iterator[None]:
-    """Provide the model with raw parameters, no unit gathered and no collective in flight.
+    """Yield with raw parameters in the model, no unit gathered and no collective in flight.
 
-    At the end, also after an exception, everything that was gathered is released, and the model holds the parameters it
-    held before (raw, or the optimizer's ``DTensor``). Parameters outside of units keep their memory and their values.
+    On exit, even after an exception, all gathered parameters are released, and the model has its previous parameters
+    again (raw, or the optimizer's ``DTensor``). Parameters outside of units keep their memory and values.
     """
     distributed = fsdp.is_param_fsdp_distributed
     try:
@@ -74,11 +74,11 @@ def prepared(fsdp: Any) -> Iterator[None]:
 
 
 def take_places(fsdp: Any) -> None:
-    """Assign each bucket of a double buffer the place it has in training, as its first place becomes permanent.
+    """Assign each double-buffered bucket the address it will have in training, because the first address is permanent.
 
-    In training neighboring units are in use together and alternate between the two buffers. A capture before the first
-    step would assign other places: it may run some units only, and reduces a bucket while no other is in use. No bucket
-    is in use before or after.
+    In training, neighboring units are in use together and alternate between the two buffers. A capture before the first
+    step would assign different addresses, as it may run only some units and reduces buckets one at a time. No bucket
+    may be in use.
     """
     if not fsdp.ddp_config.fsdp_double_buffer:
         return
@@ -88,7 +88,7 @@ def take_places(fsdp: Any) -> None:
         if group.fsdp_unit_id is not None:
             units[group.fsdp_unit_id].append(bucket)
     in_order = list(units.values())
-    for backward in (False, True):  # weights, and their transposes if there are any
+    for backward in (False, True):  # weights, then their transposes, if any
         take_in_turn([[gathers.get_fsdp_buffer(bucket, backward) for bucket in unit] for unit in in_order])
     with_grads = [[bucket for bucket in unit if bucket in reductions.bucket_status] for unit in reversed(in_order)]
     dtype = reductions.buffer.mp_policy.grad_comm_dtype
@@ -96,7 +96,7 @@ def take_places(fsdp: Any) -> None:
 
 
 def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
-    """Allocate and free the buckets of the buffers of ``units``, each unit while the previous one is allocated."""
+    """Allocate the buckets of each unit's buffers in turn, freeing those of the previous unit afterwards."""
     before: list[Any] = []
     for unit in [*units, ()]:
         sharded = [buffer for buffer in unit if buffer.is_data_distributed]
@@ -110,7 +110,7 @@ def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = Non
 def release_captured(fsdp: Any) -> None:
     """Reset gradients and training states after a capture, and release gathered parameters."""
     for param in fsdp.module.parameters():
-        param.grad = None  # a failed engine may have left some
+        param.grad = None  # a failed backward pass may have left some
         param.grad_added_to_main_grad = False
     for module in fsdp.module.modules():
         module._training_state = TrainingState.IDLE
@@ -126,7 +126,7 @@ def release_all(fsdp: Any) -> None:
 
 
 def release_units(fsdp: Any) -> None:
-    """Wait for collectives in flight, and release the parameters of all units that are released after use."""
+    """Wait for collectives in flight, and release the parameters of FSDP units."""
     fsdp.all_gather_pipeline.settle()
     fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
     if fsdp.data_parallel_sharding_strategy == "optim_grads_params" and fsdp.fsdp_unit_modules:
@@ -136,7 +136,7 @@ def release_units(fsdp: Any) -> None:
 
 
 def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:
-    """Free the memory of gradient ``buckets``, whose content is lost."""
+    """Free the memory of gradient ``buckets``, discarding their contents."""
     reductions = fsdp.grad_reduce_pipeline
     for bucket in reductions.bucket_status.keys() & buckets:
         main_grads = reductions.get_fsdp_buffer(bucket)
@@ -147,10 +147,11 @@ def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:
 
 
 def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
-    """Empty both pipelines: no collective in flight, no gradient bucket in use. Gathered parameters stay gathered.
+    """Empty both pipelines, so that no collective is in flight and no gradient bucket in use; keep gathered parameters.
 
     Args:
-        finished: Whether collectives in flight will finish; collectives of an abandoned graph never run.
+        finished: Whether to wait for collectives in flight; False for collectives of an abandoned graph, which never
+            run.
     """
     take_back_unlaunched(fsdp)
     gathers, reductions = fsdp.all_gather_pipeline, fsdp.grad_reduce_pipeline
@@ -166,16 +167,16 @@ def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
 
 
 def take_back_unlaunched(fsdp: Any) -> None:
-    """Release the buckets of gathers that failed before launch, so that these can be launched again."""
+    """Release the buckets of all-gathers that failed before launch, so that they can be gathered again."""
     gathers = fsdp.all_gather_pipeline
     group_of = [gathers.get_fsdp_buffer(bucket).data_parallel_group for bucket in range(gathers.num_buckets)]
-    # torch leaves a coalescing context that failed open: nothing in it was launched.
+    # After a failure torch leaves the coalescing context open; nothing in it was launched.
     unlaunched = {group for group in group_of if distributed_c10d._world.pg_coalesce_state.pop(group, None) is not None}
     for key, status in gathers.bucket_status.items():
         if status is not BucketStatus.COMMUNICATING:
             continue
         event, _ = gathers.param_gather_event_map.get(key, (None, None))
-        # Calls in the context return a placeholder, which is replaced once they are launched together.
+        # Calls in the context return a placeholder, which is replaced when they are launched together.
         if isinstance(event, distributed_c10d._IllegalWork) or (event is None and group_of[key[0]] in unlaunched):
             gathers.param_gather_event_map.pop(key, None)
             gathers.get_fsdp_buffer(*key).free_bucket_storage()
@@ -187,5 +188,5 @@ def take_back_unlaunched(fsdp: Any) -> None:
 
 def _wait(event: Any, finished: bool) -> None:
     if finished:
-        with suppress(Exception):  # the connection to a rank that died
+        with suppress(Exception):  # the peer may have died
             event.wait()

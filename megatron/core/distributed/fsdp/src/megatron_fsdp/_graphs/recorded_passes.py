@@ -1,4 +1,4 @@
-"""FSDP units whose passes are recorded in one graph per direction, with their collectives inside it."""
+"""Record the passes of several FSDP units, including their collectives, in one graph per direction."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,29 +19,29 @@ from .runners import Eager
 
 
 class RecordedPasses(GraphOwner):
-    """Owner of the graphs of consecutive FSDP units, or of a whole model.
+    """Owns the graphs of consecutive FSDP units, or of a whole model.
 
-    While the graphs are recorded, the hooks of all modules and parameters run as in training: they gather, prefetch,
-    reduce and release, on the streams for that, and the graphs hold it all. Every unit is released before and after a
-    replay. The graphs prefetch no other unit, and no other unit prefetches these: under the double buffer megatron-core
-    prefetches units for units only.
+    During recording, the hooks of all modules and parameters run as in training: they gather, prefetch, reduce and
+    release on their usual streams, and the graphs contain all of this work. Every unit is released before and after a
+    replay. The graphs do not prefetch units outside of them, and those do not prefetch units in the graphs: with the
+    double buffer, megatron-core prefetches only from unit to unit.
 
-    Parameters of a whole model outside of units (embedding, final norm and output layer) stay gathered for a step, so
+    A whole model's parameters outside of units (embedding, final norm and output layer) stay gathered for a step, so
     they are gathered before a replay.
 
     Args:
-        graphs: The ``FsdpGraphs`` that owns it.
+        graphs: The ``FsdpGraphs`` that owns this object.
         units: The runner of each unit, by module, in forward order.
         begin: Called with the name of each part of the capture: ``before forward``, then ``forward`` or ``backward``
             for each pass.
-        whole: Whether the units are the whole model.
+        whole: Whether the units make up the whole model.
 
     Attributes:
         replayed: Whether the last forward pass with gradients was a replay.
-        on_forget: Called once when the graphs are freed, by owners of related graphs.
+        on_forget: Callbacks from owners of related graphs, called once when the graphs are freed.
     """
 
-    _last: Direction = "backward"  # of the phases that are recorded
+    _last: Direction = "backward"  # the last phase that is recorded
 
     def __init__(
         self, graphs: Any, units: Mapping[torch.nn.Module, Eager], begin: Callable[[str], object], whole: bool
@@ -58,7 +58,7 @@ class RecordedPasses(GraphOwner):
         self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if whole else []
         self._all_buckets = [*self._buckets, *self._outside]  # whose shards the graphs read or write
         self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
-        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # the last of parameters outside of units
+        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # the last one for parameters outside of units
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
         self.replayed = False
         self.on_forget: list[Callable[[], None]] = []
@@ -67,9 +67,9 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Prepare the model for warm-up and capture, and restore it afterwards, also after an exception.
+        """Prepare the model for warm-up and capture, and restore it afterwards, even after an exception.
 
-        Nothing is gathered, reduced or in flight before or after.
+        No parameters are gathered and no collectives are in flight before or after.
         """
         fsdp = self._fsdp
         microbatches = fsdp.microbatch_count
@@ -97,7 +97,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
-        """Warm up or record a phase in this context. At its end all work has joined the current stream."""
+        """Warm up or record a phase in this context; on exit all work has joined the current stream."""
         self._begin(phase)
         self._release()
         gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
@@ -134,7 +134,7 @@ class RecordedPasses(GraphOwner):
                 if storages is not None and backward:
                     storages.adopt()
             except BaseException:
-                # Collectives that a graph records never run.
+                # Collectives recorded in a graph never run.
                 drop_collectives(self._fsdp, finished=not torch.cuda.is_current_stream_capturing())
                 raise
             finally:
@@ -158,7 +158,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
-        """Gather ``module`` for an eager pass in the order of other ranks, which replay it."""
+        """Gather ``module`` for an eager pass in the same order as ranks that replay the pass."""
         if self.whole or module not in self.units:
             yield
             return
@@ -169,21 +169,21 @@ class RecordedPasses(GraphOwner):
             yield
 
     def gather_first_unit(self, phase: Direction) -> None:
-        """Start to gather the first unit of a phase before its own hook, which would gather the next unit first."""
+        """Start to gather the first unit of a phase before its hook runs, which would gather the next unit first."""
         self._fsdp.all_gather_and_wait_parameters_ready(
             self._first[phase].params, prefetch=False, wait_bucket_ready=False, bwd=phase == "backward"
         )
 
     def start_gather(self) -> None:
-        """Start to gather the parameters outside of units that are not gathered."""
+        """Start to gather the parameters outside of units, unless they are already gathered."""
         gathers = self._fsdp.all_gather_pipeline
-        if self._fsdp.dist_index.hsdp_outer_dp_shard:  # graphs wait for their units, the current stream for the others
+        if self._fsdp.dist_index.hsdp_outer_dp_shard:  # graphs wait for their units, the current stream for the rest
             gathers.gather_across_replicas(replayed=self._buckets)
         for bucket in self._outside:
             gathers.start_gather(bucket)
 
     def gather(self) -> None:
-        """Gather the parameters outside of units that are not gathered, and wait for them."""
+        """Gather the parameters outside of units, unless they are already gathered, and wait for them."""
         self.start_gather()
         for bucket in self._outside:
             self._fsdp.all_gather_pipeline.wait_bucket_ready(bucket, False)
@@ -191,21 +191,21 @@ class RecordedPasses(GraphOwner):
     def _release(self) -> None:
         gathers = self._fsdp.all_gather_pipeline
         for bucket in self._buckets:
-            if gathers.bucket_status[bucket, False] not in TO_GATHER:  # somebody gathered it meanwhile
+            if gathers.bucket_status[bucket, False] not in TO_GATHER:  # gathered outside of the graphs
                 gathers.release_bucket(bucket, False)
 
     # ------------------------------------------------------------------------------------------------------- replays
 
     def before_eager_forward(self) -> None:
-        """Start the gathers that other ranks start before a replay."""
+        """Start the same all-gathers as ranks that replay the pass."""
         self.replayed = False
         self.start_gather()
 
     def before_forward(self) -> None:
-        """Gather parameters outside of units; check them and the double buffer.
+        """Gather the parameters outside of units, and check their addresses and those of the double buffer.
 
         Raises:
-            ChangedSinceCaptureError: One has moved since capture, or the double buffer is in use.
+            ChangedSinceCaptureError: An address changed since capture, or the double buffer is in use.
         """
         self.gather()
         self._in_place.check()
@@ -217,8 +217,8 @@ class RecordedPasses(GraphOwner):
         """Check the double buffers of parameters and gradients.
 
         Raises:
-            ChangedSinceCaptureError: One has moved since capture, or is in use.
-            RuntimeError: This backward pass includes an eager forward pass of the same units.
+            ChangedSinceCaptureError: An address changed since capture, or a double buffer is in use.
+            RuntimeError: This backward pass also covers an eager forward pass of the same units.
         """
         if self.whole:
             self._backward.start(replayed=True)
@@ -233,10 +233,10 @@ class RecordedPasses(GraphOwner):
         self._grads.check()
 
     def after_backward(self) -> None:
-        """Note that the units' gradients are reduced and their backward pass is over, if hooks await gradients."""
+        """Mark the units' gradients as reduced and their backward pass as finished, if hooks await gradients."""
         if self._gradients.awaited:
             self._gradients.awaited.difference_update(self._params)
-            for unit in self.units.values():  # or the next eager pass would count as a recomputation
+            for unit in self.units.values():  # otherwise the next eager pass would be treated as a recomputation
                 unit.set_training_state(TrainingState.IDLE)
 
     def forget(self) -> None:
@@ -250,9 +250,10 @@ class RecordedPasses(GraphOwner):
 
 
 class EvaluatedModel(RecordedPasses):
-    """Owner of the graph of a model's forward pass in evaluation.
+    """Owns the graph of a model's forward pass in evaluation.
 
-    It keeps reduced gradients, and parameters outside of units in place: a later backward pass may read them.
+    Reduced gradients are kept, and parameters outside of units stay in place, because a later backward pass may read
+    them.
     """
 
     _last = "forward"
@@ -263,7 +264,7 @@ class EvaluatedModel(RecordedPasses):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Prepare the model for warm-up and capture. No unit is gathered before or after."""
+        """Prepare the model for warm-up and capture; no unit is gathered before or after."""
         self._begin("before forward")
         with prepared(self._fsdp):
             self._training.gather()
@@ -280,18 +281,19 @@ class EvaluatedModel(RecordedPasses):
 
 
 def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:
-    """Compare where ``buffers`` put buckets of ``dtype`` (their own if None) while none of these is in use.
+    """Return snapshot aspects for the addresses at which ``buffers`` allocate buckets of ``dtype``.
 
-    Allocators may put a bucket elsewhere while others are in use. If all memory is where it was, and all of it is idle,
-    then every bucket goes where it went.
+    An allocator may choose a different address while other buckets are in use. If all of its memory is unmoved and
+    idle, every bucket gets the same address again.
 
     Args:
         buffers: The buffers, by their names in error messages.
+        dtype: The dtype of the buckets; None for each buffer's own.
     """
     whole, pooled = {}, {}
     for name, buffer in reversed(buffers.items()):
         if not buffer.is_data_distributed and dtype in (None, buffer.dtype):
-            whole[name] = buffer  # whose buckets are parts of their own data
+            whole[name] = buffer  # its buckets are views of its own data
         else:
             pooled[_address_in(buffer, dtype)] = name, buffer  # units share the double buffer
     keys_of = {memory.data_ptr(): key for key, memory in get_global_memory_buffer().buffer.items()}
@@ -314,7 +316,7 @@ def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:
 
 
 def _address_in(buffer: Any, dtype: torch.dtype | None) -> int:
-    """Return where ``buffer`` would put a bucket now."""
+    """Return the address at which ``buffer`` would allocate a bucket now."""
     address: int = buffer.fetch_bucket(dtype=dtype).data.data_ptr()
     buffer.free_bucket_storage()
     return address

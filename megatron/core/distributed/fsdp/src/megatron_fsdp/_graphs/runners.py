@@ -1,7 +1,7 @@
-"""Runners gather and release the parameters of one module, and handle its gradients.
+"""Runners, which gather and release the parameters of one module and handle its gradients.
 
-``Eager`` does it as megatron-core does, also while whole passes are recorded. ``Replayed`` does it for graphs of one
-module, and during their capture. The forward pass writes its runner into autograd's graph for the backward pass.
+``Eager`` works like megatron-core, even while whole passes are recorded. ``Replayed`` is for modules with their own
+graphs, including during capture. The forward pass stores its runner in autograd's graph for the backward pass.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ _ORDERS: dict[Direction, PrefetchOrder] = {
 
 
 class Eager:
-    """Runner of a module's eager passes.
+    """Runs a module's eager passes.
 
     Args:
-        graphs: The ``FsdpGraphs`` that owns it.
-        module: The module, which must hold raw parameters.
+        graphs: The ``FsdpGraphs`` that owns this runner.
+        module: The module, which must have raw parameters.
 
     Attributes:
         is_unit: Whether the module is an FSDP unit, whose parameters are gathered and released together.
         params: The raw parameters of the module and its submodules.
-        buckets: The indices of their buckets.
-        float8_params: The FP8 tensors among ``params``.
-        submodules: The module and all modules below it.
+        buckets: The bucket indices of ``params``.
+        float8_params: The FP8 tensors in ``params``.
+        submodules: The module itself and all modules below it.
         frames_backward: Whether replays of the backward graph call ``before_backward`` and ``after_backward``;
             otherwise autograd does.
     """
@@ -54,7 +54,7 @@ class Eager:
         self._bucket_of = buffer.param_to_param_group
         self.buckets = sorted({self._bucket_of[param] for param in self.params if param in self._bucket_of})
         self._in_place = buffer.unsharded_gradients
-        by_children = fsdp.fine_grained_recurse_module_types  # gather for their submodules under fine-grained hooks
+        by_children = fsdp.fine_grained_recurse_module_types  # gather for their submodules
         self._gathered: dict[Direction, list[torch.nn.Parameter]] = {}
         for direction, fine_grained in zip(
             _ORDERS,
@@ -65,7 +65,7 @@ class Eager:
             self._gathered[direction] = list(module.parameters(recurse=recurse))
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
-        """Gather the parameters, wait for them, and ``prefetch`` the next units' parameters."""
+        """Gather the parameters and wait for them; optionally prefetch the next units' parameters."""
         params, passes = self._gathered[direction], self._graphs.passes
         if not params:
             return
@@ -80,7 +80,7 @@ class Eager:
 
     def _gather(self, params: list[torch.nn.Parameter], direction: Direction, prefetch: bool) -> None:
         if self._fsdp.dist_index.hsdp_outer_dp_shard and self._graphs.has_graphs:
-            # Ranks that replay gather everything across HSDP replicas first.
+            # Ranks that replay first gather everything across HSDP replicas.
             self._fsdp.all_gather_pipeline.gather_across_replicas()
         self._fsdp.all_gather_and_wait_parameters_ready(
             params, prefetch=prefetch, prefetch_order=_ORDERS[direction], bwd=direction == "backward"
@@ -89,7 +89,7 @@ class Eager:
             self._in_place.let_kernels_add(params)
 
     def release(self, direction: Direction, lazy: bool = False) -> None:
-        """Release the unit's buckets for this direction; ``lazy`` defers it until a gather needs the memory.
+        """Release the unit's buckets for this direction; ``lazy`` defers this until a gather needs the memory.
 
         Raises:
             TypeError: The module is not an FSDP unit.
@@ -101,7 +101,7 @@ class Eager:
         self._discard_transposes()
 
     def _discard_transposes(self) -> None:
-        """Discard the FP8 transposes of the parameters, unless they are kept."""
+        """Discard the FP8 transposes of the parameters, unless ``keep_fp8_transpose_cache`` is set."""
         if self.float8_params and not self._fsdp.ddp_config.keep_fp8_transpose_cache:
             for param in self.float8_params:
                 fp8_discard_transpose_cache(param)
@@ -114,12 +114,12 @@ class Eager:
     def _collected(self) -> Sequence[torch.nn.Parameter]:
         """Return the parameters whose gradients ``after_backward`` handles together.
 
-        Eager passes do so beside graphs only: other ranks may replay, and reduce in that order.
+        Eager passes do so only if the module also has graphs: other ranks may replay it, and reduce in that order.
         """
         return self.params if self._backward.expects_gradients and self._graphs.hold(self.module) else ()
 
     def before_backward(self) -> None:
-        """Note that the module's backward pass begins, and gather parameters."""
+        """Record that the module's backward pass begins, and gather its parameters."""
         self._backward.begin((self.module,), self)
         self.set_training_state(TrainingState.PRE_BACKWARD)
         self._backward.takers.update(dict.fromkeys(self._collected(), self))
@@ -135,12 +135,12 @@ class Eager:
         self.set_training_state(TrainingState.IDLE)
 
     def collect(self, param: torch.nn.Parameter) -> None:
-        """Defer ``param``, whose gradient is complete, until ``after_backward``."""
+        """Defer the complete gradient of ``param`` until ``after_backward``."""
         self._backward.collected[self].append(param)
 
 
 class Replayed(Eager, GraphOwner):
-    """Runner of a module's replays and of its capture, which owns graphs of the whole module.
+    """Runs a module's replays and its capture, and owns the graphs of the whole module.
 
     Gradients computed during capture are meaningless.
     """
@@ -150,19 +150,19 @@ class Replayed(Eager, GraphOwner):
     def __init__(self, graphs: Any, module: torch.nn.Module):
         super().__init__(graphs, module)
         self._guards: dict[Direction, Snapshot] = {}
-        self._fused: dict[torch.nn.Parameter, None] = {}  # whose main gradients fused kernels in the graph update
+        self._fused: dict[torch.nn.Parameter, None] = {}  # fused kernels in the graph update their main gradients
         self._main_grads = Snapshot(ADVICE)  # of ``_fused``
-        self._written: dict[int, dict[Any, None]] = {}  # by bucket the parameters whose gradients the graph writes
+        self._written: dict[int, dict[Any, None]] = {}  # parameters whose gradients the graph writes, by bucket
         self._claimed: list[RecordedReduction] = []
         self._ahead: dict[Direction, list[int]] = {}  # buckets in megatron-core's order, if gathers are recorded
 
     # ---------------------------------------------------------------------------------------------------- parameters
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
-        """Gather the parameters of the module and its submodules, whose hooks no graph calls.
+        """Gather the parameters of the module and its submodules, whose hooks are not called by graphs.
 
         Raises:
-            ChangedSinceCaptureError: A parameter is not where the graph reads it.
+            ChangedSinceCaptureError: The address of a parameter changed since capture.
         """
         if prefetch and direction in self._ahead:
             self._replay_gathers(direction)
@@ -176,7 +176,7 @@ class Replayed(Eager, GraphOwner):
             self._guards[direction] = Snapshot(ADVICE, addresses(names, self.params))
 
     def _replay_gathers(self, direction: Direction) -> None:
-        """Gather the same buckets as megatron-core, by recorded all-gathers where these can be replayed."""
+        """Gather the same buckets as megatron-core, with recorded all-gathers where possible."""
         gathers = self._fsdp.all_gather_pipeline
         if self._fsdp.dist_index.hsdp_outer_dp_shard:
             gathers.gather_across_replicas()
@@ -188,7 +188,7 @@ class Replayed(Eager, GraphOwner):
             gathers.wait_bucket_ready(bucket, False)
 
     def follow_hooks(self) -> None:
-        """Prepare replays of recorded collectives: all-gathers in the order of megatron-core's own hook.
+        """Determine which recorded collectives to replay, with all-gathers in the order of megatron-core's hook.
 
         No bucket is gathered before or after.
         """
@@ -207,17 +207,17 @@ class Replayed(Eager, GraphOwner):
 
     @shown_in_profiles
     def before_backward(self) -> None:
-        """Gather parameters, and claim the buckets to which the graph will write gradients.
+        """Gather parameters, and claim the buckets in which the graph will write gradients.
 
         Raises:
-            ChangedSinceCaptureError: A parameter or a gradient has moved since capture.
+            ChangedSinceCaptureError: The address of a parameter or gradient changed since capture.
         """
         super().before_backward()
         if self._graphs.captured is not None:
-            self._discard_transposes()  # freed later; the graph makes its own
+            self._discard_transposes()  # freed later; the graph creates its own
             for param in self.params:
                 if param.requires_grad:
-                    param.get_main_grad()  # or the graph would allocate the bucket
+                    param.get_main_grad()  # otherwise the graph would allocate the bucket
             return
         for reduction in self._claimed:
             reduction.claim()
@@ -227,7 +227,7 @@ class Replayed(Eager, GraphOwner):
             self._main_grads.check()
 
     def collect(self, param: torch.nn.Parameter) -> None:
-        """Defer ``param``, whose gradient the graph may have added already; ignore it during capture."""
+        """Defer the gradient of ``param``, which the graph may have added already; do nothing during capture."""
         if self._graphs.captured is None:
             if param in self._fused:
                 param.grad_added_to_main_grad = True
@@ -236,7 +236,7 @@ class Replayed(Eager, GraphOwner):
     def consume_gradients(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
-        """Move ``grads`` to their buckets as part of the backward graph; return the gradients completed elsewhere."""
+        """Move ``grads`` to their buckets as part of the backward graph, and return the gradients left to autograd."""
         taken: list[Any] = []
         left: list[torch.Tensor | None] = []
         for param, grad in zip(params, grads, strict=True):
@@ -245,7 +245,7 @@ class Replayed(Eager, GraphOwner):
                 left.append(grad)
                 continue
             left.append(None)
-            param.grad = grad  # None for an unused parameter counts as zeros
+            param.grad = grad  # None, for an unused parameter, is treated as zeros
             taken.append(param)
         with torch.no_grad():
             self._graphs.gradients.accumulate(taken)
@@ -254,7 +254,7 @@ class Replayed(Eager, GraphOwner):
         return left
 
     def gradients_written(self) -> None:
-        """Note that the backward graph has written gradients; one parameter per bucket stands for all."""
+        """Record that the backward graph has written gradients; one parameter per bucket represents all of them."""
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
         for bucket, params in self._written.items():
             one, *others = params  # handling the last of these parameters reduces the bucket
@@ -265,7 +265,7 @@ class Replayed(Eager, GraphOwner):
 
     @shown_in_profiles
     def after_backward(self) -> None:
-        """Reduce gradients and release parameters; during capture note fused gradients and free the buckets."""
+        """Reduce gradients and release parameters; during capture, record fused gradients and free the buckets."""
         if self._graphs.captured is None and self.frames_backward:
             self.gradients_written()
         super().after_backward()
@@ -280,7 +280,7 @@ class Replayed(Eager, GraphOwner):
 
 
 class PartOfModule(GraphOwner):
-    """Owner of graphs of a part of a module, whose backward pass autograd frames."""
+    """Owns graphs of a part of a module; autograd calls the hooks around the module's backward pass."""
 
     notifies_autograd = False
 
