@@ -39,7 +39,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._postponed: list[tuple[torch.cuda.Event, abc.Callable[[], None]]] = []
-        token_bounds.clear()  # an earlier training's model may still exist on some ranks
+        token_bounds.clear()  # the model of an earlier training run may still exist on some ranks
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
         """Return whether to run the step, the same on all ranks; see megatron-core."""
