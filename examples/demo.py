@@ -1,8 +1,8 @@
 """Trains the same small GPT twice under Megatron-FSDP, eagerly and with CUDA graphs, and compares them.
 
-On two GPUs with two ranks, on one GPU with one, and without a GPU on the CPU backend with two. Writes the prepared
-text, the logs, the metrics and a plot to the output folder. Exits with 1 if a loss or a gradient norm differs in one
-bit, or if there were no graphs.
+Runs one rank per GPU, on at most two GPUs, or two ranks on the CPU backend without a GPU. Writes the dataset, logs,
+metrics and a plot to the output folder. Exits with 1 unless graphs were captured and all losses and gradient norms are
+bit-identical.
 
     python examples/demo.py
 """
@@ -22,8 +22,8 @@ import torch
 from demo_report import Run, Step, failures, plot, read_steps, summary, table
 
 EXAMPLES = Path(__file__).resolve().parent
-STALL_SECONDS = 300  # a run without a new step for so long has failed
-LOG_LINES = 25  # shown of the log of a run that failed
+STALL_SECONDS = 300  # time limit for a step
+LOG_LINES = 25  # printed from the log of a failed run
 
 FSDP = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
@@ -42,18 +42,18 @@ EAGER = "--cuda-graph-impl none"
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and what the demo trains."""
+    """Device and model of the demo."""
 
     place: str
     ranks: int
-    launch: tuple[str, ...]  # what torchrun is given before the script
+    launch: tuple[str, ...]  # arguments of torchrun before the script
     flags: str
     steps: int
     note: str = ""
 
 
 def on_gpus(ranks: int) -> Setup:
-    """A model large enough that a GPU has work and small enough that the host is its bottleneck."""
+    """Return the setup for GPUs: a model small enough to be host-bound."""
     try:
         import transformer_engine.pytorch  # noqa: F401
 
@@ -69,7 +69,7 @@ def on_gpus(ranks: int) -> Setup:
 
 
 def on_the_cpu_backend() -> Setup:
-    """A model that two CPU cores train in seconds."""
+    """Return the setup for the CPU backend: a model that two CPU cores train in seconds."""
     flags = """
         --transformer-impl local --num-layers 4 --hidden-size 128 --num-attention-heads 4
         --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3
@@ -82,10 +82,10 @@ def on_the_cpu_backend() -> Setup:
 
 
 def choose(device: str) -> Setup:
-    """Return the set-up for ``device``, which is 'gpu', 'cpu' or 'auto'.
+    """Return the setup for ``device``: 'gpu', 'cpu' or 'auto'.
 
     Raises:
-        SystemExit: a GPU is asked for and torch sees none.
+        SystemExit: ``device`` is 'gpu' and torch finds none.
     """
     gpus = torch.cuda.device_count()
     if device == "gpu" and not gpus:
@@ -94,10 +94,10 @@ def choose(device: str) -> Setup:
 
 
 def prepare(prefix: Path) -> None:
-    """Prepare the text unless it is there; a dataset with an index is whole.
+    """Build the dataset unless its index exists, which is written last.
 
     Raises:
-        SystemExit: the text could not be prepared.
+        SystemExit: Building failed.
     """
     if prefix.with_suffix(".idx").exists():
         return
@@ -117,10 +117,10 @@ def prepare(prefix: Path) -> None:
 
 
 def train(setup: Setup, name: str, flags: str, steps: int, data: Path, output: Path) -> Run:
-    """Train once through torchrun, show each step as it ends, return the run.
+    """Train once with torchrun, print each finished step, and return the run.
 
     Raises:
-        SystemExit: training failed or stood still.
+        SystemExit: Training failed or stalled.
     """
     metrics, log = output / f"{name}.jsonl", output / f"{name}.log"
     metrics.unlink(missing_ok=True)
@@ -129,9 +129,9 @@ def train(setup: Setup, name: str, flags: str, steps: int, data: Path, output: P
     command += ["--train-iters", str(steps), "--data-path", str(data)]
     command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(prepare_text.VOCAB_SIZE)]
     environment = {**os.environ, "STEP_METRICS_PATH": str(metrics)}
-    # Otherwise cuDNN's attention backward may differ from run to run, and two eager runs with it.
+    # Makes cuDNN's attention backward deterministic.
     environment.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    # One connection would put FSDP's collectives and the layers' kernels in one queue.
+    # One hardware queue would serialize FSDP's collectives and the kernels of layers.
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
 
     print(f"Training {name}: {setup.place} (log: {log})", flush=True)
@@ -146,7 +146,7 @@ def train(setup: Setup, name: str, flags: str, steps: int, data: Path, output: P
         try:
             problem = follow(process, metrics, show)
         finally:
-            process.terminate()  # no-op after the end; torchrun passes it on to its workers
+            process.terminate()  # no-op after exit; torchrun forwards it to its workers
             process.wait()
     if problem:
         raise SystemExit(f"{excerpt(log)}\nTraining {name} failed: {problem}; the whole log is in {log}")
@@ -154,14 +154,14 @@ def train(setup: Setup, name: str, flags: str, steps: int, data: Path, output: P
 
 
 def excerpt(log: Path) -> str:
-    """Return the end of a log: of what the ranks' uncaught exceptions wrote, if there are any."""
+    """Return the last lines of uncaught exceptions in a log, or of the log if there are none."""
     lines = log.read_text(errors="replace").splitlines()
     exceptions = [line for line in lines if line.startswith("[rank")]
     return "\n".join((exceptions or lines)[-LOG_LINES:])
 
 
 def follow(process: subprocess.Popen, metrics: Path, show: Callable[[Step], None]) -> str | None:
-    """Show new steps until the process ends; return what went wrong, if anything."""
+    """Show new steps until the process ends; return an error message, or None on success."""
     shown, last_news = 0, time.monotonic()
     while True:
         ended = process.poll() is not None
@@ -178,7 +178,7 @@ def follow(process: subprocess.Popen, metrics: Path, show: Callable[[Step], None
 
 
 def conclude(eager: Run, graphed: Run, steps: int, picture: Path, title: str) -> int:
-    """Print the table, write the plot, and return the exit code: 1 if the two runs differ or there were no graphs."""
+    """Print the table, write the plot, and return the exit code: 1 if there is any failure."""
     print(f"\n{title}\n\n{table(eager, graphed)}")
     plot(eager, graphed, picture, title)
     print(f"plot                   {picture}")
@@ -191,7 +191,7 @@ def conclude(eager: Run, graphed: Run, steps: int, picture: Path, title: str) ->
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; return the exit code."""
+    """Run the demo and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -1,4 +1,4 @@
-"""Compares two runs by their step metrics: verdict, table and plot."""
+"""Compares the step metrics of two runs in a table and a plot."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a run's metrics; see step_metrics.py for the meaning and units of the fields."""
+    """Metrics of one step; see step_metrics.py for meanings and units."""
 
     step: int
     loss: float
@@ -27,26 +27,26 @@ class Run:
 
     @classmethod
     def read(cls, name: str, path: Path) -> "Run":
-        """Read a run from the file that STEP_METRICS_PATH named."""
+        """Read a run from the metrics file ``path``."""
         return cls(name, read_steps(path))
 
     @property
     def graphs(self) -> int:
-        """Most graphs that a rank held at once."""
+        """Maximum number of graphs on the last rank."""
         return max((step.graphs for step in self.steps), default=0)
 
     def median_ms(self) -> float:
-        """Median milliseconds per step over the second half of the run, after warm-up and capture; NaN without any."""
+        """Return the median milliseconds per step in the second half of the run, NaN without data."""
         times = [step.ms for step in self.steps[len(self.steps) // 2 :] if step.ms is not None]
         return statistics.median(times) if times else math.nan
 
     def capture_step(self) -> int | None:
-        """Number of the first step that ran with graphs."""
+        """Return the number of the first step with graphs, None if there is none."""
         return next((step.step for step in self.steps if step.graphs), None)
 
 
 def read_steps(path: Path) -> list[Step]:
-    """Read the whole lines of a metrics file, which may be still growing or not there yet."""
+    """Read the complete lines of a metrics file, which may be growing or not exist yet."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
@@ -55,20 +55,20 @@ def read_steps(path: Path) -> list[Step]:
 
 
 def same_bits(a: float, b: float) -> bool:
-    """Whether two finite numbers are the same, the sign of zero included; NaN and infinity equal nothing."""
+    """Return whether two numbers are finite and bit-identical, including the sign of zero."""
     return math.isfinite(a) and math.isfinite(b) and a.hex() == b.hex()
 
 
 def equal(a: Step, b: Step) -> bool:
-    """Whether loss and gradient norm of two steps agree bit for bit."""
+    """Return whether the losses and gradient norms of two steps are bit-identical."""
     return same_bits(a.loss, b.loss) and same_bits(a.grad_norm, b.grad_norm)
 
 
 def failures(eager: Run, graphed: Run, steps: int) -> list[str]:
-    """Return what speaks against the proof, in a sentence each; none if all is well.
+    """Return a message for each failed check, empty if all pass.
 
     Args:
-        steps: how many steps each run must have.
+        steps: Expected number of steps of each run.
     """
     found = [
         f"{run.name} has {len(run.steps)} steps, not {steps}" for run in (eager, graphed) if len(run.steps) != steps
@@ -84,7 +84,7 @@ def failures(eager: Run, graphed: Run, steps: int) -> list[str]:
 
 
 def summary(eager: Run, graphed: Run) -> dict[str, float]:
-    """Return how many steps are equal, and the median milliseconds of the second half of the steps."""
+    """Return the number of bit-identical steps, the median times and the number of graphs."""
     return {
         "steps": max(len(eager.steps), len(graphed.steps)),
         "equal_steps": sum(equal(a, b) for a, b in zip(eager.steps, graphed.steps, strict=False)),
@@ -95,10 +95,7 @@ def summary(eager: Run, graphed: Run) -> dict[str, float]:
 
 
 def table(eager: Run, graphed: Run) -> str:
-    """Return losses, gradient norms and times of both runs side by side, then their summary.
-
-    The medians are those of the second half of the steps.
-    """
+    """Return a table of the losses, gradient norms and times of both runs, followed by a summary."""
     rows = [f"{'':4} {'loss':^31} {'gradient norm':^31} {'ms per step':^19}"]
     names = f"{eager.name:>12} {graphed.name:>12}"
     rows.append(f"step {names} {'same':>5} {names} {'same':>5} {eager.name:>9} {graphed.name:>9}")
@@ -145,7 +142,7 @@ def plot(eager: Run, graphed: Run, path: Path, title: str) -> None:
             axes.axvline(captured, color="gray", linestyle=":", label="graphs captured before")
     losses.set_ylabel("loss")
     times.set_ylabel("ms per step")
-    # The step that captures may take many times as long as any other, and would flatten the rest.
+    # The capture step may take many times as long as the others and would flatten them.
     highest = max(eager.median_ms(), graphed.median_ms())
     times.set_ylim(0, 3 * highest if highest > 0 else None)
     times.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Trains a GPT under DistributedDataParallel on the GPUs of one host, with local CUDA graphs: the first step is recorded,
-# captured at its end, and every later step replays it.
+# Trains a GPT under DistributedDataParallel on the GPUs of one host, with local CUDA graphs: captured at the end of the
+# first step, replayed in every later one.
 #
-#     examples/launch_ddp.sh local                    # a graph per layer
-#     examples/launch_ddp.sh eager                    # the same without graphs, to compare
+#     examples/launch_ddp.sh local                    # one graph per layer
+#     examples/launch_ddp.sh eager                    # the same without graphs, for comparison
 #
-# GPUS: how many (default 2). DATA: prefix of a dataset made by examples/prepare_text.py (default: mock data).
-# Further arguments are passed on; any of megatron.training's flags works. TransformerEngine is required.
-# STEP_METRICS_PATH=FILE writes the exact loss, gradient norm and time of each step (examples/step_metrics.py). To compare
-# runs bit for bit, set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 (see launch_gpt.sh).
+# GPUS: number of GPUs (default 2). DATA: prefix of a dataset from examples/prepare_text.py (default: mock data).
+# Further arguments are flags of megatron.training. TransformerEngine is required.
+# STEP_METRICS_PATH=FILE writes the exact loss, gradient norm and time of each step (examples/step_metrics.py).
+# To compare runs bit for bit, set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 (see launch_gpt.sh).
 set -euo pipefail
 
 MODE=${1:-local}
@@ -26,7 +26,7 @@ MODEL=(
     --position-embedding-type rope
     --attention-dropout 0.1
     --hidden-dropout 0.1
-    --no-create-attention-mask-in-dataloader   # TransformerEngine masks causally by itself; saves a sequence^2 copy
+    --no-create-attention-mask-in-dataloader   # TransformerEngine's causal attention needs no mask tensor
 )
 
 DDP=(
@@ -46,7 +46,7 @@ TRAINING=(
     --eval-iters 2                             # evaluation runs eagerly
     --eval-interval 50
     --log-interval 1
-    --te-rng-tracker   # graphs need TransformerEngine's random number tracker; in both modes, for equal numbers
+    --te-rng-tracker   # required by graphs; set in both modes for bit-identical results
 )
 
 case $MODE in
@@ -64,6 +64,6 @@ else
     TEXT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
 fi
 
-read -ra LAUNCHER <<<"${LAUNCHER:---standalone}"   # launch_nodes.sh gives another
+read -ra LAUNCHER <<<"${LAUNCHER:---standalone}"   # set by launch_nodes.sh
 exec torchrun "${LAUNCHER[@]}" --nproc-per-node "$GPUS" "$HERE/pretrain_gpt.py" \
     "${MODEL[@]}" "${DDP[@]}" "${TRAINING[@]}" "${GRAPHS[@]}" "${TEXT[@]}" "$@"

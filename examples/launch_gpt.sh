@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains a GPT of 0.9 billion parameters under Megatron-FSDP on the GPUs of one host, in CUDA graphs.
+# Trains a GPT with 0.9 billion parameters under Megatron-FSDP on the GPUs of one host, with CUDA graphs.
 #
 #     examples/launch_gpt.sh graphed                  # a forward and a backward graph of the whole model
-#     examples/launch_gpt.sh eager                    # the same without graphs, to compare
+#     examples/launch_gpt.sh eager                    # the same without graphs, for comparison
 #     GPUS=8 DATA=data/stdlib examples/launch_gpt.sh graphed --train-iters 500
 #
-# GPUS: how many (default 2). DATA: prefix of a dataset made by examples/prepare_text.py (default: mock data).
-# Further arguments are passed on; any of megatron.training's flags works. TransformerEngine is required.
+# GPUS: number of GPUs (default 2). DATA: prefix of a dataset from examples/prepare_text.py (default: mock data).
+# Further arguments are flags of megatron.training. TransformerEngine is required.
 # STEP_METRICS_PATH=FILE writes the exact loss, gradient norm and time of each step (examples/step_metrics.py).
 set -euo pipefail
 
@@ -15,10 +15,10 @@ shift || true
 GPUS=${GPUS:-2}
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-# To compare runs bit for bit, set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: TransformerEngine otherwise lets cuDNN's attention
-# backward differ from run to run, and two eager runs differ as well.
+# To compare runs bit for bit, set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, which makes cuDNN's attention backward
+# deterministic. Without it, even two eager runs differ.
 
-# FSDP refuses to run with a single hardware queue, in which its collectives would wait for the layers' kernels.
+# FSDP rejects a single hardware queue, which would serialize its collectives and the kernels of layers.
 unset CUDA_DEVICE_MAX_CONNECTIONS
 
 MODEL=(
@@ -31,7 +31,7 @@ MODEL=(
     --position-embedding-type rope
     --attention-dropout 0.0
     --hidden-dropout 0.0
-    --no-create-attention-mask-in-dataloader   # TransformerEngine masks causally by itself; saves a sequence^2 copy
+    --no-create-attention-mask-in-dataloader   # TransformerEngine's causal attention needs no mask tensor
 )
 
 FSDP=(
@@ -40,9 +40,9 @@ FSDP=(
     --use-distributed-optimizer
     --ckpt-format fsdp_dtensor                             # the only checkpoint format of Megatron-FSDP
     --no-gradient-accumulation-fusion                      # the fused kernel needs Apex
-    # A graph reads each parameter at the address it had at capture. The double buffer unshards the layers into two
-    # fixed buffers in turn, and a layer that does not fit gets a buffer for itself that stays. Both are required
-    # with --cuda-graph-impl transformer_engine, and set in both modes here so that the two can be compared.
+    # Graphs read parameters at fixed addresses. The double buffer unshards layers into two fixed buffers in turn; a
+    # layer that does not fit gets a persistent buffer. Both flags are required with --cuda-graph-impl
+    # transformer_engine, and set in both modes for comparison.
     --fsdp-double-buffer
     --fsdp-db-use-persist-buf-on-alloc-fail
 )
@@ -60,7 +60,7 @@ TRAINING=(
     --eval-iters 0
     --eval-interval 1000
     --log-interval 1
-    --te-rng-tracker   # graphs need TransformerEngine's random number tracker; in both modes, for equal numbers
+    --te-rng-tracker   # required by graphs; set in both modes for bit-identical results
 )
 
 case $MODE in
@@ -69,7 +69,7 @@ graphed)
     GRAPHS=(
         --cuda-graph-impl transformer_engine   # a forward and a backward graph of the whole model
         --cuda-graph-warmup-steps 3            # eager steps before the capture
-        # --cuda-graph-modules attn            # to capture parts of a layer; without it, whole layers
+        # --cuda-graph-modules attn            # captures only this part of each layer
     )
     ;;
 *)
@@ -84,6 +84,6 @@ else
     TEXT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
 fi
 
-read -ra LAUNCHER <<<"${LAUNCHER:---standalone}"   # launch_nodes.sh gives another
+read -ra LAUNCHER <<<"${LAUNCHER:---standalone}"   # set by launch_nodes.sh
 exec torchrun "${LAUNCHER[@]}" --nproc-per-node "$GPUS" "$HERE/pretrain_gpt.py" \
     "${MODEL[@]}" "${FSDP[@]}" "${TRAINING[@]}" "${GRAPHS[@]}" "${TEXT[@]}" "$@"

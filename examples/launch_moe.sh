@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Trains a mixture-of-experts GPT under Megatron-FSDP on the GPUs of one host.
 #
-#     examples/launch_moe.sh graphed                  # graphs of attention and of the router; megatron-core's experts
-#     examples/launch_moe.sh whole                    # graphs of the whole model: no host knows tokens per expert
-#     examples/launch_moe.sh eager                    # without graphs, to compare with the first
-#     examples/launch_moe.sh eager --moe-use-grouped-tensor   # and with the second
+#     examples/launch_moe.sh graphed                  # graphs of attention and the router; eager experts
+#     examples/launch_moe.sh whole                    # graphs of the whole model; token counts stay on the GPU
+#     examples/launch_moe.sh eager                    # without graphs, for comparison with the first
+#     examples/launch_moe.sh eager --moe-use-grouped-tensor   # for comparison with the second
 #     GPUS=4 EXPERT_PARALLEL=4 DATA=data/stdlib examples/launch_moe.sh graphed --train-iters 500
 #
-# GPUS: how many (default 2). EXPERT_PARALLEL: over how many of them the experts are spread (default 2).
-# DATA, further arguments and STEP_METRICS_PATH: as in launch_gpt.sh, which explains the flags that are not new here.
+# GPUS: number of GPUs (default 2). EXPERT_PARALLEL: expert-parallel size (default 2).
+# DATA, further arguments and STEP_METRICS_PATH: see launch_gpt.sh, which also explains the common flags.
 set -euo pipefail
 
 MODE=${1:-graphed}
@@ -75,7 +75,7 @@ graphed)
     GRAPHS=(
         --cuda-graph-impl transformer_engine
         --cuda-graph-warmup-steps 3
-        --cuda-graph-modules attn moe_router moe_preprocess   # all of a layer up to the dispatch of its tokens
+        --cuda-graph-modules attn moe_router moe_preprocess   # all of a layer before the token dispatch
     )
     ;;
 whole)  # Hopper or newer; measured with EXPERT_PARALLEL=1 on one GPU (docs/results.md)
@@ -97,6 +97,6 @@ else
     TEXT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
 fi
 
-read -ra LAUNCHER <<<"${LAUNCHER:---standalone}"   # launch_nodes.sh gives another
+read -ra LAUNCHER <<<"${LAUNCHER:---standalone}"   # set by launch_nodes.sh
 exec torchrun "${LAUNCHER[@]}" --nproc-per-node "$GPUS" "$HERE/pretrain_gpt.py" \
     "${MODEL[@]}" "${EXPERTS[@]}" "${FSDP[@]}" "${TRAINING[@]}" "${GRAPHS[@]}" "${TEXT[@]}" "$@"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs a launch script of this folder on several hosts, as one job. Start it on each of them:
+# Runs a launch script of this folder as one job on several hosts. Start it on each host:
 #
 #     NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 GPUS=8 examples/launch_nodes.sh launch_gpt.sh graphed
 #     NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 GPUS=8 examples/launch_nodes.sh launch_gpt.sh graphed
 #
-# NNODES: how many hosts. NODE_RANK: which this is, from 0. MASTER_ADDR: the one with NODE_RANK 0, which the others can
-# reach at MASTER_PORT (default 29500). JOB: a name that no other job there has (default: train). MAX_RESTARTS: how often
-# all ranks are started again after one has failed (default 0); give the script --save and --load for that.
-# launch.sbatch does this under Slurm. docs/scale.md has the flags that several hosts want.
+# NNODES: number of hosts. NODE_RANK: index of this host, from 0. MASTER_ADDR: host with NODE_RANK 0, reachable from the
+# others at MASTER_PORT (default 29500). JOB: unique name of the job on that host (default: train). MAX_RESTARTS: number
+# of restarts of all ranks after a failure (default 0); pass --save and --load to resume from checkpoints.
+# Under Slurm, use launch.sbatch. See docs/scale.md for flags for several hosts.
 set -euo pipefail
 
 : "${NNODES:?set it to the number of hosts}" "${NODE_RANK:?set it to the rank of this host}"
@@ -15,9 +15,9 @@ set -euo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 SCRIPT=${1:?name a launch script first: launch_gpt.sh, say}
 shift
-IS_HOST=$([ "$NODE_RANK" = 0 ] && echo true || echo false)   # of the store that all hosts meet at
+IS_HOST=$([ "$NODE_RANK" = 0 ] && echo true || echo false)   # whether this host runs the rendezvous store
 
-# Ranks that are started again would otherwise find in the store what the ranks before them left, and wait for those.
+# Otherwise restarted ranks read entries of the failed ranks from the store, and wait for them.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 export NNODES

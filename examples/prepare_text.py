@@ -1,11 +1,11 @@
-"""Builds a Megatron indexed dataset (PREFIX.bin, PREFIX.idx) from text files, one token a byte.
+"""Builds a Megatron indexed dataset (PREFIX.bin, PREFIX.idx) from text files, one token per byte.
 
-Each file is a document: its bytes (ids 0 to 255), then END_OF_DOCUMENT (256). Train on it with
+Each file is a document: its bytes (IDs 0 to 255), then END_OF_DOCUMENT (256). Train on it with
 
     --data-path PREFIX --tokenizer-type NullTokenizer --vocab-size 257
 
-as NullTokenizer takes the last id of ``--vocab-size`` for the end of a document. Without files, the sources of
-Python's standard library are taken, so there is real text on every machine.
+NullTokenizer uses the last ID below ``--vocab-size`` as the end of a document. Without files, the dataset contains the
+sources of Python's standard library.
 
     python examples/prepare_text.py --output-prefix data/stdlib
     python examples/prepare_text.py --output-prefix data/books --max-megabytes 50 books/*.txt
@@ -26,14 +26,14 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 
 
 def stdlib_sources() -> list[Path]:
-    """Return the sources of Python's standard library, sorted by their path in it, without its tests."""
+    """Return the source files of Python's standard library without its tests, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (file.relative_to(root) for file in root.rglob("*.py"))
     return [root / file for file in sorted(files) if not LEFT_OUT.intersection(file.parts)]
 
 
 def encode(text: bytes) -> torch.Tensor:
-    """Return a document's tokens, int32 [bytes + 1], the last being END_OF_DOCUMENT."""
+    """Return a document's tokens, int32 [bytes + 1], ending with END_OF_DOCUMENT."""
     tokens = numpy.empty(len(text) + 1, dtype=numpy.int32)
     tokens[:-1] = numpy.frombuffer(text, dtype=numpy.uint8)
     tokens[-1] = END_OF_DOCUMENT
@@ -41,7 +41,7 @@ def encode(text: bytes) -> torch.Tensor:
 
 
 def documents(files: Iterable[Path], max_bytes: int | None) -> Iterator[bytes]:
-    """Read the files in order, without empty ones; cut the last so that ``max_bytes`` of text are not exceeded."""
+    """Yield the contents of nonempty files in order, at most ``max_bytes`` in total."""
     left = max_bytes
     for file in files:
         text = file.read_bytes()[:left]
@@ -56,21 +56,21 @@ def documents(files: Iterable[Path], max_bytes: int | None) -> Iterator[bytes]:
 def build(
     files: list[Path], prefix: str, max_bytes: int | None = None, progress=lambda message: None
 ) -> tuple[int, int]:
-    """Write ``prefix.bin`` and ``prefix.idx``; return the numbers of documents and of tokens.
+    """Write ``prefix.bin`` and ``prefix.idx``; return the numbers of documents and tokens.
 
-    The index is written last, so a dataset with an index is whole.
+    The index is written last, so a dataset with an index is complete.
 
     Args:
-        files: text files, one document each, in the order of the dataset.
-        prefix: path of the dataset without the extension; its folder is made.
-        max_bytes: stop after so many bytes of text; all if None.
-        progress: called with a line of text now and then.
+        files: Text files, one document each.
+        prefix: Path of the dataset without extension. Its folder is created.
+        max_bytes: Maximum bytes of text; None for no limit.
+        progress: Called with a message every 100 documents.
 
     Raises:
-        ValueError: the files hold no text.
-        OSError: a file cannot be read or written.
+        ValueError: All files are empty.
+        OSError: A file cannot be read or written.
     """
-    # Imported here because it takes seconds, which a look at --help or at VOCAB_SIZE need not wait for.
+    # Imported here because it takes seconds, which --help and users of VOCAB_SIZE should not wait for.
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse and check the command line.
 
     Raises:
-        SystemExit: a file is missing or --max-megabytes is not positive.
+        SystemExit: A file is missing or --max-megabytes is not positive.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -112,7 +112,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Build the dataset that the command line asks for and say how to train on it."""
+    """Build the dataset and print the flags to train on it."""
     options = parse(arguments)
     max_bytes = None if options.max_megabytes is None else round(options.max_megabytes * 1e6)
     files = options.files or stdlib_sources()

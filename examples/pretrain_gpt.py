@@ -1,13 +1,13 @@
-"""Pretrains a GPT with Megatron-Core; every flag is one of ``megatron.training``'s.
+"""Pretrains a GPT with Megatron-Core and the flags of ``megatron.training``.
 
-Real data (``--data-path``, ``--train-data-path``, ...) or ``--mock-data``; dense or mixture-of-experts layers; local
-or TransformerEngine layers; hybrid models (``--hybrid-layer-pattern``); multi-token prediction; attention within
-documents; tensor, pipeline, context and expert parallelism.
+Supports real data (``--data-path``, ``--train-data-path``, ...) and ``--mock-data``; dense and mixture-of-experts
+layers; local and TransformerEngine layers; hybrid models (``--hybrid-layer-pattern``); multi-token prediction;
+inter-document masking; tensor, pipeline, context and expert parallelism.
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py FLAGS                                           # GPUs
     torchrun --nproc-per-node 2 -m megatron_fsdp_cuda_graphs.cpu_backend examples/pretrain_gpt.py FLAGS  # no GPU
 
-The environment variable STEP_METRICS_PATH names a file for exact metrics of each step (see step_metrics.py).
+Set STEP_METRICS_PATH=FILE to write exact metrics of each step (see step_metrics.py).
 """
 
 import os
@@ -37,7 +37,7 @@ from megatron.training.utils.common_utils import (
     is_hybrid_model,
 )
 
-# Flags whose batches or losses need code that megatron-core's wheel does not carry.
+# Flags whose batches or losses need code that is not in megatron-core's wheel.
 LEFT_TO_MEGATRON_LM = (
     "sft",
     "fim_data",
@@ -46,12 +46,12 @@ LEFT_TO_MEGATRON_LM = (
 )
 BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 PACKED = ("cu_seqlens", "max_seqlen")
-# Flags that must be 1 if attention stays within documents (--dataloader-inter-document-masking).
+# Flags that must be 1 with --dataloader-inter-document-masking.
 ONE_ROW = ("micro_batch_size", "context_parallel_size")
 
 
 def has_mtp(args, vp_stage: int | None) -> bool:
-    """Whether this pipeline stage has multi-token prediction layers."""
+    """Return whether this pipeline stage has multi-token prediction layers."""
     return mtp_on_this_rank(
         layout=args.pipeline_model_parallel_layout,
         mtp_num_layers=args.mtp_num_layers,
@@ -61,7 +61,7 @@ def has_mtp(args, vp_stage: int | None) -> bool:
 
 
 def reads_data(args, vp_stage: int | None) -> bool:
-    """Whether this pipeline stage reads micro-batches; those between the first and the last need only documents."""
+    """Return whether this pipeline stage reads micro-batches. Intermediate stages read only document offsets."""
     documents = args.dataloader_inter_document_masking
     return documents or is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
 
@@ -71,8 +71,8 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> list:
 
     Tokens, labels and position_ids are int64, loss_mask float32, all [micro-batch, sequence / context parallel];
     attention_mask is bool [micro-batch, 1, sequence, sequence], or None with
-    ``--no-create-attention-mask-in-dataloader``. A pipeline stage gets None for what it does not read. Packed sequences
-    are ``PackedSeqParams`` with ``--dataloader-inter-document-masking``, otherwise None.
+    ``--no-create-attention-mask-in-dataloader``. Values that the pipeline stage does not read are None. Packed
+    sequences are ``PackedSeqParams`` with ``--dataloader-inter-document-masking``, otherwise None.
     """
     args = get_args()
     if not reads_data(args, vp_stage):
@@ -82,7 +82,7 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> list:
     if tp_rank == 0:
         data = next(data_iterator)
         if args.dataloader_inter_document_masking:
-            (offsets,) = data["cu_seqlens"]  # the end is repeated
+            (offsets,) = data["cu_seqlens"]  # padded with the end of the sequence
             data["cu_seqlens"] = offsets[: int((offsets < args.seq_length).sum()) + 1]
         batch = {name: data[name].cuda(non_blocking=True) if name in data else None for name in BATCH + PACKED}
     first_or_last = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
@@ -110,17 +110,17 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> list:
 
 
 def packed_sequences(args, batch: dict[str, torch.Tensor]) -> PackedSeqParams:
-    """Return where the documents of a micro-batch begin, padded if ``--cuda-graph-packed-sequences`` says so.
+    """Return the document offsets of a micro-batch, padded with ``--cuda-graph-packed-sequences``.
 
     Args:
         args: Megatron's arguments.
-        batch: ``cu_seqlens``, int32 [documents + 1] or [1, documents + 1], and ``max_seqlen``, the tokens of the
-            longest.
+        batch: ``cu_seqlens``, int32 [documents + 1] or [1, documents + 1], and ``max_seqlen``, the length of the
+            longest document in tokens.
     """
     offsets, most = batch["cu_seqlens"].view(-1), getattr(args, "cuda_graph_packed_sequences", None)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
     if most is not None:
-        from megatron.core.packed_seq_params import pad_packed_seq_params  # not there with the patch off
+        from megatron.core.packed_seq_params import pad_packed_seq_params  # added by the patch
 
         return pad_packed_seq_params(params, most, args.seq_length)
     params.max_seqlen_q = params.max_seqlen_kv = int(batch["max_seqlen"])
@@ -128,11 +128,11 @@ def packed_sequences(args, batch: dict[str, torch.Tensor]) -> PackedSeqParams:
 
 
 def loss_func(loss_mask: torch.Tensor, output: torch.Tensor):
-    """Return a micro-batch's summed loss, its number of tokens, and both for the log.
+    """Return the summed loss of a micro-batch, its number of tokens, and both for the log.
 
     Args:
-        loss_mask: float32 [micro-batch, sequence], 1 where a token counts.
-        output: loss of each token, of the same shape, any float dtype.
+        loss_mask: float32 [micro-batch, sequence], 1 for tokens that contribute to the loss.
+        output: Loss of each token: same shape, any floating-point dtype.
     """
     mask = loss_mask.view(-1)
     loss = torch.sum(output.view(-1).float() * mask)
@@ -148,12 +148,12 @@ def loss_func(loss_mask: torch.Tensor, output: torch.Tensor):
 
 
 def forward_step(data_iterator, model, return_schedule_plan: bool = False):
-    """Run one micro-batch; return each token's loss and what makes the micro-batch's loss of it.
+    """Run one micro-batch; return the loss of each token and the function that reduces it.
 
     Args:
-        data_iterator: Where batches come from.
-        model: A chunk of the model.
-        return_schedule_plan: Whether to return a plan of the model's passes in the place of losses, for
+        data_iterator: Iterator over batches.
+        model: Model chunk.
+        return_schedule_plan: Whether to return a schedule plan instead of losses, for
             ``--overlap-moe-expert-parallel-comm``.
     """
     timers = get_timers()
@@ -167,10 +167,10 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
 
 
 def build_datasets(num_samples, vp_stage: int | None = None):
-    """Build the train, validation and test sets that the data flags describe.
+    """Build the training, validation and test sets from the data flags.
 
     Args:
-        num_samples: how many samples each of the three must offer.
+        num_samples: Number of samples of each of the three.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -206,15 +206,15 @@ def build_datasets(num_samples, vp_stage: int | None = None):
     return BlendedMegatronDatasetBuilder(dataset, num_samples, built_here, config).build()
 
 
-# megatron.training asks every rank, and built_here answers.
+# megatron.training calls it on every rank, and built_here selects the ranks that build.
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    """Train as the command line says.
+    """Train with the flags of the command line.
 
     Raises:
-        SystemExit: a flag is unknown, contradicts another, or needs Megatron-LM's own script.
+        SystemExit: A flag is unknown, conflicts with another flag, or needs Megatron-LM's own script.
     """
     args = parse_and_validate_args()
     for name in LEFT_TO_MEGATRON_LM:

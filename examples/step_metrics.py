@@ -1,8 +1,8 @@
-"""Exact metrics of each training step, as JSON lines.
+"""Writes exact metrics of each training step as JSON lines.
 
-``megatron.training`` prints six digits of the loss and three of the gradient norm, too few to tell two runs apart, and
-offers no callback. Its public function ``training_log`` is called once a step with everything that is needed, so
-:meth:`StepMetrics.record_training_log` puts a recorder in front of it.
+``megatron.training`` prints six digits of the loss and three of the gradient norm, too few to compare runs, and has no
+callback. :meth:`StepMetrics.record_training_log` therefore wraps its public function ``training_log``, which is called
+once per step.
 """
 
 import functools
@@ -19,18 +19,18 @@ from megatron.training.utils.common_utils import is_last_rank
 
 
 class StepMetrics:
-    """Appends one JSON object a step to ``path``, on the last rank, which has the loss under pipeline parallelism.
+    """Appends one JSON object per step to ``path`` on the last rank, which has the loss under pipeline parallelism.
 
     Keys of a line:
-        step: number of the step, from 1.
-        loss: mean loss of the step's tokens, exact (JSON floats are written with ``repr``).
-        loss_hex: the same as ``float.hex()``.
-        grad_norm, grad_norm_hex: norm of the gradient before clipping; null if the step had none.
-        ms: milliseconds since the step before was logged, GPU work included; null for the first.
-        reserved_mib: MiB of device memory that the allocator holds on this rank.
-        graphs: layer graphs that this rank holds, one for each layer and micro-batch slot that was captured; 1 if it
-            holds graphs of the whole model, or of all layers of its decoder.
-        skipped: whether the optimizer skipped the step.
+        step: Number of the step, counted from 1.
+        loss: Exact mean loss of the step's tokens (JSON floats are written with ``repr``).
+        loss_hex: ``float.hex`` of the loss.
+        grad_norm, grad_norm_hex: Gradient norm before clipping; null if there is none.
+        ms: Milliseconds since the previous step was logged, including GPU work; null for the first step.
+        reserved_mib: Device memory reserved by the allocator on this rank, in MiB.
+        graphs: Number of graphs on this rank: one per captured layer and micro-batch slot. Graphs of the whole model
+            or decoder count as 1.
+        skipped: Whether the optimizer skipped the step.
     """
 
     def __init__(self, path: str | Path):
@@ -39,15 +39,15 @@ class StepMetrics:
         self.graphable: list[torch.nn.Module] = []
 
     def watch(self, model_chunks: list) -> list:
-        """Remember the layers and models whose graphs are to be counted; fits ``ModelConfig.post_wrap_hooks``."""
+        """Store the modules whose graphs are counted; an entry for ``ModelConfig.post_wrap_hooks``."""
         modules = (module for chunk in model_chunks for module in chunk.modules())
         self.graphable = [module for module in modules if isinstance(module, MegatronModule)]
         return model_chunks
 
     def record_training_log(self) -> None:
-        """Empty the file and put the recorder in front of ``megatron.training.training.training_log``.
+        """Empty the file and wrap ``megatron.training.training.training_log``.
 
-        Call it before ``pretrain``: its first collective keeps a late rank from emptying a file that has lines.
+        Call this before ``pretrain``: its first collective ensures that no rank empties the file later.
         """
         original = training.training_log
         signature = inspect.signature(original)
@@ -67,7 +67,7 @@ class StepMetrics:
         """Append the line of one step.
 
         Args:
-            losses: 'lm loss' as a float tensor of one element; empty where there is no loss.
+            losses: 'lm loss', a float tensor with one element; empty if there is no loss.
         """
         torch.cuda.synchronize()
         now = time.perf_counter()
@@ -89,11 +89,11 @@ class StepMetrics:
             file.write(json.dumps(line) + "\n")
 
     def graphs(self) -> int:
-        """Count the graphs of ``--cuda-graph-impl transformer_engine`` and ``local`` (runners of layers)."""
+        """Return the number of graphs on this rank, for ``--cuda-graph-impl transformer_engine`` and ``local``."""
         count = 0
         for module in self.graphable:
             count += len(getattr(module, "cuda_graphs", ()))
-            count += len(getattr(vars(module).get("forward"), "slots", ()))  # they stand for a model's or decoder's
+            count += len(getattr(vars(module).get("forward"), "slots", ()))  # graphs of a model or decoder
             manager = getattr(module, "cudagraph_manager", None)
             count += sum(runner.fwd_graph is not None for runner in getattr(manager, "cudagraph_runners", ()))
         return count

@@ -1,4 +1,4 @@
-"""Train a small GPT under Megatron-FSDP with CUDA graphs in a training loop of your own.
+"""Trains a small GPT under Megatron-FSDP with CUDA graphs in a custom training loop.
 
     torchrun --nproc-per-node 2 examples/training_loop.py
     torchrun --nproc-per-node 2 examples/training_loop.py --eager     # the same losses, without graphs
@@ -30,7 +30,7 @@ STEPS, WARMUP = 8, 3
 
 
 def build(eager: bool):
-    """Return the wrapped model, its optimizer and its configuration."""
+    """Build the wrapped model, its optimizer and its configuration."""
     config = TransformerConfig(
         num_layers=4,
         hidden_size=128,
@@ -65,7 +65,7 @@ def build(eager: bool):
 
 
 def batches(step: int):
-    """Yield the micro-batches of one step: token IDs of shape (micro-batch, sequence)."""
+    """Yield the micro-batches of one step: token IDs of shape [micro-batch, sequence]."""
     generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
     for _ in range(MICRO_BATCHES):
         yield torch.randint(VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator).cuda()
