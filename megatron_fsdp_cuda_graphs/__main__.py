@@ -1,4 +1,4 @@
-"""Inspect an environment or a training command for CUDA graphs under Megatron-FSDP.
+"""Inspects an environment or a training command for CUDA graphs under Megatron-FSDP.
 
 Usage: python -m megatron_fsdp_cuda_graphs [COMMAND]
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, by default the one on the command line, and return its exit code."""
+    """Run the given command, by default from the command line, and return its exit code."""
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["doctor"]
     if command == "doctor":
         from .doctor import main as doctor

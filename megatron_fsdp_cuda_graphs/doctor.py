@@ -42,14 +42,14 @@ class Report:
 
 
 def find_transformer_engine() -> tuple[str | None, str | None]:
-    """Return TransformerEngine's version, None if not installed, and its import error, None if it can be imported."""
+    """Return TransformerEngine's version, None if missing, and its import error, None if it imports."""
     try:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         version = None
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # builds for another CUDA or torch raise any error
+    except Exception as error:  # builds for a different CUDA or torch can raise any error
         return version, f"{type(error).__name__}: {error}"
     return version, None
 

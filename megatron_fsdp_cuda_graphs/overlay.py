@@ -38,13 +38,13 @@ REMEDY = (
     f"Install megatron-core=={TESTED_VERSIONS[-1]} (or check out that version of Megatron-LM), or set "
     f"{SWITCH}=untested to patch this one."
 )
-ARGUMENTS = "megatron.training.arguments"  # imported when a Megatron training starts
+ARGUMENTS = "megatron.training.arguments"  # imported when a training run starts
 
 _logger = logging.getLogger(__name__)
 
 
 class Core(NamedTuple):
-    """Version of a megatron-core, None if unknown, and its ``__init__`` file."""
+    """A megatron-core: its version, None if unknown, and its ``__init__`` file."""
 
     version: str | None
     origin: str
@@ -73,7 +73,7 @@ def patched_modules() -> list[str]:
 
 @functools.cache
 def is_extension(file: Path) -> bool:
-    """Whether ``file`` extends megatron-core's file: it imports ``extend`` from this module."""
+    """Return whether ``file`` extends megatron-core's file: it imports ``extend`` from this module."""
     return any(
         isinstance(node, ast.ImportFrom) and node.module == __name__ and "extend" in {each.name for each in node.names}
         for node in ast.parse(file.read_bytes()).body
@@ -81,7 +81,7 @@ def is_extension(file: Path) -> bool:
 
 
 def ordinary_spec(name: str, path: Any) -> ModuleSpec | None:
-    """Find the module ``name`` on ``path``, its parent's ``__path__``, as without this patch."""
+    """Find the module ``name`` on ``path``, its parent's ``__path__``, ignoring this patch."""
     finders = (finder for finder in list(sys.meta_path) if not isinstance(finder, OverlayFinder))
     return next(filter(None, (finder.find_spec(name, path) for finder in finders)), None)
 
@@ -178,7 +178,7 @@ class _CoreLoader(Loader):
 
 
 class RefusingLoader(_CoreLoader):
-    """Makes ``validate_args`` of an untested megatron-core refuse graphs that need the patch, because of ``what``."""
+    """Makes an untested megatron-core's ``validate_args`` reject graphs that need the patch; ``what`` is the reason."""
 
     def exec_module(self, module: Any) -> None:
         _warn(f"{self.what}. It is left unpatched, without CUDA graphs of sharded models. {REMEDY}")
@@ -272,7 +272,7 @@ def _extension(module: ModuleType | None) -> ExtensionLoader | None:
 
 
 def is_patched(module: Any) -> bool:
-    """Whether ``module`` was loaded from this tree."""
+    """Return whether ``module`` was loaded from this tree."""
     return _extension(module) is not None or getattr(module, "__file__", "") == str(tree_file(module.__name__))
 
 
@@ -301,7 +301,7 @@ def switch() -> Literal["on", "off", "untested"]:
 
 
 def is_active() -> bool:
-    """Whether the patch is on in this process."""
+    """Return whether the patch is on in this process."""
     registered = any(isinstance(finder, OverlayFinder) for finder in sys.meta_path)
     return registered and (switch() == "untested" or untested_core() is None)
 
@@ -309,8 +309,8 @@ def is_active() -> bool:
 def activate() -> None:
     """Turn the patch on in this process. torch calls this at the end of ``import torch``; further calls do nothing.
 
-    Never raises. Warns if a module that it changes is already imported, in which case the patch stays off, and about
-    an unknown value of the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS``.
+    Never raises. Warns if a module to patch is already imported, in which case the patch stays off, or if the
+    environment variable ``MEGATRON_FSDP_CUDA_GRAPHS`` has an unknown value.
     """
     if any(isinstance(finder, OverlayFinder) for finder in sys.meta_path):
         return
@@ -343,6 +343,6 @@ def _warn_of_patching(problem: str) -> None:
 
 
 def _warn(message: str) -> None:
-    """Log a warning on one rank of a job."""
+    """Log a warning on one rank only."""
     if os.environ.get("RANK", "0") == "0":
         _logger.warning(message)

@@ -1,4 +1,4 @@
-"""Runs a program written for CUDA on the CPU backend, with the arguments of python.
+"""Runs a program written for CUDA on the CPU backend. Takes the same arguments as python.
 
     python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]
     python -m megatron_fsdp_cuda_graphs.cpu_backend -m MODULE [ARGS...]
@@ -14,10 +14,10 @@ from .installation import install, leave
 
 
 def main(arguments: list[str]) -> None:
-    """Install the backend, and run ``arguments`` as python would.
+    """Install the backend, and run ``arguments`` as python does.
 
     Raises:
-        SystemExit: There is no script or module, or the program raised it.
+        SystemExit: No script or module is given, or the program raised it.
     """
     if not arguments or arguments == ["-m"] or arguments[0] in ("-h", "--help"):
         sys.exit(__doc__)

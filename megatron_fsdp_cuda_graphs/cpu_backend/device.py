@@ -49,7 +49,7 @@ _TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool"
 
 
 def is_cuda_device(device: Any) -> bool:
-    """Whether ``device``, in any of torch's notations, is a CUDA device."""
+    """Return whether ``device``, in any of torch's notations, is a CUDA device."""
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
     if isinstance(device, torch.device):
@@ -58,7 +58,7 @@ def is_cuda_device(device: Any) -> bool:
 
 
 def to_cpu(device: Any) -> Any:
-    """Return the CPU for a CUDA device, and all else unchanged."""
+    """Return the CPU for a CUDA device, and anything else unchanged."""
     return torch.device("cpu") if is_cuda_device(device) else device
 
 

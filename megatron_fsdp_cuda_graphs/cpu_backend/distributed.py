@@ -1,7 +1,7 @@
 """Runs code written for NCCL on gloo.
 
-gloo completes collectives in its own threads, which free tensors concurrently with the main thread; long trainings died
-of heap corruption. Here the launching thread waits for completion. A collective with ``async_op=True`` writes to
+gloo completes collectives in its own threads, which free tensors concurrently with the main thread and thereby corrupt
+the heap in long runs. Here the launching thread waits for completion. A collective with ``async_op=True`` writes to
 private memory, and its outputs hold NaN (integers and bools: zero) until ``wait()``, which exposes missing waits.
 Sends and receives stay asynchronous, because pipeline stages launch them in different orders. Unlike NCCL, gloo drops a
 send when its work object is deleted, so unfinished sends are kept.
@@ -55,7 +55,7 @@ class HeldWork(Work):
         """Copy the results to the outputs, and return True."""
         held, self._held = self._held, []
         for output, result in held:
-            output.data.copy_(result)  # .data: collectives do not raise a tensor's version
+            output.data.copy_(result)  # .data: collectives do not bump version counters
         return True
 
     # A program can read the outputs after each of these.

@@ -14,7 +14,7 @@ _threads_before = 0
 
 
 def installed() -> bool:
-    """Whether this process runs on the CPU backend."""
+    """Return whether this process runs on the CPU backend."""
     return bool(patches.APPLIED)
 
 

@@ -45,13 +45,13 @@ class StaleAddress(RuntimeError):
 
 
 def making_host_tensor() -> bool:
-    """Whether a factory of a host tensor is running."""
+    """Return whether a factory of a host tensor is running."""
     return _in_host_factory
 
 
 @contextlib.contextmanager
 def host_factory(on_host: bool = True) -> Iterator[None]:
-    """Mark the factory that runs in this block as one of host or device tensors."""
+    """Mark the factory that runs in this block as a factory of host or device tensors."""
     global _in_host_factory
     before, _in_host_factory = _in_host_factory, on_host
     try:
@@ -71,12 +71,12 @@ def mark_host(tensor: torch.Tensor, pinned: bool = False) -> torch.Tensor:
 
 
 def is_host(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is marked as host memory."""
+    """Return whether ``tensor`` is marked as host memory."""
     return _has(tensor, _MARK)
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is marked as pinned host memory, which captures can copy to and from."""
+    """Return whether ``tensor`` is marked as pinned host memory, which captures can copy to and from."""
     return _has(tensor, _PINNED)
 
 
@@ -146,18 +146,18 @@ class Pool:
 
 
 def _is_abandoned(key: int, wholes: list[torch.Tensor]) -> bool:
-    """Whether only the pool, with the tensors ``wholes``, references the storage ``key``."""
+    """Return whether only the pool, with the tensors ``wholes``, references the storage ``key``."""
     # The count includes the tensors and the Python object of the storage.
     return bool(torch._C._storage_Use_Count(key) <= 1 + len(wholes))
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether the storage of ``tensor`` was not shrunk."""
+    """Return whether the storage of ``tensor`` was not shrunk."""
     return tensor.untyped_storage().nbytes() >= tensor.numel()
 
 
 def segments(mempool_id: PoolHandle | None = None, include_traces: bool = True) -> list[dict[str, object]]:
-    """Replace ``torch.cuda.memory_snapshot``; list the memory of graph pools."""
+    """Replace ``torch.cuda.memory_snapshot``; return the memory of graph pools."""
     return [
         {"address": wholes[-1].data_ptr(), "total_size": wholes[-1].numel(), "segment_pool_id": pool.handle}
         for pool in list(_pools.values())
@@ -167,7 +167,7 @@ def segments(mempool_id: PoolHandle | None = None, include_traces: bool = True) 
 
 
 def statistics(device: object = None) -> dict[str, int]:
-    """Replace ``torch.cuda.memory_stats``; count the bytes ever allocated by graph pools, and zero for all else."""
+    """Replace ``torch.cuda.memory_stats``; count the bytes allocated by graph pools. Other values are zero."""
     return collections.defaultdict(int, _statistics)
 
 
@@ -180,7 +180,7 @@ def pool_of(handle: PoolHandle | None) -> Pool:
     """Return the pool of ``handle``, or a new pool for None or an unused handle.
 
     Raises:
-        RuntimeError: All graphs of the pool are deleted; the message is the same as torch's.
+        RuntimeError: All graphs of the pool are deleted, as in torch.
     """
     key = new_handle() if handle is None else handle
     pool = _pools.get(key)
@@ -243,7 +243,7 @@ class Block:
 
 
 class AddressBook:
-    """All blocks of one tape, which allocates from ``pool``."""
+    """All blocks of one tape. The tape allocates from ``pool``."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -271,7 +271,7 @@ class AddressBook:
         return self._blocks[place]
 
     def _is_of_the_capture(self, place: _Place) -> bool:
-        """Whether a new block is a resized storage of the capture, or shares memory with one."""
+        """Return whether a new block is a resized storage of the capture, or shares memory with one."""
         storage, pointer = place
         return storage in self._private_storages or (pointer != 0 and pointer in self._private_addresses)
 

@@ -166,8 +166,8 @@ class Stream:
         """Wait for ``event``, and join its capture.
 
         Raises:
-            CaptureError: The legacy default stream waits for a capturing stream, a capturing stream waits for another
-                one, or the capture of the event has ended.
+            CaptureError: The legacy default stream waits for a capturing stream, a capturing stream waits for a
+                different one, or the capture of the event has ended.
         """
         event._refuse_if_captured("Stream.wait_event")
         state = current_capture()
@@ -201,7 +201,7 @@ class Stream:
         refuse_while_capturing("Stream.synchronize")
 
     def is_capturing(self) -> bool:
-        """Whether this stream is part of a capture."""
+        """Return whether this stream is part of a capture."""
         state = current_capture()
         return state is not None and self in state.streams
 
@@ -260,7 +260,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether the current stream is part of a capture."""
+    """Return whether the current stream is part of a capture."""
     return current_stream().is_capturing()
 
 

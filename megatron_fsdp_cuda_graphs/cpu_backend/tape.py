@@ -37,7 +37,7 @@ _MASKABLE = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_in
 _ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 # Operators that change the tensor object, not memory.
 _METADATA = {"resize_", "resize_as_", "set_", "_resize_output_", "rename_", "requires_grad_", "detach_"}
-_BARRIERS = {"barrier", "monitored_barrier_"}  # the host waits for other ranks
+_BARRIERS = {"barrier", "monitored_barrier_"}  # blocks the host until other ranks arrive
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ def describe(func: torch._ops.OpOverload) -> Op:
 
 
 def waits_for_device(op: Op, args: tuple, kwargs: dict) -> bool:
-    """Whether this call would synchronize with the device on a GPU."""
+    """Return whether this call would synchronize with the device on a GPU."""
     if op.name == "aten.repeat_interleave.Tensor":
         return kwargs.get("output_size") is None
     return op.waits_for_device or (op.is_maskable and _needs_positions(op, args))
 
 
 def _needs_positions(op: Op, args: tuple) -> bool:
-    """Whether an indexing call converts a mask to positions on the host.
+    """Return whether an indexing call converts a mask to positions on the host.
 
     Writing one value with one mask does not: it is a ``masked_fill``.
     """
@@ -106,7 +106,7 @@ def _needs_positions(op: Op, args: tuple) -> bool:
 
 
 def is_collective(func: torch._ops.OpOverload) -> bool:
-    """Whether ``func`` is a collective that can be replayed."""
+    """Return whether ``func`` is a collective that can be replayed."""
     return func.namespace == "c10d" and func._schema.name.split("::")[-1] not in _BARRIERS
 
 
@@ -318,7 +318,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is not on the meta device."""
+    """Return whether ``tensor`` is not on the meta device."""
     return tensor.device.type == "cpu"
 
 

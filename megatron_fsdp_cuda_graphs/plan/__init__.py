@@ -1,1 +1,1 @@
-"""Shows without a GPU whether flags fit together, which graphs they capture, and how much memory these take."""
+"""Checks flags without a GPU, and shows the graphs that they capture and the memory of one rank."""

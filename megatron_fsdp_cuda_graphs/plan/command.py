@@ -14,13 +14,13 @@ from ..doctor import why_off
 
 
 def plan(arguments: Sequence[str]) -> int:
-    """Print the graphs that the flags of a training would capture, and their memory.
+    """Print the graphs that a training command would capture, and its memory.
 
     Args:
-        arguments: Arguments of the command, and flags of ``pretrain_gpt``.
+        arguments: Arguments of this command, and flags of ``pretrain_gpt``.
 
     Returns:
-        Exit code: 0 if the flags fit together, 1 if not, 2 if they cannot be parsed or the patch is off.
+        Exit code: 0 if the flags are compatible, 1 if not, 2 if they cannot be parsed or the patch is off.
     """
     parser = argparse.ArgumentParser(
         prog="python -m megatron_fsdp_cuda_graphs plan",

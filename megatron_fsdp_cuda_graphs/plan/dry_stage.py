@@ -133,7 +133,7 @@ def without_memory() -> Iterator[None]:
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        # The values of a mesh, a tensor of ranks, are needed.
+        # The mesh, a tensor of ranks, needs real values.
         wrapper = mcore_fsdp_adapter.FullyShardedDataParallel
         wrapper = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV1", wrapper)  # megatron-core 0.20
         replace(wrapper, "_init_dist_index", _with_values(wrapper._init_dist_index))

@@ -1,4 +1,4 @@
-"""Parses and checks the flags of a training without starting it."""
+"""Parses and checks training flags without starting a training run."""
 
 import argparse
 import io
@@ -21,12 +21,12 @@ from .command import quietly
 
 @dataclass
 class Flags:
-    """The checked flags of a training.
+    """Checked training flags.
 
     Attributes:
         args: Megatron's parsed arguments; validated unless ``refused`` has an entry.
         refused: A message for each reason not to start the job.
-        remarks: A message for each flag without effect, or not tried with graphs.
+        remarks: A message for each flag that has no effect or is untested with graphs.
     """
 
     args: argparse.Namespace

@@ -1,4 +1,4 @@
-"""Lists the graphs that a ``TECudaGraphHelper`` would capture, and the parts of the model that run in them."""
+"""Lists the graphs that a ``TECudaGraphHelper`` would capture, and the parts of the model in them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def planned(helper: TECudaGraphHelper, choice: Choice) -> Planned:
 
 
 def parts_of(helper: TECudaGraphHelper, choice: Choice) -> Iterator[str]:
-    """Yield a line for each kind of module in execution order: whether graphs hold it, and if not, why."""
+    """Yield a line for each kind of module in execution order, with the reason if graphs exclude it."""
     models = [chunk.model for chunk in helper.stage.chunks if chunk.model is not None]
     decoders = [model.decoder for model in models]
 

@@ -23,7 +23,7 @@ def show(own: argparse.Namespace, given: list[str]) -> int:
 
     Args:
         own: Arguments of the command.
-        given: Flags of the training.
+        given: Training flags.
 
     Raises:
         SystemExit: With code 2 if a flag is unknown or its value has the wrong type.
