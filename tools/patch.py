@@ -1,10 +1,10 @@
-"""Write this project as one patch for ``git am`` in a Megatron-LM checkout.
+"""Writes this project as one patch for ``git am`` in a Megatron-LM checkout.
 
     python -m tools.patch CHECKOUT | git -C CHECKOUT am
 
-The patch adds and replaces the files that this project adds and replaces. It appends each extending file to
-megatron-core's, after a line that saves the namespace as ``_upstream``, so that the checkout runs the same code as the
-overlay, in the same order. CHECKOUT is not changed, and does not need this project afterwards.
+The patch contains all files that this project adds or replaces. It appends each extending file to megatron-core's,
+after a line that saves the namespace as ``_upstream``, so the checkout runs the same code as the overlay, in the same
+order. This command does not change CHECKOUT. A patched checkout does not need this project.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _EXTEND = re.compile(r"^_upstream(: Any)? = extend\(__name__\)\n+", re.MULTILINE
 
 
 def patched_files(checkout: Path) -> dict[str, str]:
-    """Return the text of each changed or added file, by its path below ``checkout``.
+    """Return the text of each changed or added file by its path relative to ``checkout``.
 
     Raises:
         FileNotFoundError: ``checkout`` has no megatron-core.

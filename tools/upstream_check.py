@@ -1,11 +1,11 @@
-"""Check the patch against another megatron-core, without importing it.
+"""Checks the patch against a different megatron-core without importing it.
 
     python -m tools.upstream_check FOLDER
 
 FOLDER contains ``megatron/core``: a Megatron-LM checkout or a site-packages folder. It is compared with the installed
-megatron-core. Breaking: removed names that the patch imports, overridden functions that are removed or have other
-parameters, and names that other modules import from a replaced module and the patch lacks. To review: overridden
-definitions with other code. The exit code is 1 if anything would break, 2 if there is nothing to compare.
+megatron-core. Breaking changes: removed names that the patch imports, overridden functions that were removed or have
+new parameters, and names imported from a replaced module that the patch lacks. Changes to review: overridden
+definitions with new code. The exit code is 1 if anything would break, 2 if there is nothing to compare.
 """
 
 import argparse
@@ -80,14 +80,14 @@ class Core:
         return parsed(file.resolve()).body if file else []
 
     def has(self, module: str, name: str = "") -> bool:
-        """Whether ``module`` exists and defines, imports or contains ``name``."""
+        """Return whether ``module`` exists and defines, imports or contains ``name``."""
         path = self.root.joinpath(*module.split("."), name)
         if module_file(path) is not None or path.is_dir():
             return True
         return bool(name) and not {name, "*", "__getattr__"}.isdisjoint(bound_names(self.body(module)))
 
     def find(self, module: str, paths: Iterable[str]) -> Definition | None:
-        """Return the function or class at the first path, for example ``Class.method``, that exists in ``module``."""
+        """Return the function or class at the first of the paths, like ``Class.method``, that exists in ``module``."""
         for path in paths:
             body, found = self.body(module), None
             for name in path.split("."):
@@ -196,7 +196,7 @@ def _parameters(definition: Definition) -> str:
 
 
 def _takes_any(own: Definition | None) -> bool:
-    """Whether a function takes arbitrary arguments."""
+    """Return whether a function takes arbitrary arguments."""
     return isinstance(own, ast.FunctionDef) and bool(own.args.vararg and own.args.kwarg)
 
 
