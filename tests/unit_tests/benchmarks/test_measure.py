@@ -1,4 +1,4 @@
-"""measure: parts run one by one at one commit, and a later call resumes."""
+"""Tests of measure.py: parts run sequentially at one commit, and later calls resume."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ CRASHES = f"{WRITES}; sys.exit(3)"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Measures ``programs``, given by the names of parts; returns the exit code and the output."""
+    """Return a function that runs ``programs``, by part name, and returns the exit code and the output."""
 
     def run(programs, *given, commit="a1", arguments="GPUS FILE", **options):
         parts = []

@@ -1,4 +1,4 @@
-"""repeated_training: comparison of the runs of one training."""
+"""Tests of repeated_training.py: comparison of repeated runs."""
 
 from benchmarks.repeated_training import compared, first_difference
 

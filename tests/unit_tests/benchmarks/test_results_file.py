@@ -1,4 +1,4 @@
-"""results_file: layout and metadata of a file of results."""
+"""Tests of the layout and metadata of results files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""soak: differences between two trainings are found."""
+"""Tests of soak.py: detection of differences between two runs."""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""soak: trainings run side by side on their own GPUs."""
+"""Tests of soak.py: concurrent runs on separate GPUs."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ def module(monkeypatch):
 
 
 class Process:
-    """Stands in for a launcher; writes its GPUs as metrics once a second one runs."""
+    """Fake launcher that waits for a second one, then writes its GPUs as metrics."""
 
     status = 0
     both = Barrier(2)

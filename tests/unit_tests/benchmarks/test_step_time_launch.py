@@ -1,4 +1,4 @@
-"""step_time: failed and hung runs are reported, and the others run in another launch."""
+"""Tests of step_time.py: failed and hung runs are reported, and the remaining runs start in a new launch."""
 
 import json
 import subprocess
@@ -33,7 +33,10 @@ for run in json.load(open(plan)):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Trains plans with a worker that acts on the flag of a run; returns results in order of arrival."""
+    """Return a function that runs plans with a fake worker and returns the results in order of arrival.
+
+    The flag of a run selects what the worker does.
+    """
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     monkeypatch.setattr(launch, "WORKER", worker)
@@ -82,7 +85,7 @@ def test_hung_run_is_ended_and_reported(train):
 
 
 def test_nccl_variables_are_set_when_processes_start(tmp_path, monkeypatch):
-    """NCCL reads them once, so other values need another launch."""
+    """NCCL reads them once, so different values require a new launch."""
     started: list[tuple[str | None, list[str]]] = []
     popen = subprocess.Popen
     worker = tmp_path / "worker.py"

@@ -1,4 +1,4 @@
-"""step_time: times, losses and gradient norms recorded for each step."""
+"""Tests of step_time.py: recorded times, losses and gradient norms."""
 
 import time
 

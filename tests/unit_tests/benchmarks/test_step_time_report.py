@@ -1,4 +1,4 @@
-"""step_time: comparison of variants, and of launches."""
+"""Tests of step_time.py: comparison of variants and launches."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""step_time: configurations and variants named on the command line."""
+"""Tests of step_time.py: configurations and variants on the command line."""
 
 import pytest
 

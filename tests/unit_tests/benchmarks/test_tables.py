@@ -1,4 +1,4 @@
-"""The results page is generated from files of results, and README quotes their figures."""
+"""Tests that the results page and the figures in README match the results files."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def test_soaks_and_faults_count_successes():
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder with results and a template; the page that it becomes."""
+    """Create a folder with results and a template, and return the path of the page."""
     (tmp_path / "one.json").write_text(json.dumps(results(EAGER, GRAPHS, name="A")))
     (tmp_path / "template").write_text(
         "# Results\n\n{{launches: one}}\n\nIt takes {{.1f: one configurations/A/native/ms}} ms.\n"
@@ -108,7 +108,7 @@ def test_results_page_matches_its_files():
 
 
 STEPS = "release/step_time_{}_2gpu configurations/{}/{}/{}"
-# The figures that README quotes, and where they come from.
+# Figures quoted in README, and their sources.
 QUOTED = {
     "144.5": STEPS.format("a_b", "A", "eager", "ms"),
     "40.5": STEPS.format("a_b", "A", "native", "ms"),

@@ -1,4 +1,4 @@
-"""Runs every test on the CPU backend."""
+"""Fixtures that run every test on the CPU backend."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Addresses of graphs, and memory of pools."""
+"""Tests of the addresses of graphs and the memory of pools."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ def test_memory_freed_in_the_capture_stays_in_the_graph():
 
 
 def test_next_graph_of_the_pool_can_resize_freed_memory():
-    """Recomputation without outputs does this in its backward graph."""
+    """Output-discarding recomputation does this in its backward graph."""
     x, weight = torch.ones(4, device="cuda"), torch.full((4,), 3.0, device="cuda", requires_grad=True)
 
     def forward():
@@ -96,7 +96,10 @@ def weak(tensor):
 
 
 def two_graphs_of_one_pool(held: bool):
-    """Return the output of a graph after its replay, and after that of a second graph; ``held`` references it."""
+    """Return a graph's output after its replay, and after the replay of a second graph of the pool.
+
+    If ``held``, a tensor references the output during the second capture.
+    """
     x = torch.ones(4, device="cuda")
     first, y = capture(lambda: (x + 1) * 2)
     output = weak(y)

@@ -1,4 +1,4 @@
-"""Effects of captures and replays."""
+"""Tests of the effects of captures and replays."""
 
 import inspect
 
@@ -168,7 +168,7 @@ def test_accumulated_gradients_are_restored():
     assert weight.grad.tolist() == [5, 5, 5]
     graph.replay()
     assert weight.grad.tolist() == [7, 7, 7]
-    saved.sum().backward()  # version counters do not see a replay
+    saved.sum().backward()  # replays do not bump version counters
 
 
 @pytest.mark.parametrize("name", ["__init__", "capture_begin", "capture_end", "replay", "reset", "pool"])

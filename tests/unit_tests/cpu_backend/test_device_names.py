@@ -1,4 +1,4 @@
-"""Device and host tensors."""
+"""Tests of device and host tensors."""
 
 import threading
 

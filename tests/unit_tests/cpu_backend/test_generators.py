@@ -1,4 +1,4 @@
-"""Random numbers of the host, the device and graphs."""
+"""Tests of random numbers on the host, on the device and in graphs."""
 
 import pickle
 
@@ -14,7 +14,7 @@ DEVICE = {"device": "cuda"}
 
 @pytest.fixture
 def default():
-    """Default generator of the device; restores its state object."""
+    """Yield the default generator of the device, and restore its state object."""
     generator = torch.cuda.default_generators[0]
     state = generator.graphsafe_get_state()
     yield generator

@@ -1,4 +1,4 @@
-"""Installation in a process, and the launcher of scripts."""
+"""Tests of the installation in a process, and of the launcher for scripts."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def output(code: str) -> list[str]:
-    """Return the lines that ``code`` prints."""
+    """Run ``code`` and return the printed lines."""
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n")[:-1]

@@ -1,4 +1,4 @@
-"""Operations that CUDA forbids in a capture raise, and a failed capture leaves no trace."""
+"""Tests that operations forbidden in a capture raise, and that a failed capture has no side effects."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Streams and events, in and outside of captures."""
+"""Tests of streams and events, inside and outside captures."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Makes the example scripts importable."""
+"""Fixtures for the example scripts."""
 
 from pathlib import Path
 
@@ -9,6 +9,6 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 @pytest.fixture(autouse=True)
 def examples(monkeypatch) -> Path:
-    """The folder of the examples, on ``sys.path``."""
+    """Add the folder of the examples to ``sys.path``, and return it."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return EXAMPLES

@@ -1,4 +1,4 @@
-"""examples/demo.py and demo_report.py: comparison of two runs."""
+"""Tests of demo.py and demo_report.py: comparison of two runs."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def metrics(path, graphs: int, changed: dict[int, dict] | None = None, steps: in
 
 @pytest.fixture
 def runs(examples, tmp_path):
-    """Creates an eager run, and a graphed run with ``changed``."""
+    """Return a function that creates an eager run and a graphed run with ``changed`` metrics."""
     from demo_report import Run
 
     def make(changed=None, graphs=8, steps=STEPS):

@@ -1,4 +1,4 @@
-"""examples/launch_*.sh: megatron.training accepts their combinations of flags."""
+"""Tests that megatron.training accepts the flags of the launch scripts."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ from megatron.training.arguments import parse_args, validate_args
 pytestmark = pytest.mark.sampled
 
 ROOT = Path(__file__).resolve().parents[3]
-# Modes with graphs of each script, and their --cuda-graph-impl.
+# Graph modes of each script, and their --cuda-graph-impl.
 SCRIPTS = {
     "launch_gpt.sh": (["graphed"], "transformer_engine"),
     "launch_moe.sh": (["graphed", "whole"], "transformer_engine"),
@@ -27,7 +27,7 @@ MODES = [(script, mode) for script, (modes, _) in SCRIPTS.items() for mode in mo
 
 
 def run(script, *arguments: str, tmp_path, **environment: str) -> subprocess.CompletedProcess:
-    """Run a script with a torchrun that prints one argument per line."""
+    """Run a script with a fake torchrun that prints one argument per line."""
     torchrun = tmp_path / "torchrun"
     torchrun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     torchrun.chmod(0o755)
@@ -38,7 +38,7 @@ def run(script, *arguments: str, tmp_path, **environment: str) -> subprocess.Com
 
 @pytest.fixture
 def launched(examples, tmp_path):
-    """Runs a script, and returns the arguments of torchrun and the flags of the training."""
+    """Return a function that runs a script and returns the arguments of torchrun and pretrain_gpt.py."""
 
     def launch(name: str, *arguments: str, **environment: str):
         given = run(examples / name, *arguments, tmp_path=tmp_path, **environment).stdout.splitlines()
@@ -50,7 +50,7 @@ def launched(examples, tmp_path):
 
 @pytest.fixture
 def validated(monkeypatch):
-    """Parses and validates flags like rank 0 of ``gpus`` Hopper GPUs."""
+    """Return a function that parses and validates flags as rank 0 of ``gpus`` Hopper GPUs would."""
 
     def validate(flags: list[str], gpus: int):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags])
@@ -118,7 +118,7 @@ def test_missing_variable_of_a_host_is_named(examples, tmp_path, missing):
 
 
 def test_slurm_starts_every_host(examples, tmp_path):
-    # More names than a pipe holds: scontrol goes on writing after its first line has been read.
+    # More names than fit in a pipe: scontrol is still writing after its first line is read.
     for name, text in {"scontrol": "seq --format host%.0f 0 20000", "srun": 'SLURM_NODEID=1 "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

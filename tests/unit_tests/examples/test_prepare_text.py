@@ -1,4 +1,4 @@
-"""examples/prepare_text.py: conversion of text files to an indexed dataset."""
+"""Tests of prepare_text.py: conversion of text files to an indexed dataset."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def files(tmp_path):
 
 
 def read(prefix) -> list[list[int]]:
-    """Return copies of the tokens of each document, because the dataset owns the mapped file."""
+    """Return the tokens of each document, copied because the dataset owns the mapped file."""
     dataset = IndexedDataset(str(prefix))
     return [dataset[i].tolist() for i in range(len(dataset))]
 

@@ -1,4 +1,4 @@
-"""examples/pretrain_gpt.py and step_metrics.py, without a training run."""
+"""Tests of pretrain_gpt.py and step_metrics.py without a training run."""
 
 import inspect
 import json
@@ -28,7 +28,7 @@ def pretrain_gpt(examples):
 
 @pytest.fixture
 def metrics(examples, tmp_path, monkeypatch):
-    """Step metrics whose clock advances by 0.25 s a step."""
+    """Create step metrics with a clock that advances by 0.25 s per step."""
     import step_metrics
 
     seconds = iter(range(100))

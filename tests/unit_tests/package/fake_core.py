@@ -1,4 +1,4 @@
-"""Creates a miniature megatron-core, torch and patch with the real overlay, and runs code in subprocesses."""
+"""Creates stubs of megatron-core, torch and the patch around the real overlay, and runs code in subprocesses."""
 
 import os
 import re

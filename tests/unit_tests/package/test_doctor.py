@@ -1,4 +1,4 @@
-"""``python -m megatron_fsdp_cuda_graphs doctor``."""
+"""Tests of ``python -m megatron_fsdp_cuda_graphs doctor``."""
 
 import importlib.metadata
 import os
@@ -22,7 +22,7 @@ CONTAINER_TORCH = "2.11.0a0+eb65b36914.nv26.2"  # an NVIDIA pre-release build
 
 
 def transformer_engine(monkeypatch):
-    """Stub TransformerEngine."""
+    """Install a stub of TransformerEngine."""
     monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, TE_MODULE, types.ModuleType(TE_MODULE))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.20.2")
@@ -49,7 +49,7 @@ def two_gpus(monkeypatch):
 
 @pytest.fixture
 def patched_core(monkeypatch):
-    """Skip importing the patched modules, which the test in a subprocess does."""
+    """Skip importing the patched modules, which one test covers in a subprocess."""
     monkeypatch.setattr(doctor, "_examine_module", lambda name, report: None)
 
 

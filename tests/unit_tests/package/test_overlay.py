@@ -1,4 +1,4 @@
-"""Files of the patch replace or extend modules of megatron-core."""
+"""Tests that files of the patch replace or extend modules of megatron-core."""
 
 from textwrap import dedent
 
@@ -91,7 +91,7 @@ class TestExtend:
 
 
 class TestMonkeypatching:
-    """Mocked names of an extended module affect megatron-core and the patch."""
+    """Tests that mocked names of an extended module affect both megatron-core and the patch."""
 
     FILES = {
         "megatron/core/layers.py": """
@@ -142,7 +142,7 @@ class TestMonkeypatching:
 
 
 class TestCircularImport:
-    """megatron-core's module imports a user of itself before the patch has run."""
+    """Tests a module of megatron-core that imports one of its users before the patch runs."""
 
     def test_unreplaced_name_is_importable(self, sandbox):
         write(sandbox.site, {
@@ -177,7 +177,7 @@ class TestCircularImport:
 
 
 class TestInspection:
-    """``inspect`` finds the file that defines a class or function."""
+    """Tests that ``inspect`` finds the file that defines a class or function."""
 
     CORE = """
         from __future__ import annotations
@@ -264,7 +264,7 @@ class TestInspection:
 class TestUpstream:
     @pytest.fixture
     def replaced(self, sandbox):
-        """A sandbox whose patch replaces ``megatron.core.whole`` entirely."""
+        """Add a module to the sandbox that the patch replaces entirely."""
         write(sandbox.site, {"megatron/core/whole.py": LAYERS})
         write(sandbox.patch, {"core/whole.py": "class Linear:\n    graphed = True\n"})
         return sandbox
@@ -324,7 +324,7 @@ class TestUpstream:
         assert sandbox.output(code) == f"True {sandbox.folder}/layers.py"
 
     def test_loader_with_exec_module_only(self, sandbox):
-        """pytest's loader, which rewrites assertions, is one."""
+        """pytest's assertion-rewriting loader has no other methods."""
         code = """
             import sys
             from importlib.machinery import PathFinder

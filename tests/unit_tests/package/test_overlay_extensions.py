@@ -1,4 +1,4 @@
-"""Names that this tree's files replace in the modules of megatron-core that they extend."""
+"""Tests of the names that this tree's files replace in extended modules of megatron-core."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Versions of megatron-core that are patched, and the switch."""
+"""Tests of the patched versions of megatron-core, and of the switch."""
 
 from textwrap import dedent
 
@@ -7,7 +7,7 @@ import pytest
 from tests.unit_tests.package.fake_core import LAYERS, Sandbox, core_files, write
 
 ORDERS = ["import torch, megatron.core", "import megatron.core", "import megatron.core.layers"]
-# Prints whether the patch is on, and whether it changed a module.
+# Prints whether the patch is on and whether it changed a module.
 UNPATCHED = (
     "import torch, megatron.core.layers as l; from megatron_fsdp_cuda_graphs import overlay; "
     "print(overlay.is_active(), hasattr(l.Linear, 'graphed'))"
@@ -50,7 +50,7 @@ class TestUntestedVersion:
 
 
 class TestUntestedTraining:
-    """Warnings and refused flags of a training with an untested megatron-core."""
+    """Tests warnings and rejected flags with an untested megatron-core."""
 
     ARGUMENTS = """
         def validate_args(args, defaults={}):
@@ -183,7 +183,7 @@ class TestActivate:
         assert sandbox.output(code) == "1"
 
     def test_activation_after_an_import_warns(self, sandbox):
-        write(sandbox.site, {"torch/__init__.py": ""})  # as with torch's autoload turned off
+        write(sandbox.site, {"torch/__init__.py": ""})  # as if torch's autoload were turned off
         code = """
             import megatron.core.layers
             from megatron_fsdp_cuda_graphs import overlay

@@ -1,4 +1,4 @@
-"""Runs the command in this process, on the CPU backend."""
+"""Fixtures to run the command in this process on the CPU backend."""
 
 import argparse
 import gc
@@ -34,7 +34,7 @@ def _cpu_backend():
     with on_cpu_backend():
         from megatron.training import arguments
 
-        # Building the parser is slow, as megatron-core reads its own source for it.
+        # Building the parser is slow because megatron-core parses its own source.
         parser = arguments.add_megatron_arguments(argparse.ArgumentParser("pretrain_gpt", allow_abbrev=False))
         with mock.patch.object(arguments, "add_megatron_arguments", return_value=parser):
             yield
@@ -47,7 +47,7 @@ def _environment(monkeypatch):
 
 @pytest.fixture
 def flags():
-    """Joins parts of a command line into a list of flags."""
+    """Yield a function that splits parts of a command line into a list of flags."""
 
     def split(*parts):
         return " ".join(parts).split()

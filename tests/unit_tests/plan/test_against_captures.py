@@ -1,4 +1,4 @@
-"""Compares plans with captures on the CPU backend, and with memory measured on GPUs."""
+"""Tests plans against captures on the CPU backend, and against memory measured on GPUs."""
 
 import gc
 import json
@@ -41,7 +41,7 @@ WHOLE = {
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Kind of pass and index of the callable, for each recorded pass."""
+    """Record the kind and the callable's index of each captured pass."""
     found: list[tuple[str, int]] = []
 
     def watch(kind):
@@ -67,7 +67,7 @@ def shards(buffers):
 
 
 def train(model, args):
-    """Run a step with Adam, and return the bytes of the optimizer, by kind."""
+    """Run a step with Adam, and return the bytes that the optimizer uses, by kind."""
     tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.int64, device="cuda")
     model(tokens, tokens, None, labels=tokens).mean().backward()
     model.finish_grad_sync()

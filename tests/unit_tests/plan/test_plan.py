@@ -1,4 +1,4 @@
-"""``python -m megatron_fsdp_cuda_graphs plan``."""
+"""Tests of ``python -m megatron_fsdp_cuda_graphs plan``."""
 
 import subprocess
 import sys
@@ -202,7 +202,7 @@ def test_usage_errors(capsys, arguments, message):
     assert command.plan(arguments.split()) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert len(error.splitlines()) <= 2  # omits Megatron's usage of hundreds of lines
+    assert len(error.splitlines()) <= 2  # omits hundreds of lines of Megatron's usage message
 
 
 def test_error_of_megatron_core(capsys):

@@ -1,4 +1,4 @@
-"""Compares the graphs that ``plan`` shows with the documented ones, for the example of each row that works."""
+"""Tests the graphs in the output of ``plan`` against the documentation, for each documented example that works."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from megatron.core.transformer._cuda_graphs.flags.options import MEGATRON_FSDP
 from megatron_fsdp_cuda_graphs.plan import command
 from tests.support.compatibility import WORKING, command_line
 
-# Their examples name a file that does not exist, or need a package that is not installed.
+# Examples with a nonexistent file, or for a package that is not installed.
 NOT_PLANNED = {"heterogeneous layers", "hybrid models"}
 ROWS = [row for row in WORKING if row.sharding == MEGATRON_FSDP and row.name not in NOT_PLANNED]
 

@@ -1,4 +1,4 @@
-"""Check of the patch against changed copies of the installed megatron-core."""
+"""Tests the check of the patch against changed copies of the installed megatron-core."""
 
 import pytest
 
@@ -11,7 +11,7 @@ REPLACED = "megatron/core/transformer/cuda_graphs.py"
 
 @pytest.fixture
 def other(tmp_path):
-    """A megatron-core of links to the installed files; ``change`` edits a copy of one."""
+    """Create a megatron-core of links to the installed files; ``change`` replaces a link by an edited copy."""
     return linked_core(tmp_path)
 
 

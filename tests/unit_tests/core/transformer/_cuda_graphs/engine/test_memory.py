@@ -120,7 +120,7 @@ class TestPoolMemory:
 
     @pytest.mark.parametrize(("number", "is_passed"), [(256, True), (257, False)])
     def test_passes_small_pool_numbers_only(self, monkeypatch, number, is_passed):
-        """torch would free other numbers."""
+        """torch would free pools with larger numbers."""
         asked = []
 
         def snapshot(mempool_id, include_traces):

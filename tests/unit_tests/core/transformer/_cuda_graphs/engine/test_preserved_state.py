@@ -247,7 +247,7 @@ def test_graph_reads_reassigned_buffer_in_place():
 
 @pytest.fixture
 def tracker():
-    """Megatron's RNG tracker with graph-safe states."""
+    """Return Megatron's RNG tracker, reset and with graph-safe states."""
     tensor_parallel_random.initialize_rng_tracker(use_cudagraphable_rng=True)
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
     tracker.reset()
@@ -300,7 +300,7 @@ def test_unusable_rng_tracker_is_refused():
 
 @pytest.fixture
 def flag(monkeypatch):
-    """Capture flag of a stub TransformerEngine in ``sys.modules``."""
+    """Install a stub of TransformerEngine's graph module, and return its capture flag."""
     flag = SimpleNamespace(on=False)
     graph = ModuleType("transformer_engine.pytorch.graph")
     graph.__dict__["is_graph_capturing"] = lambda: flag.on
