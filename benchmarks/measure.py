@@ -1,12 +1,12 @@
-"""Measure everything that the documents quote, at one commit, into one folder. A later call resumes.
+"""Measures all documented figures at one commit, and writes them to one folder. Later calls resume.
 
     python benchmarks/measure.py                       # all parts for the GPUs of this machine
-    python benchmarks/measure.py --only 'step_time*'   # parts with these names
+    python benchmarks/measure.py --only 'step_time*'   # parts with matching names
     python benchmarks/measure.py --list                # parts, and the commit of their results
 
-A part is one command of less than ten minutes. It writes one file, for example ``NAME_1gpu.json`` for one GPU, and its
-output goes to ``logs`` in the same folder, which is not committed. Without a git repository, pass ``--commit``. The
-exit code is 1 if a part fails; the others still run.
+A part is one command of less than ten minutes. It writes one file, for example ``NAME_1gpu.json`` for one GPU. Its
+output goes to ``logs`` in the same folder, which is not committed. Without a git repository, pass ``--commit``. If a
+part fails, the others still run, and the exit code is 1.
 """
 
 import argparse
@@ -38,13 +38,13 @@ GRACE = 10  # seconds from SIGTERM to SIGKILL
 
 @dataclass(frozen=True)
 class Part:
-    """A measuring command.
+    """A measurement command.
 
     Attributes:
         name: Name of the part and prefix of its file.
         gpus: Numbers of GPUs to run it on.
         arguments: Arguments of Python; ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS`` are replaced.
-        seconds: Approximate time on one H100; more GPUs take somewhat longer.
+        seconds: Approximate time on one H100; slightly longer on more GPUs.
     """
 
     name: str
@@ -80,9 +80,9 @@ _KINDS = (
 _BY_COPY_ENGINES = "NCCL_CTA_POLICY=2:--use-nccl-ub"  # all-gathers
 _SHARDED = (*_DENSE.split(), f"native:{_BY_COPY_ENGINES}", f"full_iteration:{_BY_COPY_ENGINES}")
 _FUSED = "eager+fused native+fused full_iteration+fused"
-# The collective divides gradients by the number of ranks, not a kernel before it.
+# Averages gradients in the collective instead of a separate kernel.
 _AVERAGED = "--ddp-average-in-collective"
-# Settings that shorten dense steps on several GPUs, alone and together; full iterations accept them.
+# Settings that speed up dense models on several GPUs, alone and combined; also valid for full iterations.
 _LEVERS = (
     *("native", f"native:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone", "compute_alone+fused"),
     *(*_FUSED.split(), f"native+fused::{_AVERAGED}", f"native+fused:{_BY_COPY_ENGINES}"),
@@ -98,7 +98,7 @@ _OPTIMIZER_LEVERS = (
     *_OPTIMIZER.split(),
     *("eager+fused+optimizer", f"native+fused+optimizer:{_BY_COPY_ENGINES} {_AVERAGED}"),
 )
-# Ways to exchange tokens of experts; the last rows add settings that shorten dense steps.
+# Token dispatchers; the last rows add settings that speed up dense models.
 _EXCHANGED = (
     *("eager+grouped", "native+grouped", "native+grouped::--moe-alltoall-capacity-factor 1.5"),
     *("native+grouped::--moe-token-dispatcher-type allgather", "eager+grouped+fused"),
@@ -146,7 +146,7 @@ PARTS = (
     ),
     Part("equality", (1,), f"{_EQUALITY}", 450),
     *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --share {part}/2", 450) for part in (1, 2)),
-    # Layouts that need four GPUs: several HSDP replicas of several shards, replicated experts or tensors.
+    # Layouts that require four GPUs: HSDP replicas of several shards, replicated experts or tensors.
     Part("equality_layouts", (4,), f"{_EQUALITY} --layouts {_ON_FOUR_ONLY}", 200),
     Part(
         "soak",
@@ -201,7 +201,7 @@ def git(*arguments: str) -> str:
 
 
 def current_commit() -> str:
-    """Return the commit of this repository, with ``+`` if files of the patch differ from it.
+    """Return the commit of this repository, with ``+`` if the patch has uncommitted changes.
 
     Raises:
         SystemExit: There is no repository.
@@ -213,7 +213,7 @@ def current_commit() -> str:
 
 
 def measured(file: Path) -> dict[str, Any]:
-    """Return the content of a file of results; empty if it does not exist."""
+    """Return the content of a results file, empty if it does not exist."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
 
@@ -249,7 +249,7 @@ def run(part: Part, file: Path, commit: str, seconds: float, **words: int) -> bo
 
 
 def end(process: subprocess.Popen) -> None:
-    """End the session of ``process``, so that the next part has free GPUs."""
+    """Terminate the session of ``process`` to free its GPUs for the next part."""
 
     def send(number: int) -> bool:
         process.poll()
@@ -268,7 +268,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def main() -> int:
-    """Measure or list the parts; return the exit code."""
+    """Measure or list the parts, and return the exit code."""
     args = parse()
     if args.list:
         for part in PARTS:

@@ -1,12 +1,12 @@
-"""Train the same models several times and name the first tensor that differs between two runs.
+"""Trains the same models several times and names the first tensor that differs between two runs.
 
     python benchmarks/repeated_training.py --configurations D --variants eager+grouped native+grouped
 
-See ``step_time.py`` for configurations and variants. ``--launches`` groups of processes train every variant
-``--runs`` times each, concurrently on the same GPUs so that timing varies. Compares the loss and gradient norm of each
+See ``step_time.py`` for configurations and variants. Each of ``--launches`` process groups trains every variant
+``--runs`` times, all concurrently on the same GPUs to vary the timing. Compares the loss and gradient norm of each
 step, and a checksum of every gradient and weight of each rank. Variants that must be bit-identical
-(``Variant.references``) are also compared with each other. The exit code is 1 if two runs differ or one fails. Without
-a GPU, tiny models train on the CPU backend.
+(``Variant.references``) are also compared with each other. The exit code is 1 if runs differ or fail. Without a GPU,
+tiny models train on the CPU backend.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def compared(runs: list[Result], reference: Result | None) -> dict[str, Any]:
     """Compare the runs of a variant with ``reference``.
 
     Returns:
-        Number of ``runs``, of runs ``equal`` to the reference, and of distinct ``results``; ``differences`` and errors.
+        Numbers of ``runs``, ``equal`` runs and distinct ``results``; ``differences`` and errors.
     """
     errors = [run["error"] for run in runs if "error" in run]
     trained = [steps_of(run) for run in runs if "error" not in run]

@@ -15,7 +15,7 @@ PACKAGES = ("megatron-core", "transformer-engine", "megatron-fsdp-cuda-graphs")
 
 
 def write_results(path: Path, *, command: str, gpus: int = 1, **found: Any) -> None:
-    """Write ``found`` to ``path`` as JSON, with the versions of Python, torch and the installed ones of ``PACKAGES``.
+    """Write ``found`` to ``path`` as JSON, with the command, the hardware and ``versions()``.
 
     Args:
         path: The file.
@@ -29,9 +29,9 @@ def write_results(path: Path, *, command: str, gpus: int = 1, **found: Any) -> N
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write ``report`` to ``path`` as JSON with one line per case.
 
-    A case is an element of a value of ``report``, or of a list in such a value.
+    A case is an element of a value of ``report``, or of a list nested in a value.
     """
-    unfinished = path.with_name(f"{path.name}.unfinished")  # readers never see a partly written file
+    unfinished = path.with_name(f"{path.name}.unfinished")  # readers never see a partially written file
     unfinished.write_text(_text(report) + "\n")
     unfinished.replace(path)
 
@@ -48,7 +48,7 @@ def _text(value: Any, depth: int = 0) -> str:
 
 
 def command_line(script: str, arguments: Sequence[str]) -> str:
-    """Return how to run ``script`` again, without where its files went (``PATHS``)."""
+    """Return the command that reproduces this run of ``script``, without output paths (``PATHS``)."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument.partition("=")[0] not in PATHS:
@@ -58,12 +58,12 @@ def command_line(script: str, arguments: Sequence[str]) -> str:
 
 
 def hardware(gpus: int) -> str:
-    """Name ``gpus`` GPUs of this machine, or the CPU backend where there is none."""
+    """Return the number and model of the GPUs, or the CPU backend if there are none."""
     return f"{gpus} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU backend"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, torch and the installed ones of ``PACKAGES``, by name."""
+    """Return the versions of Python, torch and the installed packages among ``PACKAGES``, by name."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
         try:

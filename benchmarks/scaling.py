@@ -1,10 +1,11 @@
-"""Measure how time, memory and capture grow with the numbers of layers and micro-batches.
+"""Measures how step time, memory and capture time grow with the numbers of layers and micro-batches.
 
     python benchmarks/scaling.py --gpus 2 --output scaling.json
 
-Trains models of configuration B of ``step_time.py`` (hidden 1024, sequence 512; tiny ones on the CPU backend, whose
-times mean nothing) in the same processes: each number of layers with the first number of micro-batches, and each number
-of micro-batches with the first number of layers. Steps must be bit-identical to the reference, as in ``step_time.py``.
+Trains models of configuration B of ``step_time.py`` (hidden 1024, sequence 512; tiny models on the CPU backend, whose
+times are meaningless) in the same processes: each number of layers with the first number of micro-batches, and each
+number of micro-batches with the first number of layers. As in ``step_time.py``, steps must be bit-identical to the
+reference.
 """
 
 import argparse

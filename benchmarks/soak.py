@@ -1,4 +1,4 @@
-"""Compare a long training with graphs and an eager one bit for bit, with evaluation, checkpoints and a restart.
+"""Compares long training runs with and without graphs bit for bit, with evaluation, checkpoints and a restart.
 
     python benchmarks/soak.py --output soak.json      # two GPUs, or two CPU ranks
 
@@ -6,10 +6,10 @@ For each of ``--configurations``, runs ``examples/pretrain_gpt.py`` under Megatr
 graphs and checkpoints up to ``--resume-from``; and from that checkpoint to the end in new processes. Compares the loss
 and gradient norm of every step. The JSON has their hash, the differing steps, and the reserved MiB after each step;
 ``flat`` is true if no memory was reserved in the second half of a run. The exit code is 1 if steps differ, are missing
-or ran eagerly, if memory grew, or if a training failed.
+or ran eagerly, if memory grew, or if a run failed.
 
-Independent trainings run concurrently if there are enough GPUs, or with ``--at-once``. Results are written after each
-configuration; logs and metrics are in a folder next to the JSON.
+Independent runs are concurrent if there are enough GPUs, or with ``--at-once``. Results are written after each
+configuration, and logs and metrics to a folder next to the JSON.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MOE = """
     --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
 """
-# Each micro-batch draws its popular experts; some experts get no tokens.
+# Each micro-batch draws its popular experts; some experts receive no tokens.
 UNBALANCED = "--moe-use-grouped-tensor --moe-router-force-biased 3"
 LOCAL = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
 ON_CPU = """
@@ -106,7 +106,7 @@ def parse() -> argparse.Namespace:
 
 
 def lengths(args: argparse.Namespace, name: str) -> tuple[int, int]:
-    """Return the number of steps of a configuration, and the step of its restart."""
+    """Return the number of steps of a configuration, and the restart step."""
     steps = args.moe_steps if name == "moe" else args.steps
     return steps, args.resume_from or steps // 2
 
@@ -114,7 +114,7 @@ def lengths(args: argparse.Namespace, name: str) -> tuple[int, int]:
 def start(
     args: argparse.Namespace, name: str, folder: Path, trainings: Trainings, pool: ThreadPoolExecutor
 ) -> list[Future[Runs]]:
-    """Start the eager training, and the graphed one with its restart."""
+    """Start the eager run, and the graphed run with its restart."""
     moe = MOE if name == "moe" else f"{MOE} {UNBALANCED}" if name == "grouped" else ""
     steps, middle = lengths(args, name)
     sizes = f"""

@@ -1,22 +1,21 @@
-"""Compare the time of a training step: Megatron-FSDP eagerly, with graphs, with one graph for all passes; DDP; FSDP2.
+"""Compares training step times: Megatron-FSDP eager, with graphs and with a full-iteration graph; DDP; FSDP2.
 
     python benchmarks/step_time.py --gpus 2 --output step_time.json
 
 Configurations, trained by ``examples/pretrain_gpt.py`` in bf16 with micro-batches of one sequence:
     A  16 layers, hidden 2048, sequence 2048
-    B   8 layers, hidden 1024, sequence 512: bound by the host
+    B   8 layers, hidden 1024, sequence 512: host-bound
     C   8 layers, hidden 2048, sequence 2048, 8 experts, top-2, a shared expert
-    D   4 layers, hidden 1024, sequence 512, shaped like DeepSeek-V3
-    A:--num-layers 32 --global-batch-size 8    a configuration with further flags of megatron.training
+    D   4 layers, hidden 1024, sequence 512, architecture of DeepSeek-V3
+    A:--num-layers 32 --global-batch-size 8    a configuration with additional flags of megatron.training
 Variants:
     eager                      Megatron-FSDP without graphs
     native                     with this project's graphs: of the whole model, or of parts of MoE layers
     full_iteration             with one graph for all passes of a step
     compute_alone              full_iteration without communication: each rank holds all parameters and accumulates all
-                               gradients, and the optimizer steps on its usual shard. Only losses, the gradient norm and
-                               agreements between ranks are still exchanged. With several ranks the trained model is
-                               useless. If the GPU is the bottleneck, the time beyond this variant is the cost of
-                               sharding
+                               gradients, and the optimizer updates its usual shard. Ranks still exchange losses, the
+                               gradient norm and rerun decisions. With several ranks, the trained model is useless. If
+                               the GPU is the bottleneck, the time beyond this variant is the cost of sharding
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
     fsdp2, fsdp2_graphs        torch's FSDP2, without and with a graph per layer; not in the default set
     eager+optimizer, ...       a variant with a graph of the optimizer step
@@ -26,13 +25,12 @@ Variants:
     native+fused+optimizer     a variant with several additions
     native:NAME=VALUE,...:FLAGS    a variant with environment variables and flags; ~--flag removes a flag
 
-The same processes train all variants of configurations with the same layout of ranks, one after the other, each with a
-fresh model, the same seed and the same data: first for timing, then again for profiling. Variants with different
-``NCCL_`` or ``CUDA_`` variables get processes of their own. The loss and gradient norm of every step must equal the
-reference's bit for bit; otherwise, or if a run fails, the exit code is 1. On a shared host, a host-bound step takes up
-to 1.5 times as long from one launch to the next: compare several with ``--launches``. Every tenth step logs, which
-synchronizes; a time is the mean over the steps between two lines of the log. Without a GPU tiny models train on the CPU
-backend, whose times mean nothing.
+The same processes train all variants of configurations with the same rank layout sequentially, each with a fresh model,
+the same seed and the same data: first for timing, then for profiling. Variants with different ``NCCL_`` or ``CUDA_``
+variables run in separate processes. The loss and gradient norm of every step must be bit-identical to the reference;
+otherwise, or if a run fails, the exit code is 1. On a shared host, host-bound steps vary by a factor of up to 1.5
+between launches: compare several with ``--launches``. Every tenth step logs and synchronizes, so each time is a mean
+over ten steps. Without a GPU, tiny models train on the CPU backend, whose times are meaningless.
 """
 
 import argparse
@@ -122,7 +120,7 @@ class Benchmark:
                 )
 
     def _plans(self, *, profiled: bool) -> list[list[Run]]:
-        """Return the runs of each layout of ranks."""
+        """Return the runs of each rank layout."""
         by_layout = sorted(self.configurations, key=lambda each: each.expert_parallel)
         plans = []
         for _, group in groupby(by_layout, key=lambda each: each.expert_parallel):

@@ -1,4 +1,4 @@
-"""Write docs/results.md from ``benchmarks/_tables/results.md`` and the files in ``benchmarks/results``.
+"""Writes docs/results.md from ``benchmarks/_tables/results.md`` and the files in ``benchmarks/results``.
 
     python benchmarks/tables.py            # write the page
     python benchmarks/tables.py --check    # exit with 1 if the page differs from the results
@@ -8,8 +8,8 @@ The template holds placeholders for tables and figures, with files relative to `
     {{launches: release/step_time_a_b_1gpu release/step_time_c_d_1gpu}}
     {{.1f: release/step_time_a_b_1gpu configurations/A/native/ms}}
 
-A table is named after a function of ``benchmarks/_tables``. A figure has a format, a file and the keys that lead to it,
-without ``--``; in a list, a key is the variant of an element or its index.
+A table has the name of a function in ``benchmarks/_tables``. A figure has a format, a file and the path of keys to its
+value, without ``--``; in a list, a key is the variant of an element or its index.
 """
 
 import argparse
@@ -38,7 +38,7 @@ TABLES = {
 
 
 def page() -> str:
-    """Return the page as the results have it."""
+    """Return the page generated from the results."""
     return PLACEHOLDER.sub(_filled, TEMPLATE.read_text())
 
 
@@ -53,10 +53,10 @@ def _filled(found: re.Match) -> str:
 
 
 def figure(name: str, keys: str) -> float:
-    """Return a figure of a file of results.
+    """Return a figure from a results file.
 
     Args:
-        name: The file, relative to ``benchmarks/results`` and without its ending.
+        name: The file, relative to ``benchmarks/results`` and without extension.
         keys: Keys separated by slashes, without ``--``; in a list, a variant or an index.
     """
     found = _read(name)
@@ -74,7 +74,7 @@ def _read(name: str) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the page; return the exit status."""
+    """Write or check the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args(arguments)

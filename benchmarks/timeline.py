@@ -1,10 +1,10 @@
-"""Draw one step of several traces on one time scale, as an SVG.
+"""Draws one step of several traces on one time scale as an SVG.
 
     python benchmarks/step_time.py --configurations B --variants eager native --logs LOGS
     python benchmarks/timeline.py docs/images/step_timeline.svg "eager=LOGS/EAGER.trace.json.gz" "graphs=LOGS/..."
 
-Each trace holds ``step_profile.STEPS`` steps; the second is drawn, in three lanes: CUDA calls of the host, kernels of
-the GPU except NCCL's, and NCCL's kernels.
+Each trace holds ``step_profile.STEPS`` steps. The second one is drawn in three lanes: CUDA API calls of the host, GPU
+kernels other than NCCL's, and NCCL kernels.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def blocks(events: Iterable[dict[str, Any]], pixel: float = 0.05) -> Blocks:
 
 
 def drawing(traces: Sequence[tuple[str, Blocks]]) -> str:
-    """Return the SVG of named traces, one below the other."""
+    """Return an SVG with the named traces stacked vertically."""
     longest = max(end for _, each in traces for own in each.values() for _, end in own)
     scale = (WIDTH - MARGIN - 10) / longest
     lines, top = [], 10
@@ -79,7 +79,7 @@ def drawing(traces: Sequence[tuple[str, Blocks]]) -> str:
 
 
 def main() -> None:
-    """Draw the traces of the command line."""
+    """Draw the traces given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="where to write the SVG")
     parser.add_argument("traces", nargs="+", metavar="NAME=TRACE")

@@ -1,4 +1,4 @@
-"""Runs trainings in new processes, several at a time."""
+"""Runs training jobs in new processes, several at a time."""
 
 import json
 import os
@@ -25,15 +25,15 @@ def gpus() -> list[str]:
 
 
 class Trainings:
-    """Runs several trainings at a time, on separate GPUs if there are enough.
+    """Runs several training jobs at a time, on separate GPUs if there are enough.
 
     Args:
-        ranks: Number of processes per training.
-        at_once: Maximum number of concurrent trainings.
+        ranks: Number of processes per job.
+        at_once: Maximum number of concurrent jobs.
         logs: Folder for logs and metrics.
 
     Raises:
-        ValueError: There are fewer GPUs than ``ranks``, but not 0.
+        ValueError: There are GPUs, but fewer than ``ranks``.
     """
 
     def __init__(self, ranks: int, at_once: int, logs: Path) -> None:
@@ -51,10 +51,10 @@ class Trainings:
         self._start = time.monotonic()
 
     def train(self, name: str, flags: str) -> Steps:
-        """Train when GPUs are free, and return the metrics of each step (``examples/step_metrics.py``).
+        """Train as soon as GPUs are free, and return the metrics of each step (``examples/step_metrics.py``).
 
         Raises:
-            RuntimeError: A process failed; contains the end of the log.
+            RuntimeError: A process failed. The message has the end of the log.
         """
         place = self._places.get()
         try:
@@ -80,13 +80,13 @@ class Trainings:
         return [json.loads(line) for line in metrics.read_text().splitlines()]
 
     def progress(self) -> str:
-        """Return the elapsed seconds, and the number of steps of the running trainings."""
+        """Return a message with the elapsed seconds and the number of steps of each running job."""
         steps = {name: _lines(self._metrics(name)) for name in sorted(self._running)}
         counts = ", ".join(f"{name} {count} steps" for name, count in steps.items())
         return f"{time.monotonic() - self._start:5.0f} s: {counts}"
 
     def stop(self) -> None:
-        """Stop running trainings, and start no more."""
+        """Stop all running jobs, and prevent new ones."""
         self._stopped = True
         for process in list(self._running.values()):
             process.terminate()

@@ -1,4 +1,4 @@
-"""Takes checksums of gradients and weights."""
+"""Computes checksums of gradients and weights."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from megatron.training import training
 
 
 class Checksums:
-    """Takes a checksum of each gradient before, and of each weight after the optimizer step, without synchronizing."""
+    """Computes checksums of gradients before and weights after each optimizer step, without synchronizing."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, torch.Tensor]] = []
@@ -54,7 +54,7 @@ def _named_parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torc
 
 
 def _gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient that the optimizer reads."""
+    """Return the gradient used by the optimizer."""
     grads = (getattr(param, name, None) for name in ("decoupled_grad", "grad", "main_grad"))
     return next((grad for grad in grads if grad is not None), None)
 

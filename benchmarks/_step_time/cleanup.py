@@ -1,4 +1,4 @@
-"""Cleans up a process between trainings.
+"""Cleans up a process between training runs.
 
 Keeps torch.distributed and the model-parallel groups, because NCCL does not free the memory of destroyed communicators.
 """
@@ -10,7 +10,7 @@ import torch
 
 
 def clean_up() -> float:
-    """Free the memory of the finished training.
+    """Free the memory of the finished run.
 
     Returns:
         MiB of tensors that remain allocated.
@@ -47,7 +47,7 @@ def _forget_globals() -> None:
     unset_num_microbatches_calculator()
     destroy_rerun_state_machine()
     parallel_state.get_global_memory_buffer().buffer.clear()
-    # The next training may use another class of tracker.
+    # The next run may use a different tracker class.
     random._CUDA_RNG_STATE_TRACKER = None
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
     moe_logging.set_moe_metrics_tracker(None)
@@ -95,8 +95,8 @@ def _forget_fp8() -> None:
 def _clear_caches_of_dtensor() -> None:
     """Clear the caches of sharding propagation and fake tensors.
 
-    Keys include numbers, for example the step size of torch's Adam, so a later training with the same learning rates
-    would run faster than the first one.
+    Keys include numbers, for example the step size of torch's Adam, so a later run with the same learning rates would
+    be faster than the first.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import debug

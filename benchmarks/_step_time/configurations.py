@@ -58,7 +58,7 @@ class Configuration:
         flags: Flags common to all variants.
         graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
         expert_parallel: Expert-parallel size; 1 for a dense model.
-        has_dynamic_shapes: Whether the host needs shapes during a step, which rules out a full-iteration graph.
+        has_dynamic_shapes: Whether the host needs shapes during a step, which prevents a full-iteration graph.
     """
 
     name: str
@@ -86,7 +86,7 @@ MODULES = {
     "C": ("attn", "moe_router", "moe_preprocess"),
     "D": ("attn", "mlp", "moe_router", "moe_preprocess"),
 }
-MICRO_BATCHES = {"D": 2}  # per rank and step, if more than 1
+MICRO_BATCHES = {"D": 2}  # per rank and step, if greater than 1
 # Descriptions of GPU_MODELS.
 DESCRIPTIONS = {
     "A": "16 layers, hidden 2048, sequence 2048",

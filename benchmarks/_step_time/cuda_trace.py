@@ -1,4 +1,4 @@
-"""Computes CUDA API calls, GPU time and host waits from a trace of ``torch.profiler``."""
+"""Computes CUDA API calls, GPU time and host waits from a ``torch.profiler`` trace."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 API = {"cuda_runtime", "cuda_driver"}
 GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
-# The host waits in these, and in long copies, which involve memory that is not pinned.
+# API calls that block the host. Long copies also do: their memory is not pinned.
 WAITING = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cuCtxSynchronize"}
 COPY = "cudaMemcpyAsync"
 WAITING_COPY_MICROSECONDS = 200.0
@@ -42,7 +42,7 @@ Interval = tuple[float, float]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events with a duration from a Chrome trace, compressed if its name ends in ``.gz``."""
+    """Return the events with a duration from a Chrome trace, which is compressed if its name ends in ``.gz``."""
     content = path.read_bytes()
     events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
@@ -117,7 +117,7 @@ def _by_kind(kernels: Mapping[str, Iterable[float]], steps: int) -> dict[str, fl
 
 
 def waits(event: Mapping[str, Any]) -> bool:
-    """Whether the host waits for the GPU in this API call."""
+    """Return whether the host waits for the GPU in this API call."""
     name = re.sub(VERSION, "", event["name"])
     return name in WAITING or (name == COPY and event["dur"] >= WAITING_COPY_MICROSECONDS)
 

@@ -35,9 +35,9 @@ def run_plan(
         ranks: Number of processes.
         on_cpu: Whether to use the CPU backend.
         logs: Existing folder for logs and traces.
-        stall_seconds: Time limit of a run.
+        stall_seconds: Time limit per run.
         show: Called with each finished run and its result, which has 'error' if the run failed.
-        environment: Further environment variables of all processes.
+        environment: Additional environment variables of all processes.
     """
     variables = _environment(on_cpu) | dict(environment or {})
     left = list(runs)
@@ -69,7 +69,7 @@ def _launch(
     show: Callable[[Run, Result], None],
     environment: dict[str, str],
 ) -> list[Run]:
-    """Train ``runs`` in one launch, and return the runs left after a failure."""
+    """Train ``runs`` in one launch, and return the remaining runs after a failure."""
     plan, results = log.with_suffix(".plan.json"), log.with_suffix(".results.jsonl")
     plan.write_text(json.dumps([asdict(run) for run in runs]))
     results.write_text("")
@@ -114,7 +114,7 @@ def _reported(events: list[Result]) -> bool:
 
 
 def _end_of(log: Path) -> str:
-    """Return the last output of the ranks, without torchrun's."""
+    """Return the end of the ranks' output, without torchrun's."""
     lines = log.read_text(errors="replace").splitlines()
     ends = (number for number, line in enumerate(lines) if "torch/distributed/elastic" in line)
     lines = lines[: next(ends, None)]

@@ -1,4 +1,4 @@
-"""Plans the trainings of a benchmark."""
+"""Plans the training runs of a benchmark."""
 
 import re
 from collections.abc import Iterable
@@ -13,18 +13,18 @@ MIN_STEPS = 2 * LOG_INTERVAL  # for one time in the second half
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """One training run.
 
     Attributes:
         number: Index in the plan.
         configuration, variant: Names.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the training, and for NCCL and CUDA at the start of the processes.
+        environment: Variables set during the run; variables of NCCL and CUDA are set when the processes start.
         side_stream: Whether to run on a side stream, as ``megatron.training`` does with CUDA graphs.
         steps: Number of timed steps.
         profiled: Whether to profile instead of timing.
         communicates: Whether to gather parameters and reduce gradients.
-        checksums: Whether to take checksums of gradients and weights, which distorts times.
+        checksums: Whether to compute checksums of gradients and weights, which affects times.
     """
 
     number: int
@@ -50,7 +50,7 @@ class Run:
 
 
 def plan(trained: Iterable[tuple[Configuration, Variant]], *, steps: int, profiled: bool) -> list[Run]:
-    """Return a timed run of each pair, then, if ``profiled``, a profiled run of each.
+    """Return a timed run of each pair, followed by a profiled run of each if ``profiled``.
 
     Profiled runs come last because CUDA's profiling interface stays loaded after its first use.
     """
@@ -59,7 +59,7 @@ def plan(trained: Iterable[tuple[Configuration, Variant]], *, steps: int, profil
     for profile in (False, True) if profiled else (False,):
         for configuration, variant in pairs:
             flags = variant.flags_for(configuration)
-            if profile:  # keeps --train-iters, and with it data and learning rates
+            if profile:  # keeps --train-iters, and thus data and learning rates
                 flags += ["--exit-interval", str(PROFILED_STEPS)]
             runs.append(
                 Run(

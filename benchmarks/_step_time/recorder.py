@@ -15,7 +15,7 @@ from megatron.training import training
 
 
 class Recorder:
-    """Records each step of a training without synchronizing: copies losses on the GPU, and reads them at the end.
+    """Records each training step without synchronizing: copies losses on the GPU, and reads them at the end.
 
     Args:
         after_step: Called with the number of each recorded step, from 1.
@@ -30,7 +30,7 @@ class Recorder:
         self._after_step = after_step
 
     def record(self, step: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> None:
-        """Record a step; ``losses`` has 'lm loss', a float tensor of one element."""
+        """Record a step; ``losses`` has 'lm loss', a float tensor with one element."""
         if not self.times:
             self._first = step
         self.times.append(time.perf_counter())
@@ -44,7 +44,7 @@ class Recorder:
         self._evaluations.append(_hex(losses.get("lm loss")))
 
     def evaluations(self) -> list[str | None]:
-        """Return the exact loss of each evaluation (``float.hex``); None if this rank has none."""
+        """Return the exact loss of each evaluation (``float.hex``), None on ranks without losses."""
         return self._evaluations
 
     def numbers(self) -> list[list[str | None]]:
@@ -58,11 +58,10 @@ class Recorder:
 
         Args:
             first, last: Range of steps.
-            every: Interval of the log. Only steps that log synchronize, so a time is the mean over the steps between
-                two lines.
+            every: Logging interval. Only steps that log synchronize, so each time is the mean over one interval.
 
         Raises:
-            ValueError: There are fewer than two lines in the range.
+            ValueError: The range has fewer than two steps that log.
         """
         lines = [step for step in range(max(first - 1, self._first), last + 1) if step % every == 0]
         if len(lines) < 2:

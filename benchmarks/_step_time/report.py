@@ -11,7 +11,7 @@ FULL_ITERATION, EAGER, ALONE = "full_iteration", "eager", "compute_alone"
 
 
 def equal_steps(numbers: Sequence[Any], reference: Sequence[Any]) -> int:
-    """Return the number of steps before the first with another loss or gradient norm."""
+    """Return the number of steps before the first with a different loss or gradient norm."""
     same = 0
     for mine, theirs in zip(numbers, reference, strict=False):
         if mine != theirs:
@@ -29,11 +29,11 @@ def rows(variants: Sequence[Variant], timed: Mapping[str, Result], profiled: Map
         profiled: Results of profiled runs by variant.
 
     Returns:
-        The measured values, with ``reference``, the variant to equal; ``equal_steps`` of ``steps``; ``ratio_to_eager``
-        and ``ratio_to_full_iteration``, to variants with the same setting of the optimizer's graph;
-        ``ratio_to_compute_alone``; ``ratio_to_compute``, to the compute time of eager Megatron-FSDP, a lower bound for
-        the same kernels on one stream; and ``repeatable``, whether the profiled run equals the timed run. Unavailable
-        values are None or missing.
+        The measured values and: ``reference``, the variant that must be bit-identical; ``equal_steps`` of ``steps``;
+        ``ratio_to_eager`` and ``ratio_to_full_iteration``, relative to the variant with the same optimizer graph
+        setting; ``ratio_to_compute_alone``; ``ratio_to_compute``, relative to the compute time of eager Megatron-FSDP,
+        a lower bound for the same kernels on one stream; ``repeatable``, whether the profiled run equals the timed run.
+        Unavailable values are None or missing.
     """
     compute = _compute_ms(profiled.get(EAGER, {}))
     return [_row(each, variants, timed, profiled, compute) for each in variants if each.name in timed]
@@ -80,7 +80,7 @@ def _reference(variant: Variant, timed: Mapping[str, Result]) -> str | None:
 
 
 def _without_folders(error: str) -> str:
-    """Remove folders from paths, because results are published."""
+    """Remove folders from paths because results are published."""
     return re.sub(r"(?<![\w./])/(?:[\w.+@-]+/)+", "", error)
 
 

@@ -21,8 +21,8 @@ class _Done:
 def without_collectives() -> Iterator[None]:
     """Disable all-gathers of parameters and reductions of gradients.
 
-    Use it with the sharding strategy ``optim``, in which each rank holds all parameters and gradients. With several
-    ranks, parameters in shards of other ranks keep their initial values, so only the first loss is correct.
+    Requires the sharding strategy ``optim``, with which each rank holds all parameters and gradients. With several
+    ranks, parameters in other ranks' shards keep their initial values, so only the first loss is correct.
     """
 
     def nothing(*_: Any, async_op: bool = False, **__: Any) -> _Done | None:

@@ -31,11 +31,11 @@ class Results:
         self.begin_launch()
 
     def begin_launch(self) -> None:
-        """Assign the following timed runs to another launch."""
+        """Assign subsequent timed runs to a new launch."""
         self._timed.append({name: {} for name in self._chosen})
 
     def keep(self, run: Run, result: dict[str, Any], planned: int) -> None:
-        """Store the result of ``run``, one of ``planned``, and print a line."""
+        """Store the result of ``run``, one of ``planned`` runs, and print a line."""
         kept = self._profiled if run.profiled else self._timed[-1]
         kept[run.configuration][run.variant] = result
         self._ended += 1
@@ -71,14 +71,14 @@ class Results:
 
 
 def over_launches(rows: Sequence[Row]) -> dict[str, Any]:
-    """Combine the rows of a variant in several launches.
+    """Combine the rows of a variant from several launches.
 
     Args:
         rows: One row of ``report.rows`` per launch.
 
     Returns:
-        The first row with medians over launches, the minimum of ``equal_steps``, and the measurements of each launch as
-        ``launches``. If a run failed, its row.
+        The row of a failed run if there is one, otherwise the first row with medians over launches, the minimum of
+        ``equal_steps``, and the measurements of each launch as ``launches``.
     """
     failed = next((row for row in rows if "error" in row), None)
     if failed is not None or len(rows) == 1:

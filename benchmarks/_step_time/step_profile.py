@@ -1,4 +1,4 @@
-"""Profiles a few steps of a training: CUDA API calls and GPU work, then Python calls."""
+"""Profiles a few training steps: CUDA API calls and GPU work, then Python calls."""
 
 import cProfile
 import io
@@ -12,14 +12,14 @@ import torch
 from . import cuda_trace
 from .configurations import LOG_INTERVAL
 
-BEFORE = LOG_INTERVAL  # warm-up and capture; no step logs between this one and the next multiple of LOG_INTERVAL
+BEFORE = LOG_INTERVAL  # after warm-up and capture; no step logs before the next multiple of LOG_INTERVAL
 STEPS = 3  # traced
-# Traced steps, one step in between, and one step with counted Python calls.
+# Traced steps, an untraced step, and a step with counted Python calls.
 LAST = BEFORE + STEPS + 2
 
 
 class StepProfile:
-    """Profiles steps of a training on this rank.
+    """Profiles training steps on this rank.
 
     Args:
         folder: Folder for the trace and the list of functions.
@@ -32,7 +32,7 @@ class StepProfile:
         self._folder, self._name, self._on_gpu = folder, name, on_gpu
         self._start = 0.0
         self._profiler: Any = None
-        self._python = cProfile.Profile()  # covers all threads since Python 3.12, including autograd's
+        self._python = cProfile.Profile()  # since Python 3.12, covers all threads, including autograd's
 
     def after_step(self, step: int) -> None:
         """Start or stop profiling after ``step``, counted from 1."""
@@ -48,7 +48,7 @@ class StepProfile:
             self._read_python_calls()
 
     def _start_trace(self) -> None:
-        # Tracing operators would slow down the host, which is measured.
+        # Tracing operators would distort the measured host time.
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
         torch.cuda.synchronize()
         self._profiler.start()

@@ -1,4 +1,4 @@
-"""Defines the ways to train a configuration: eagerly or with graphs, under Megatron-FSDP, FSDP2 or DDP."""
+"""Defines the variants of a configuration: eager or with graphs, under Megatron-FSDP, FSDP2 or DDP."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ FSDP = (
     "--fsdp-db-use-persist-buf-on-alloc-fail",
 )
 DDP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-# FSDP2 needs an untied output layer: compare it with configurations that have one.
+# FSDP2 requires an untied output layer: compare it with configurations that have one.
 FSDP2 = ("--use-torch-fsdp2", "--ckpt-format", "torch_dcp", "--untie-embeddings-and-output-weights")
 WARMUP_STEPS = 3  # eager steps before capture
 IMPLEMENTATION = "--cuda-graph-impl"
@@ -36,8 +36,8 @@ class Variant:
     Attributes:
         name: Name on the command line.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the training; see ``Run.process_environment`` for variables read earlier.
-        references: Variants that it must equal bit for bit; the first one that ran is compared.
+        environment: Variables set during the run; see ``Run.process_environment`` for variables read earlier.
+        references: Variants that must be bit-identical; the first one that ran is compared.
         one_graph: Whether a graph holds all passes of a step.
         communicates: Whether to gather parameters and reduce gradients (``resident.without_collectives``).
         checks_losses: Whether to check each micro-batch's loss, Megatron's default.
@@ -65,7 +65,7 @@ class Variant:
         return PER_LAYER in self.flags
 
     def flags_for(self, configuration: Configuration) -> list[str]:
-        """Return all flags of a training of ``configuration``.
+        """Return all flags to train ``configuration``.
 
         The variant's flags come last and so take precedence. ``~--flag`` removes a flag and its values.
         """

@@ -14,7 +14,7 @@ MUST_DIFFER = "control=dead_"  # in the name of a negative control
 
 
 def equality(results: Results) -> Iterator[Row]:
-    """Yield a row for each kind of comparison with the number of cases equal to eager; adds up shares."""
+    """Yield a row for each kind of comparison, with the number of cases equal to eager, summed over files."""
     yield "what", "engine", "layout", "GPUs", "equal", "others", "commit"
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for found in results:
@@ -64,7 +64,7 @@ def faults(results: Results) -> Iterator[Row]:
 
 
 def soaks(results: Results) -> Iterator[Row]:
-    """Yield a row for each long training."""
+    """Yield a row for each soak test."""
     yield "model", "GPUs", "steps, resumed after", "losses and norms equal to eager's", "memory", "commit"
     names = {
         "dense": "dense, the whole model",
@@ -84,7 +84,7 @@ def soaks(results: Results) -> Iterator[Row]:
 
 
 def repeated(results: Results) -> Iterator[Row]:
-    """Yield a row for each variant of a repeated training, without common flags."""
+    """Yield a row for each repeatedly trained variant, omitting common flags."""
     yield "model", "GPUs", "trained", "runs equal", "different results", "commit"
     for found in results:
         by_model: dict[str, list[list[str]]] = {}

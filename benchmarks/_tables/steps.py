@@ -129,7 +129,7 @@ def commit(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 def _trained(
     results: Results, *, described: bool = False, needed: Sequence[str] = ("eager", "native")
 ) -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any]]]:
-    """Yield file, content, model and variants by name of each configuration with all ``needed`` variants.
+    """Yield the file, content, model and variants by name of each configuration with all ``needed`` variants.
 
     Variants with an addition in ``FLAGS`` count as another model, under their plain names.
     """
