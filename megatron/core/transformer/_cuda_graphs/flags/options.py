@@ -1,4 +1,4 @@
-"""Defines the flags of this patch, and reads options from parsed flags or configurations."""
+"""Definitions of this patch's flags, and access to options in parsed flags or configurations."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -22,15 +22,15 @@ _MAX_CAPTURES = 8
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of this patch, which is an attribute of parsed flags and of ``TransformerConfig``.
+    """A flag of this patch. Its value is an attribute of parsed flags and of ``TransformerConfig``.
 
     Attributes:
         help: Help text.
-        default: Default value, also of configurations without the attribute.
+        default: Default value, also used for configurations without the attribute.
         allowed: Predicate for values other than None.
         words: Description of the allowed values, for errors.
         needs_graphs: Whether the flag needs ``--cuda-graph-impl transformer_engine``.
-        arguments: Further arguments of ``argparse.ArgumentParser.add_argument``.
+        arguments: Additional arguments for ``argparse.ArgumentParser.add_argument``.
     """
 
     help: str
@@ -116,12 +116,12 @@ def give_to_config(args: Any, config: Any) -> None:
 
 
 def given(options: Any, name: str) -> Any:
-    """Return the value of a flag of this patch in parsed flags or in a configuration."""
+    """Return the value of one of this patch's flags from parsed flags or a configuration."""
     return getattr(options, _attribute(name), FLAGS[name].default)
 
 
 def goes_on_eagerly(options: Any) -> bool:
-    """Whether training continues eagerly after a failed capture."""
+    """Return whether training continues eagerly after a failed capture."""
     return bool(given(options, _FALLBACK_FLAG) == "eager")
 
 
@@ -131,7 +131,7 @@ def max_captures(options: Any) -> int:
 
 
 def layers_per_graph(options: Any) -> LayersPerGraph | None:
-    """Return the contents of one graph: ``all`` consecutive layers, the ``model``, or 1 layer; None by default."""
+    """Return the contents of one graph: ``all`` consecutive layers, the ``model``, or 1 layer; None if unset."""
     value = given(options, LAYERS_FLAG)
     known: dict[str, LayersPerGraph] = {ALL_LAYERS: ALL_LAYERS, WHOLE_MODEL: WHOLE_MODEL, "1": 1}
     return known.get(str(value))
@@ -144,12 +144,12 @@ def packed_sequences(options: Any) -> int | None:
 
 
 def grouped_tensor(options: Any) -> bool:
-    """Whether one grouped matrix product computes all experts, with token counts on the GPU."""
+    """Return whether one grouped matrix product computes all experts, with token counts on the GPU."""
     return bool(given(options, GROUPED_FLAG))
 
 
 def alltoall_capacity_factor(options: Any) -> float | None:
-    """Return the room for tokens per expert-parallel rank, as a multiple of an even share; None for all tokens."""
+    """Return the token capacity per expert-parallel rank as a multiple of an even share; None if unlimited."""
     value: float | None = given(options, FACTOR_FLAG)
     return value
 
@@ -159,10 +159,11 @@ def _attribute(name: str) -> str:
 
 
 class Options:
-    """Options of a training, by megatron-core's names.
+    """Read access to training options by megatron-core's names.
 
     Args:
-        sources: Validated flags, or ``TransformerConfig`` and ``DistributedDataParallelConfig``. The first value wins.
+        sources: Validated flags, or ``TransformerConfig`` and ``DistributedDataParallelConfig``. The first source with
+            a value takes precedence.
         sharding: Flag that shards the model; None to read it from ``sources``.
     """
 
@@ -171,7 +172,7 @@ class Options:
         self._sharding = sharding
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of an option; ``default`` if it is None or missing."""
+        """Return the value of an option, or ``default`` if it is None or missing."""
         for source in self._sources:
             value = getattr(source, name, None)
             if value is not None:
@@ -179,15 +180,15 @@ class Options:
         return default
 
     def any(self, *names: str) -> bool:
-        """Whether one of these options is true or nonzero."""
+        """Return whether any of the options is true or nonzero."""
         return any(self.get(name) for name in names)
 
     def several(self, name: str) -> bool:
-        """Whether an option is greater than 1."""
+        """Return whether an option is greater than 1."""
         return int(self.get(name, 1)) > 1
 
     def problems(self) -> Iterator[str]:
-        """Yield an error message for each wrong flag of this patch. Unused flags are errors in parsed flags only."""
+        """Yield an error message for each invalid flag of this patch. Unused flags are errors in parsed flags only."""
         parsed = self.get("use_megatron_fsdp") is not None and self._sharding is None
         for name, flag in FLAGS.items():
             value = self.get(_attribute(name), flag.default)
@@ -221,7 +222,7 @@ class Options:
         return frozenset(str(getattr(module, "name", module)) for module in self.get("cuda_graph_modules") or ())
 
     def graphs(self, *modules: str) -> bool:
-        """Whether graphs hold one of these parts of layers."""
+        """Return whether any of these layer modules is captured."""
         return not self.modules or not self.modules.isdisjoint(modules)
 
     @property
@@ -231,7 +232,7 @@ class Options:
 
     @property
     def has_experts(self) -> bool:
-        """Whether there are MoE layers."""
+        """Whether the model has MoE layers."""
         return self.several("num_experts") or self.several("num_moe_experts")
 
     @property
@@ -256,7 +257,7 @@ class Options:
 
     @property
     def quantizes_otherwise(self) -> bool:
-        """Whether the training uses FP4, or an FP8 recipe that is not tested in graphs of several layers."""
+        """Whether FP4 is used, or an FP8 recipe that is not tested in graphs of several layers."""
         return bool(self.get("fp4") or self.fp8_recipe not in ("", "delayed", "tensorwise"))
 
     @property
@@ -271,6 +272,6 @@ class Options:
         return bool(self.get("recompute_granularity") == "full")
 
     def recomputes(self, *modules: str) -> bool:
-        """Whether one of these modules is recomputed selectively."""
+        """Return whether any of these modules is recomputed selectively."""
         selected = self.get("recompute_modules", ["core_attn"])
         return self.get("recompute_granularity") == "selective" and not {*modules}.isdisjoint(selected)

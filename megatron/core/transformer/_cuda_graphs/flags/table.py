@@ -1,4 +1,4 @@
-"""The table of flags that do not work with CUDA graphs or grouped experts, or are not tested, for checks and docs."""
+"""Table of flags that are incompatible or untested with CUDA graphs or grouped experts, for checks and docs."""
 
 import enum
 import logging
@@ -16,7 +16,7 @@ from ..hooks import must_run_outside
 from .options import FACTOR_FLAG, GROUPED_FLAG, MEGATRON_FSDP, TORCH_FSDP, WHOLE_MODEL, Options
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
-# torch reads both; the second is the older name.
+# torch reads both names; the second one is older.
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 Condition = Callable[[Options], object]
 
@@ -35,11 +35,11 @@ class Row:
 
     Attributes:
         flags: Summary of the combination, unique in the table.
-        verdict: Whether the combination is refused or logged as a warning.
+        verdict: Whether the combination is rejected or logged as a warning.
         words: Message for the user: the flag, the reason, the remedy.
         when: Condition on the options.
         graphs: Values of ``--cuda-graph-impl`` that the row applies to; None for all.
-        sharding: Flag that shards the models that the row applies to; None for all models.
+        sharding: The row applies to models sharded by this flag; None for all models.
     """
 
     flags: str
@@ -50,7 +50,7 @@ class Row:
     sharding: str | None = MEGATRON_FSDP
 
     def applies(self, options: Options) -> bool:
-        """Whether the row applies to ``options``."""
+        """Return whether the row applies to ``options``."""
         if self.sharding not in (None, options.sharding):
             return False
         if self.graphs is not None and options.implementation not in self.graphs:
@@ -76,13 +76,13 @@ def _no_effect(flags: str, when: Condition, words: str) -> Row:
 
 
 def _grouped(flags: str, when: Condition, words: str) -> Row:
-    """Return a row of grouped experts, which applies with and without graphs."""
+    """Return a row for grouped experts, which applies with and without graphs."""
     both = f"{GROUPED_FLAG}, {flags}"
     return _refused(both, lambda o: o.grouped_tensor and when(o), f"{GROUPED_FLAG} {words}", graphs=None, sharding=None)
 
 
 def _bounded(flags: str, when: Condition, words: str) -> Row:
-    """Return a row of bounded all-to-alls, which applies with and without graphs."""
+    """Return a row for bounded all-to-alls, which applies with and without graphs."""
     return _refused(
         f"{FACTOR_FLAG}, {flags}",
         lambda o: o.get("moe_alltoall_capacity_factor") is not None and when(o),
@@ -93,7 +93,7 @@ def _bounded(flags: str, when: Condition, words: str) -> Row:
 
 
 def _needs_token_counts(options: Options) -> bool:
-    """Whether a graph would hold experts whose token counts the host reads."""
+    """Return whether captured experts would need token counts on the host."""
     on_device = options.pads_experts or (options.grouped_tensor and not options.modules)
     return options.has_experts and options.graphs("moe") and not on_device
 
@@ -121,7 +121,7 @@ def _tensor_parallel_experts(options: Options) -> bool:
 
 
 def _shards_all(options: Options) -> bool:
-    """Whether parameters are sharded."""
+    """Return whether parameters are sharded."""
     return bool(options.get("data_parallel_sharding_strategy", "no_shard") == "optim_grads_params")
 
 
@@ -436,10 +436,10 @@ def rows_of(options: Options) -> list[Row]:
 
 
 def check(options: Options) -> None:
-    """Reject options that do not fit together.
+    """Reject incompatible options.
 
     Raises:
-        OptionsError: Options do not fit together; lists all problems with their remedies.
+        OptionsError: Options are invalid or incompatible; lists all problems with their remedies.
     """
     refused = (row.words for row in rows_of(options) if row.verdict is Verdict.REFUSED)
     problems = [*options.problems(), *refused]
@@ -456,10 +456,10 @@ def warn(options: Options) -> None:
 
 
 def refuse_fsdp_hooks(module: torch.nn.Module) -> None:
-    """Reject local graphs of a module if it or a submodule has hooks of Megatron-FSDP.
+    """Reject local graphs of a module that has, or whose submodules have, Megatron-FSDP hooks.
 
     Raises:
-        ValueError: There is such a hook.
+        ValueError: The module or a submodule has such a hook.
     """
     for part in module.modules():
         for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
@@ -468,9 +468,9 @@ def refuse_fsdp_hooks(module: torch.nn.Module) -> None:
 
 
 def allocator_problem() -> str | None:
-    """Return an error message for allocator settings that break graphs with NCCL; None if the settings work.
+    """Return an error message for allocator settings that break graphs with NCCL; None if the settings are valid.
 
-    Expandable segments are remapped as they grow, and NCCL registers the memory of a graph by its address.
+    Expandable segments are remapped as they grow, but NCCL registers graph memory by address.
     """
     if os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return None

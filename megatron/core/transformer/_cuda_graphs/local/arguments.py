@@ -1,4 +1,4 @@
-"""Arguments of graphed calls: descriptions of tensors, traversal of nested arguments, and their comparison."""
+"""Arguments of graphed calls: tensor metadata, traversal of nested arguments, and comparison with the capture."""
 
 import copy
 import dataclasses
@@ -16,17 +16,17 @@ from ..errors import ArgumentTypeError
 
 @dataclass
 class CudagraphBufferMetadata:
-    """How the graphs of one recording use a tensor; stored on the tensor as ``cg_buffer_metadata``.
+    """Usage of a tensor by the graphs of one recording; stored on the tensor as ``cg_buffer_metadata``.
 
     Attributes:
         is_cudagraph_input, is_cudagraph_output: Whether graphs take or return the tensor.
         input_use_count: Number of graph inputs that are this tensor.
-        cudagraph_reuse_ref_count: Number of these inputs that read another graph's output in place.
-        capture_reuse_count: During capture, number of these inputs whose graphs are still to be captured.
-        fwd_cudagraph_buffer: During capture, the static tensor of its value.
-        bwd_cudagraph_buffer: During capture, the static tensor of its gradient, from the backward graph that computes
-            it to the one that reads it.
-        recording: Identifies the recording. Metadata of another recording is stale.
+        cudagraph_reuse_ref_count: Number of these inputs that read a different graph's output in place.
+        capture_reuse_count: During capture, number of these inputs whose graphs have not been captured yet.
+        fwd_cudagraph_buffer: During capture, the static tensor for the value.
+        bwd_cudagraph_buffer: During capture, the static tensor for the gradient. It is set after capturing the backward
+            graph that computes the gradient, until the one that reads it is captured.
+        recording: Identifies the recording. Metadata of a different recording is stale.
     """
 
     is_cudagraph_input: bool = False
@@ -40,13 +40,13 @@ class CudagraphBufferMetadata:
 
 
 class ArgMetadata:
-    """Describes an argument: a tensor by its properties, without its memory; any other argument by itself.
+    """Metadata of an argument. It does not keep the memory of a tensor alive.
 
     Attributes:
         type: Type of the argument.
-        value: Address of a tensor; any other argument itself.
-        shape, stride, dtype, device, requires_grad: Of a tensor. The strides have no gaps and no overlaps.
-        cg_buffer_metadata: The tensor's ``CudagraphBufferMetadata`` if it has one: the same object.
+        value: Address of a tensor; the argument itself if it is not a tensor.
+        shape, stride, dtype, device, requires_grad: Properties of a tensor. The strides are dense, without overlap.
+        cg_buffer_metadata: The tensor's ``CudagraphBufferMetadata`` object, if it has one.
     """
 
     def __init__(self, arg: Any):
@@ -63,7 +63,7 @@ class ArgMetadata:
             self.cg_buffer_metadata: CudagraphBufferMetadata = arg.cg_buffer_metadata
 
     def zeros_like(self) -> torch.Tensor:
-        """Return a tensor of zeros with the shape, strides, dtype, device and ``requires_grad`` of the argument.
+        """Return a zero tensor with the shape, strides, dtype, device and ``requires_grad`` of the argument.
 
         Raises:
             ArgumentTypeError: The argument is not a tensor.
@@ -75,7 +75,7 @@ class ArgMetadata:
 
 
 def metadata_of(meta: ArgMetadata) -> CudagraphBufferMetadata:
-    """Return the buffer metadata of the described tensor; create it if the tensor was in no recorded step."""
+    """Return the buffer metadata of the described tensor; create it if the tensor was not in a recorded step."""
     if not hasattr(meta, "cg_buffer_metadata"):
         meta.cg_buffer_metadata = CudagraphBufferMetadata()
     return meta.cg_buffer_metadata
@@ -84,7 +84,7 @@ def metadata_of(meta: ArgMetadata) -> CudagraphBufferMetadata:
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
     """Map ``func`` over the leaves of nested tuples, lists, dicts, dataclasses and other pytrees.
 
-    A dataclass is copied with its fields mapped; ``__post_init__`` does not run.
+    Dataclasses are copied with mapped fields, without running ``__post_init__``.
     """
     kind = type(tree)
     if kind is tuple or kind is list:  # the common containers, many times faster than torch's tree_map
@@ -123,17 +123,17 @@ def tensors_of(args: Any, kwargs: Mapping[str, Any] | None = None) -> tuple[torc
 
 
 def metas_of(args: Any, kwargs: Mapping[str, Any] | None = None) -> list[ArgMetadata]:
-    """Return the descriptions of tensors among described arguments, in the order of ``tensors_of``."""
+    """Return the tensor metadata among described arguments, in the order of ``tensors_of``."""
     return [leaf for leaf in leaves_of(_values(args, kwargs)) if isinstance(leaf, ArgMetadata)]
 
 
 def described(tree: Any) -> Any:
-    """Return ``tree`` with an ``ArgMetadata`` in place of each tensor."""
+    """Return ``tree`` with each tensor replaced by its ``ArgMetadata``."""
     return tree_map(lambda leaf: ArgMetadata(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return ``tree`` with the next of ``tensors`` in place of each tensor or description of one."""
+    """Return ``tree`` with each tensor or tensor description replaced by the next one of ``tensors``."""
     return tree_map(lambda leaf: next(tensors) if isinstance(leaf, (torch.Tensor, ArgMetadata)) else leaf, tree)
 
 
@@ -146,10 +146,10 @@ _SUPPORTED = (torch.Tensor, type(None), bool, int, float, str, Enum, torch.dtype
 
 
 def _check_supported_type(meta: ArgMetadata) -> None:
-    """Refuse an argument of a type that graphs cannot take.
+    """Reject an argument of an unsupported type.
 
     Raises:
-        ArgumentTypeError: The argument, or a leaf of it, has such a type.
+        ArgumentTypeError: The argument, or one of its leaves, has a type that graphs do not support.
     """
     for leaf in () if issubclass(meta.type, torch.Tensor) else leaves_of(meta.value):
         if not (isinstance(leaf, _SUPPORTED) or is_inference_context(leaf)):
@@ -161,7 +161,7 @@ def _check_supported_type(meta: ArgMetadata) -> None:
 
 
 def is_inference_context(value: Any) -> bool:
-    """Return whether ``value`` is one of Megatron's inference contexts, static or dynamic."""
+    """Return whether ``value`` is a static or dynamic inference context of Megatron."""
     from megatron.core.inference.contexts import BaseInferenceContext  # imports this module
 
     return isinstance(value, BaseInferenceContext)
@@ -170,16 +170,16 @@ def is_inference_context(value: Any) -> bool:
 def mismatches(
     args: Sequence[Any], kwargs: Mapping[str, Any], captured: tuple[tuple, dict[str, Any]], grad_enabled: bool
 ) -> list[str]:
-    """Return a line for each difference between a call and the captured one; an empty list if there is none.
+    """Return one line per difference between a call and the captured call; an empty list if they match.
 
-    Tensors must have the captured shape, dtype and device, and with ``grad_enabled`` must not require grad if the
-    captured one did not. Everything else must be equal and of the same type.
+    Tensors must have the captured shape, dtype and device. With ``grad_enabled``, they may require grad only if the
+    captured tensor did. All other arguments must be equal and have the same type.
 
     Args:
-        captured: Positional and keyword arguments of the captured call, described.
+        captured: Described positional and keyword arguments of the captured call.
 
     Raises:
-        ArgumentTypeError: An argument has a type that graphs cannot take.
+        ArgumentTypeError: An argument has a type that graphs do not support.
     """
     found: list[str] = []
     _compare(dict(enumerate(args)), dict(enumerate(captured[0])), ("args",), grad_enabled, found)
@@ -216,7 +216,7 @@ def _compare(given: Any, captured: Any, where: tuple[str, ...], grad_enabled: bo
             else:
                 found.append(f"{_place((*where, key))} is missing: it was given at capture")
         found += [f"{_place((*where, key))} was not given at capture" for key in parts if key not in captured_parts]
-    elif is_inference_context(given):  # a graph writes to the caches of the context at capture
+    elif is_inference_context(given):  # a graph writes to the caches of the captured context
         problem = f"another {type(given).__name__} than at capture; delete_cuda_graphs() frees its graphs"
     elif given != captured:
         _check_supported_type(ArgMetadata(given))

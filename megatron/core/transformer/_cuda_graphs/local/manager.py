@@ -1,4 +1,4 @@
-"""``CudaGraphManager``: runs a module eagerly, records it, captures it, or replays its graphs."""
+"""``CudaGraphManager``, which records, captures and replays the graphs of one module."""
 
 import copy
 import gc
@@ -24,34 +24,35 @@ from .sharded_weights import forget_replay_streams, gather_into_pool
 
 
 class CudaGraphManager(torch.nn.Module):
-    """Runs one module, or one function of it, with CUDA graphs.
+    """Runs one module, or one of its methods, with CUDA graphs.
 
-    - Training: the first step runs eagerly and is recorded; ``create_cudagraphs`` captures it; later steps replay.
+    - Training: the first step runs eagerly and is recorded, ``create_cudagraphs`` captures it, and later steps replay.
     - Inference (a call with ``inference_context``, or ``inline_capture``): the first call of each kind is captured and
-      replayed at once.
-    - Evaluation runs eagerly, and so do passes without grad that the recorded step did not have.
+      replayed immediately.
+    - Evaluation, and passes without grad that were not part of the recorded step, run eagerly.
 
     Args:
         config: Configuration of the model, with ``cuda_graph_impl="local"``.
         base_module: The module, or other object, whose method is replaced; only with ``function_name``.
-        function_name: The method of ``base_module`` that this manager replaces. The method then takes two more
-            keywords: ``eager=True`` runs it without graphs, ``cache_key`` selects the graph.
-        pg_collection: The process groups; by default from ``parallel_state``.
-        inline_capture: Whether all graphs are captured at their first call.
-        num_warmup_steps: Number of runs before a capture; by default the configuration's ``cuda_graph_warmup_steps``.
+        function_name: The method of ``base_module`` to replace. The new method accepts two additional keywords:
+            ``eager=True`` runs it without graphs, ``cache_key`` selects the graph.
+        pg_collection: The process groups; defaults to those of ``parallel_state``.
+        inline_capture: Whether to capture every graph at its first call.
+        num_warmup_steps: Number of runs before a capture; defaults to the configuration's ``cuda_graph_warmup_steps``.
 
     Attributes:
         global_mempool: Memory pool of all local graphs; None before the first manager and after ``delete_cuda_graphs``.
-        cudagraph_runners: All runners. Runners without a key, each for one micro-batch at a time, are in the order of
+        cudagraph_runners: All runners. Runners without a key serve one micro-batch at a time, and are in the order of
             their next use.
         custom_cudagraphs_lookup_table: Runners by the key of their calls.
         reuse_cudagraphs: Whether all micro-batches use the same graphs, as without pipeline parallelism.
-        is_first_microbatch: Whether the next call is the first of a step, in which weights are quantized again.
-        capture_failed: Whether a capture of its runners failed since ``reset``; the module then runs eagerly.
+        is_first_microbatch: Whether the next call is the first of a step and requantizes weights.
+        capture_failed: Whether a capture of this manager's runners failed since ``reset``; the module then runs
+            eagerly.
 
     Raises:
         OptionsError: ``config.cuda_graph_impl`` is not ``local``.
-        UnsupportedError: Megatron's RNG tracker keeps states that graphs cannot use.
+        UnsupportedError: Megatron's RNG tracker has states that graphs cannot use.
     """
 
     global_mempool: ClassVar[tuple | None] = None
@@ -81,16 +82,18 @@ class CudaGraphManager(torch.nn.Module):
         self.func: Callable | None = None
         if function_name is not None:
             self.func = getattr(base_module, function_name)
-            setattr(base_module, function_name, partial(self._call_function, base_module))  # copied with its module
+            setattr(
+                base_module, function_name, partial(self._call_function, base_module)
+            )  # deep-copied with its module
         _CudagraphGlobalRecord.managers.add(self)
         _memory_pool()
         if need_backward and not inline_capture:
-            # Autograd accumulates a gradient on the stream on which DistributedDataParallel first saw its parameter,
-            # and cannot do so on the default stream in a capture. megatron-core also leaves that stream here.
+            # Autograd accumulates a gradient on the stream where DistributedDataParallel first used its parameter,
+            # which must not be the default stream in a capture. megatron-core also leaves the default stream here.
             leave_default_stream()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CudaGraphManager":
-        """Return a manager without graphs for a copy of the module; it shares the process groups."""
+        """Return a manager without graphs, for a copy of the module. It shares the process groups."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         memo[id(self.pg_collection)] = self.pg_collection
@@ -103,7 +106,7 @@ class CudaGraphManager(torch.nn.Module):
         """Run the forward-pre hooks of ``DistributedDataParallel`` on ``module``, which wait for its parameters.
 
         Raises:
-            UnsupportedError: ``module`` has another forward-pre hook, which replays would not run.
+            UnsupportedError: ``module`` has a different forward-pre hook, which replays would not run.
         """
         for hook in module._forward_pre_hooks.values():
             if not is_of_ddp(hook):
@@ -122,15 +125,15 @@ class CudaGraphManager(torch.nn.Module):
         reuse_cudagraphs: bool,
         cache_key: Hashable | None = None,
     ) -> _CudaGraphRunner:
-        """Return the runner for a call; make one if graphs can still be recorded.
+        """Return the runner for a call; create one if graphs can still be recorded.
 
         Args:
-            reuse_cudagraphs: Whether any free runner that fits the arguments will do. Otherwise only the next one in
-                the order of a step's calls does.
-            cache_key: Selects the runner without a comparison.
+            reuse_cudagraphs: Whether to accept any free runner that matches the arguments, instead of only the next one
+                in the order of the step's calls.
+            cache_key: Selects the runner without comparing arguments.
 
         Raises:
-            NoGraphError: Graphs were captured, and none fits this call.
+            NoGraphError: Graphs were captured, but they do not match this call.
         """
         if cache_key is not None:
             runner = self.custom_cudagraphs_lookup_table.get(cache_key)
@@ -146,7 +149,7 @@ class CudaGraphManager(torch.nn.Module):
         return self._new_runner(megatron_module, args, kwargs)
 
     def _fitting_runner(self, args: tuple, kwargs: dict[str, Any], reuse_cudagraphs: bool) -> _CudaGraphRunner | None:
-        # Under pipeline parallelism graphs are replayed in the order in which their micro-batches were recorded.
+        # Under pipeline parallelism, graphs replay in the order in which their micro-batches were recorded.
         next_only = int(_CudagraphGlobalRecord.cudagraph_created)
         for runner in self._without_key() if reuse_cudagraphs else islice(self._without_key(), next_only):
             if not self._problems(runner, args, kwargs):
@@ -183,7 +186,7 @@ class CudaGraphManager(torch.nn.Module):
         return "\n".join(lines)
 
     def _problems(self, runner: _CudaGraphRunner, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-        """Return a line for each reason why ``runner`` cannot serve a call."""
+        """Return one line per reason why ``runner`` cannot serve a call."""
         if runner.status is not _GraphStatus.FWD_READY:
             return ["it waits for its backward pass"]
         problems = runner.get_mismatch_errors(args, kwargs)
@@ -197,13 +200,13 @@ class CudaGraphManager(torch.nn.Module):
         """Run ``megatron_module`` on ``args`` and ``kwargs``.
 
         Args:
-            cache_key: Selects the graph for inference; by default the key of ``inference_context``, if there is one.
+            cache_key: Selects the graph for inference; defaults to the key of ``inference_context``, if there is one.
 
         Returns:
-            The output of the module; always a tuple for a call of inference.
+            The output of the module; always a tuple for inference calls.
 
         Raises:
-            NoGraphError: No graph fits this call; lists how its arguments differ from the captured ones.
+            NoGraphError: No graph matches this call; lists how its arguments differ from the captured ones.
             RuntimeError: See ``_CudaGraphRunner.replay``.
         """
         context = kwargs.get("inference_context")
@@ -228,7 +231,7 @@ class CudaGraphManager(torch.nn.Module):
     def _call_function(
         self, base_module: Any, *args: Any, eager: bool = False, cache_key: Hashable | None = None, **kwargs: Any
     ) -> Any:
-        """Run the function that this manager replaces; see ``function_name``."""
+        """Run the method that this manager replaces; see ``function_name``."""
         if eager:
             return self._run_eagerly(base_module, args, kwargs)
         output = self(base_module, args, kwargs, cache_key=cache_key)
@@ -245,7 +248,7 @@ class CudaGraphManager(torch.nn.Module):
             if self.need_backward and torch.is_grad_enabled():
                 raise NoGraphError(self._why_none(module, args, kwargs))
             return self._run_eagerly(module, args, kwargs)
-        # Also without grad: the first pass of a recomputed layer reads gathered parameters.
+        # Even without grad: the first pass of a recomputed layer reads gathered parameters.
         for part in runner.parts:
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
@@ -263,18 +266,18 @@ class CudaGraphManager(torch.nn.Module):
     # ------------------------------------------------------------------------------------------------- life cycle
 
     def begin_step(self) -> None:
-        """Begin a step: no runner is busy, and the first one comes next."""
+        """Start a step: mark all runners as free, and restore their order of use."""
         for runner in self.cudagraph_runners:
             runner.status = _GraphStatus.FWD_READY
         if not self.reuse_cudagraphs:
             self.cudagraph_runners.sort(key=lambda runner: -1 if runner.graphs is None else runner.graphs.forward_turn)
 
     def forget_recorded(self, runners: Collection[_CudaGraphRunner]) -> None:
-        """Forget the ``runners`` that belong to this manager; they have no graphs yet."""
+        """Remove those ``runners`` that belong to this manager; they must not have graphs yet."""
         self.cudagraph_runners = [runner for runner in self.cudagraph_runners if runner not in runners]
 
     def reset(self) -> None:
-        """Forget all runners and free their graphs. Later graphs are captured into another pool."""
+        """Remove all runners and free their graphs. Later captures use a new memory pool."""
         _forget_pool()
         for runner in self.cudagraph_runners:
             runner.reset()
@@ -284,7 +287,7 @@ class CudaGraphManager(torch.nn.Module):
 
 
 def _key_of(context: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
-    """Return the key of the graph for a call with an inference context."""
+    """Return the graph key for a call with an inference context."""
     if context.is_static_batching():
         first = kwargs["hidden_states"] if "hidden_states" in kwargs else tensors_of(args, kwargs)[0]
         return tuple(first.shape), context.is_decode_only()
@@ -301,9 +304,9 @@ def delete_cuda_graphs() -> None:
 
 
 def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
-    """Return a tensor of zeros like ``meta`` in the memory pool of local graphs.
+    """Return a zero tensor that matches ``meta``, allocated in the memory pool of local graphs.
 
-    After the tensor is freed, graphs that are captured later may use its memory.
+    Once the tensor is freed, graphs that are captured later may use its memory.
     """
     pool, device = _memory_pool(), torch.cuda.current_device()
     hold_pool(pool)

@@ -1,7 +1,7 @@
-"""Memory of local graphs: the pool, and static tensors that graphs share over time.
+"""Memory of local graphs: the memory pool, and static tensors that graphs reuse over time.
 
-Static tensors are lent during capture, in the order of the replays. A tensor is free once the last graph that reads it
-is captured: graphs that are captured later replay later.
+Static tensors are acquired during capture, in replay order. A tensor can be reused once the last graph that reads it
+has been captured, because graphs that are captured later also replay later.
 """
 
 import weakref
@@ -15,33 +15,33 @@ from ..engine.memory import storage_address
 from ..engine.plan import BufferPool, Lease
 from .arguments import ArgMetadata, metadata_of
 
-# By pool: an empty graph, which holds no memory.
+# An empty graph for each pool, which uses no memory.
 _placeholders: dict[tuple, torch.cuda.CUDAGraph] = {}
-# megatron-core's counts of static tensors in use; 0, their value between captures, because ``TensorReusePool`` counts.
+# megatron-core's counts of static tensors in use; always 0, their value between captures: ``TensorReusePool`` counts.
 fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0
 
 
 def hold_pool(pool: tuple) -> None:
-    """Keep ``pool`` usable until ``release_pools``. Call it before the first capture into the pool.
+    """Keep ``pool`` usable until ``release_pools``. Call this before the first capture into the pool.
 
-    torch refuses to capture into a pool all of whose graphs have been freed (an internal assertion of its allocators
-    for the device and for pinned memory). An empty graph keeps the pool in use while models come and go.
+    torch cannot capture into a pool after all of its graphs have been freed (an internal assertion of the device and
+    pinned-memory allocators). An empty graph keeps the pool in use even while no model has graphs.
     """
     if pool not in _placeholders:
         _placeholders[pool] = record_nothing(torch.cuda.CUDAGraph, pool)
 
 
 def release_pools() -> None:
-    """Release all pools; torch frees their memory once no graph and no tensor uses it."""
+    """Release all pools. torch frees their memory once graphs and tensors no longer use it."""
     while _placeholders:
         _placeholders.popitem()[1].reset()
 
 
 class TensorReusePool:
-    """Lends static tensors, and keeps all of them alive.
+    """Allocates reusable static tensors, and keeps all of them alive.
 
-    A returned tensor serves the next request for the same shape, strides, dtype and device. Returning a tensor asserts
-    that from then on only replays of its next borrower read or write it.
+    A released tensor is reused for the next request with the same shape, strides, dtype and device. The caller must
+    ensure that only replays of the next user read or write it after its release.
     """
 
     def __init__(self) -> None:
@@ -64,21 +64,21 @@ class TensorReusePool:
         return self._buffers.free()
 
     def insert(self, tensor: torch.Tensor) -> None:
-        """Return ``tensor`` to the pool. It is free once every holder has released it.
+        """Release ``tensor`` to the pool. It is free once every holder has released it.
 
         Raises:
-            ValueError: The tensor is not from this pool, or is free already.
+            ValueError: The tensor is not from this pool, or is already free.
         """
         if not self.owns(tensor):
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is returned to a pool that did not lend it")
         self.release(tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` has the address of a tensor of this pool."""
+        """Return whether ``tensor`` has the address of a tensor from this pool."""
         return tensor.data_ptr() in self._leases
 
     def get(self, meta: ArgMetadata) -> torch.Tensor:
-        """Lend a tensor like ``meta``: the one that has been free longest, or a new one."""
+        """Return a tensor that matches ``meta``: the one that has been free longest, or a new one."""
         key = meta.shape, meta.stride, meta.dtype, meta.device
         lease = self._buffers.acquire(key, lambda: meta.zeros_like().detach())
         if lease.buffers.numel():  # empty tensors have no distinct address
@@ -98,7 +98,7 @@ class TensorReusePool:
         """Remove a holder from the memory of ``tensor``, if it belongs to this pool.
 
         Raises:
-            ValueError: The memory is free already.
+            ValueError: The memory is already free.
         """
         if (lease := self._leases.get(storage_address(tensor))) is not None:
             self._buffers.release(lease)
@@ -110,8 +110,8 @@ class StaticInput:
 
     Attributes:
         tensor: The static tensor, without grad.
-        only_copied_to: Whether only ``put`` writes the tensor. A value that several graphs take is then copied once.
-        given: The tensor that was copied last, and its version; None if the static tensor may hold something else.
+        only_copied_to: Whether only ``put`` writes the tensor. If so, a value passed to several graphs is copied once.
+        given: The last copied tensor and its version; None if the static tensor may have a different value.
     """
 
     tensor: torch.Tensor
@@ -119,13 +119,13 @@ class StaticInput:
     given: tuple[weakref.ref, int] | None = None
 
     def put(self, given: torch.Tensor, in_use: Callable[[], bool]) -> bool:
-        """Copy ``given`` to the static tensor, unless it holds that value already.
+        """Copy ``given`` to the static tensor, unless it already has that value.
 
         Args:
-            in_use: Whether a backward pass still reads the current value.
+            in_use: Returns whether a backward pass still reads the current value.
 
         Returns:
-            False, with nothing copied, if the copy would overwrite a value in use.
+            False if nothing was copied because the copy would overwrite a value in use, True otherwise.
         """
         here = given.data_ptr() == self.tensor.data_ptr()
         if here and given.stride() == self.tensor.stride():
@@ -143,19 +143,19 @@ class StaticInput:
 
 
 class StaticBuffers:
-    """The static inputs of graphs and the static gradients of their outputs.
+    """Manages static inputs of graphs and static gradients of their outputs.
 
-    If one graph takes the output of another, it reads that output in place, and its backward graph writes the gradient
-    where the other one reads it. All other static tensors come from ``pool``.
+    A graph that takes the output of a previous graph reads it in place, and its backward graph writes the gradient to
+    the address that the previous graph's backward reads. All other static tensors come from ``pool``.
     """
 
     def __init__(self) -> None:
         self.pool = TensorReusePool()
-        self._gradients: set[int] = set()  # addresses of tensors that were ever lent as gradients
+        self._gradients: set[int] = set()  # addresses of all tensors ever used as gradients
         self._inputs: dict[int, StaticInput] = {}  # by address
 
     def inputs(self, metas: Sequence[ArgMetadata]) -> list[torch.Tensor]:
-        """Return the static inputs of a graph that takes tensors like ``metas``."""
+        """Return the static inputs of a graph whose input tensors match ``metas``."""
         tensors = []
         for meta in metas:
             known = metadata_of(meta)
@@ -166,7 +166,7 @@ class StaticBuffers:
         return tensors
 
     def inputs_read(self, metas: Iterable[ArgMetadata]) -> None:
-        """Release the static inputs for ``metas`` after the last graph of a runner that reads them is captured."""
+        """Release the static inputs for ``metas`` after capturing the last graph of a runner that reads them."""
         for known in map(metadata_of, metas):
             known.capture_reuse_count -= 1
             if known.capture_reuse_count == 0 and known.fwd_cudagraph_buffer is not None:
@@ -174,7 +174,7 @@ class StaticBuffers:
                 known.fwd_cudagraph_buffer = None
 
     def lend_outputs(self, metas: Sequence[ArgMetadata], outputs: Sequence[torch.Tensor]) -> None:
-        """Hold ``outputs``, described by ``metas``; graphs that take them will read them in place."""
+        """Hold ``outputs``, described by ``metas``, so that graphs that take them can read them in place."""
         for known, output in zip(map(metadata_of, metas), outputs, strict=True):
             self.pool.hold(output)
             if known.cudagraph_reuse_ref_count and known.fwd_cudagraph_buffer is None:
@@ -183,7 +183,7 @@ class StaticBuffers:
                 known.capture_reuse_count = known.cudagraph_reuse_ref_count
 
     def grads_of_outputs(self, metas: Iterable[ArgMetadata]) -> list[torch.Tensor]:
-        """Return the static gradients of the outputs described by ``metas``, all of which require grad."""
+        """Return the static gradients of the outputs described by ``metas``. All outputs must require grad."""
         grads = []
         for meta in metas:
             grad = metadata_of(meta).bwd_cudagraph_buffer
@@ -194,17 +194,17 @@ class StaticBuffers:
         return grads
 
     def grads_of_outputs_read(self, metas: Sequence[ArgMetadata], grads: Iterable[torch.Tensor]) -> None:
-        """Release ``grads``, from ``grads_of_outputs``, after the backward graph that reads them is captured."""
+        """Release ``grads``, from ``grads_of_outputs``, after capturing the backward graph that reads them."""
         for known, grad in zip(map(metadata_of, metas), grads, strict=True):
             known.bwd_cudagraph_buffer = None
             self.pool.release(grad)
 
     def lend_grads(self, metas: Sequence[ArgMetadata], grads: Sequence[torch.Tensor | None]) -> set[int]:
-        """Hold ``grads``, computed by a backward graph; the graphs that return ``metas`` will read them in place.
+        """Hold ``grads``, computed by a backward graph; backward graphs of ``metas`` will read them in place.
 
         Returns:
-            Indices of the gradients that no graph reads; their last reader is unknown. A gradient of two inputs is
-            read in place for one of them only, since autograd may add to the gradient of the other.
+            Indices of the gradients that graphs do not read, so that their last reader is unknown. If two inputs share
+            a gradient, it is read in place for only one, since autograd may add to the gradient of the other.
         """
         escaping: set[int] = set()
         lent: set[int] = set()
@@ -220,10 +220,10 @@ class StaticBuffers:
         return escaping
 
     def input_of(self, tensor: torch.Tensor, is_written: bool) -> StaticInput:
-        """Return the one ``StaticInput`` for ``tensor``, from ``inputs``.
+        """Return the shared ``StaticInput`` for ``tensor``, which comes from ``inputs``.
 
         Args:
-            is_written: Whether the graph writes its inputs.
+            is_written: Whether the graph writes to its inputs.
         """
         address = tensor.data_ptr()
         only_copied_to = self.pool.owns(tensor) and address not in self._gradients
@@ -232,6 +232,6 @@ class StaticBuffers:
         return static
 
     def forget_values(self) -> None:
-        """Copy every input again in the next step: optimizers may change tensors but not their versions."""
+        """Copy all inputs again in the next step, because optimizers may change tensors without changing versions."""
         for static in self._inputs.values():
             static.given = None

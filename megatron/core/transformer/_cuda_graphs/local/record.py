@@ -1,4 +1,4 @@
-"""The recorded passes of the process, and the capture of their graphs."""
+"""Recorded passes of the process, and capture of their graphs."""
 
 import logging
 import time
@@ -31,13 +31,13 @@ _ADVICE = "change it back, or call delete_cuda_graphs(): the next step is record
 
 
 class Recording:
-    """Graphs that are captured together: the state that their runners share.
+    """State shared by the runners whose graphs are captured together.
 
     Attributes:
-        token: Identifies the recording in the metadata of tensors, which may outlive it.
+        token: Identifies the recording in tensor metadata, which may outlive it.
         buffers: Static tensors of the graphs.
         order: Order of the passes.
-        snapshots: By function, the state that its graphs rely on. Graphs for inference have none.
+        snapshots: By function, the state that its graphs depend on; empty for inference.
         users: By the ``id`` of buffer metadata, the runners whose graphs take or return that tensor.
         capturing: The pass that is being warmed up or captured, for errors.
     """
@@ -52,7 +52,9 @@ class Recording:
         self.rng_states: GraphStates | None = None
 
     def capture(self, record: Sequence[tuple]) -> None:
-        """Warm up all functions, then capture ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``.
+        """Warm up all functions, then capture the entries of ``record``.
+
+        Entries are ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``.
 
         Raises:
             RuntimeError: A pass cannot be captured; ``capturing`` names it.
@@ -82,7 +84,7 @@ class Recording:
         self.rng_states = GraphStates()
 
     def _warm_up(self, record: Sequence[tuple]) -> None:
-        """Run every function once for each kind of arguments, so that no graph captures the setup of a first call."""
+        """Warm up every function with each kind of arguments, so that graphs do not capture first-call setup."""
         alike: defaultdict[Hashable, list[Any]] = defaultdict(list)
         for runner, kind, *_ in record:
             if kind == "fwd":
@@ -98,7 +100,7 @@ class Recording:
             for runner in runners:
                 for param in trained if runner.bwd_graph_recorded else ():
                     users[runner.backward_pass, param].append(runner)
-        # A layer that is called twice in a pass has two runners; layers may share weights.
+        # A layer that is called twice in a pass has two runners, and layers may share weights.
         for (_, param), together in users.items():
             for runner in together if len(together) > 1 else ():
                 runner.shared_params += (param,)
@@ -119,10 +121,10 @@ class Recording:
 
 
 class InferenceRecording(Recording):
-    """Graphs for inference. Each is captured at its first call, and they are replayed in any order.
+    """State of inference graphs, which are captured at their first call and replayed in any order.
 
     Attributes:
-        output_addresses: Addresses of their outputs.
+        output_addresses: Addresses of the graphs' outputs.
     """
 
     def __init__(self) -> None:
@@ -131,7 +133,7 @@ class InferenceRecording(Recording):
         self._inputs = WeakTensorKeyDictionary()
 
     def capture_call(self, runner: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Capture the forward graph of ``runner`` for a call with these arguments."""
+        """Capture the forward graph of ``runner`` for a call with the given arguments."""
         runner.begin_capture(self)
         given = tensors_of(args, {name: kwargs[name] for name in runner.kwargs})
         try:
@@ -147,10 +149,11 @@ class InferenceRecording(Recording):
         self.output_addresses |= {output.data_ptr() for output in tensors_of(runner.graphs.outputs) if output.numel()}
 
     def _input_for(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the static input for ``given``: the output of another graph, or a tensor of its own.
+        """Return the static input for ``given``: the output of a previous graph, or a separate tensor.
 
-        Graphs that were captured with the same tensor share its static tensor: every replay copies its inputs first.
-        A graph that was captured on another graph's output, and is replayed on another tensor, overwrites that output.
+        Graphs that were captured with the same tensor share its static tensor, since every replay copies its inputs
+        first. If a graph was captured on a previous graph's output, its replay on a different tensor overwrites that
+        output.
         """
         if given.data_ptr() in self.output_addresses:
             return given.detach()
@@ -163,9 +166,9 @@ class InferenceRecording(Recording):
 
 
 def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
-    """Return the states of ``module`` in a static-batching context, which Mamba advances in every call.
+    """Return the states of ``module`` in a static-batching context, which Mamba updates in every call.
 
-    Return the states of all layers if ``module`` has no layer number, or no states under it.
+    Return the states of all layers if ``module`` has no layer number, or no state is stored under it.
     """
     states = getattr(context, "key_value_memory_dict", {})
     number = getattr(module, "layer_number", None)
@@ -174,9 +177,10 @@ def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def capture_mode() -> Iterator[None]:
-    """Run on the capture stream with the capture flags set; restore generators and garbage collection.
+    """Run on the capture stream with the capture flags set; on exit, restore generators and garbage collection.
 
-    Garbage is not collected first: inference captures many graphs one by one, and a collection takes longer.
+    Garbage is not collected first because inference captures many graphs individually, and a collection takes longer
+    than a capture.
     """
     with between(state._set_capture_start, state._set_capture_end), capture_environment(transformer_engine_flag()):
         make_generators_safe()
@@ -184,19 +188,19 @@ def capture_mode() -> Iterator[None]:
 
 
 class _CudagraphGlobalRecord:
-    """The first passes of all runners, in their order.
+    """The first passes of all runners, in execution order.
 
     Graphs share one memory pool, so they must be captured in the order in which they will run: a graph may use memory
     that earlier graphs have freed. The first three attributes may be assigned.
 
     Attributes:
-        cudagraph_created: Whether the recorded graphs were captured; modules then replay.
+        cudagraph_created: Whether the recorded graphs were captured; if so, modules replay.
         cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``, with described arguments.
-        cudagraph_inference_record: The same for inference: ``(runner, "fwd", args, kwargs)``.
+        cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of inference graphs.
         recording: State shared by the runners of ``cudagraph_record``, or of the last capture.
         tensor_reuse_pool: Static tensors of ``recording``.
-        inference: State shared by the runners for inference.
-        managers: All managers that exist.
+        inference: State shared by the inference runners.
+        managers: All existing managers.
     """
 
     cudagraph_created = False
@@ -209,7 +213,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def open_recording(cls) -> Recording:
-        """Return the recording of the current step; start a new one at its first pass."""
+        """Return the recording of the current step; start a new one at the first pass of a step."""
         if not cls.cudagraph_record:
             cls._start_recording()
         return cls.recording
@@ -231,7 +235,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def create_cudagraphs(cls) -> dict[str, float] | None:
-        """Capture the recorded passes in their order. After that, begin the next step at each call.
+        """Capture the recorded passes in order. Once graphs exist, only start the next step.
 
         Returns:
             ``time`` in seconds, ``allocated_bytes`` and ``reserved_bytes``; None if nothing was captured.
@@ -280,7 +284,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def _forget_record_without_grad(cls) -> None:
-        """Forget a record of passes without grad only: their graphs would keep training steps from being recorded."""
+        """Clear the record if all of its passes ran without grad: graphs would prevent recording a training step."""
         runners = {entry[0] for entry in cls.cudagraph_record}
         if all(runner.is_forward_only for runner in runners):
             cls.cudagraph_record = []
@@ -289,7 +293,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def _abandon(cls, error: BaseException) -> None:
-        """After a failed capture, run the recorded modules eagerly, with a warning."""
+        """Clean up after a failed capture: warn, and make the recorded modules run eagerly."""
         if cls.recording.capturing is not None:
             error.add_note(
                 f"{cls.recording.capturing} cannot run in a CUDA graph (--cuda-graph-impl local). "
@@ -335,9 +339,9 @@ class _CudagraphGlobalRecord:
 
 
 def create_cudagraphs() -> dict[str, float] | None:
-    """Capture the graphs that the first training step recorded; see ``_CudagraphGlobalRecord.create_cudagraphs``.
+    """Capture the graphs of the recorded training step; see ``_CudagraphGlobalRecord.create_cudagraphs``.
 
-    megatron-core's schedules call it after every step. If it raises, the gradients of the step are unchanged, and the
-    model trains on eagerly; after ``delete_cuda_graphs`` the next step is recorded again.
+    megatron-core's schedules call this after every step. If it raises, the gradients of the step are unchanged, and
+    the model can continue training eagerly; after ``delete_cuda_graphs``, the next step is recorded again.
     """
     return _CudagraphGlobalRecord.create_cudagraphs()

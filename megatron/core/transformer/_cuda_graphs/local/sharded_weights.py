@@ -1,10 +1,10 @@
-"""Weights sharded over ranks (``--tensor-parallel-num-weight-shards``) in local graphs.
+"""Weights sharded across ranks (``--tensor-parallel-num-weight-shards``) in local graphs.
 
-megatron-core keeps such weights in a chain, in the order of their use. Each use starts the gather of the next weight on
-a side stream, and each backward pass reduces a weight's gradient while it computes the gradient of the previous weight.
-A graph must complete the communication that it starts: at the end of a pass it waits for gathers and reductions and
-joins the side streams. The next graph then finds its first weight gathered, and a graph's memory is free after its
-replay.
+megatron-core links these weights in a chain, in order of use. Each use starts the gather of the next weight on a side
+stream, and each backward pass reduces a weight's gradient while it computes the gradient of the previous weight. A
+graph must complete the communication that it starts: at the end of a pass it waits for gathers and reductions and joins
+the side streams. This ensures that the first weight of the next graph is gathered, and that a graph's memory is unused
+after its replay.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,37 +13,37 @@ from typing import Any
 
 import torch
 
-# megatron-core's name of the chain of weights that graphs use.
+# megatron-core's name for the chain of weights used in graphs.
 _CHAIN = "GTP_graphed"
-# Flags of a weight: its gather, or the reduction of its gradient, has been waited for in the graph that started it.
+# Flags of a weight: the graph that started its gather, or the reduction of its gradient, has waited for completion.
 _MARKS = ("_already_ag_drained", "_recompute_already_drained", "_already_finalized")
-# Attributes of a weight for a gather or reduction in flight.
+# Attributes of a weight for an in-flight gather or reduction.
 _UNDER_WAY = ("_prefetch_handle", "_recompute_prefetch_handle", "_wgrad_rs_handle", "_wgrad_input_bufs")
 
 _GTP_RUNNER_STREAMS: list[torch.cuda.Stream] = []
 
 
 def get_gtp_runner_streams() -> list[torch.cuda.Stream]:
-    """Return the streams on which backward graphs with sharded weights were replayed since ``forget_replay_streams``.
+    """Return the streams on which backward graphs with sharded weights have replayed since ``forget_replay_streams``.
 
-    megatron-core waits for them before it reads main gradients.
+    megatron-core waits for these streams before it reads main gradients.
     """
     return _GTP_RUNNER_STREAMS
 
 
 def forget_replay_streams() -> None:
-    """Empty the list of ``get_gtp_runner_streams``."""
+    """Clear the list returned by ``get_gtp_runner_streams``."""
     _GTP_RUNNER_STREAMS.clear()
 
 
 def gather_into_pool(device: int, pool: tuple) -> None:
-    """Make megatron-core allocate the gathered weights of graphs from ``pool``, the graphs' memory pool."""
+    """Make megatron-core allocate gathered weights for graphs from ``pool``, the graphs' memory pool."""
     with suppress(ImportError):
         _implementation().set_cuda_graph_mempool(device, pool)
 
 
 class ShardedWeights:
-    """The sharded weights that a runner's graphs use. If there are none, all methods do nothing."""
+    """The sharded weights used by a runner's graphs. Methods have no effect if there are no such weights."""
 
     def __init__(self, module: torch.nn.Module):
         self._params = [param for param in module.parameters() if getattr(param, "is_gtp_weight_remat", False)]
@@ -54,11 +54,11 @@ class ShardedWeights:
 
     @contextmanager
     def completing(self, *, reductions: bool, finalizes: bool) -> Iterator[None]:
-        """Complete the communication that a pass starts at the end of the context.
+        """On exit, complete the communication that a pass started within the context.
 
         Args:
-            reductions: Whether gradients are reduced, as in a backward pass, besides weights gathered.
-            finalizes: Whether the last reduced gradients are added to main gradients.
+            reductions: Whether the pass reduces gradients in addition to gathering weights, as a backward pass does.
+            finalizes: Whether to add the last reduced gradients to main gradients.
         """
         if not self:
             yield
@@ -69,7 +69,7 @@ class ShardedWeights:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(1)  # CUDA does not join a stream that captured nothing
         yield
-        # Gathers first: the second call would add an old gradient of weights that are only gathered.
+        # Gathers first: the second call would add stale gradients for weights that were only gathered.
         _implementation().wait_async_comms(_CHAIN, skip_rs=True)
         if reductions:
             _implementation().wait_async_comms(_CHAIN, finalize_after_drain=finalizes)
@@ -77,13 +77,13 @@ class ShardedWeights:
             current.wait_stream(stream)
 
     def _side_streams(self) -> list[torch.cuda.Stream]:
-        """Return the streams on which weights of the chain are gathered, and gradients reduced."""
+        """Return the streams on which the chain's weights are gathered and its gradients are reduced."""
         groups = {id(weight.group): weight.group for weight in self.with_neighbors()}.values()
         streams = (_implementation().get_ag_stream, _implementation().get_rs_stream)
         return list(dict.fromkeys(stream(_CHAIN, group) for group in groups for stream in streams))
 
     def with_neighbors(self) -> list[Any]:
-        """Return the weights and their neighbors in the chain, whose state a pass may also change."""
+        """Return the weights and their neighbors in the chain, since a pass may also change the neighbors' state."""
         leaders = [
             weight
             for param in self._params
@@ -93,7 +93,7 @@ class ShardedWeights:
         return _unique(weight for leader in leaders for weight in _group_of(leader))
 
     def settle(self) -> None:
-        """Wait for the communication of warm-up and clear its flags: capture starts in the state of a new step."""
+        """Wait for warm-up communication and clear its flags, so that capture starts in the state of a new step."""
         if self:
             _implementation().wait_async_comms(_CHAIN)
             for stream in self._side_streams():
@@ -101,7 +101,7 @@ class ShardedWeights:
             self._clear(_MARKS, False)
 
     def forget(self) -> None:
-        """Drop gathers and reductions of a failed pass, which cannot be waited for, so that an eager step can run."""
+        """Discard the gathers and reductions of a failed pass, which cannot be awaited, so that eager steps can run."""
         self._completed = []
         if self:
             self._clear(_MARKS, False)
@@ -110,18 +110,18 @@ class ShardedWeights:
                 _implementation()._inflight_comm_params.discard(weight)
 
     def _clear(self, names: Sequence[str], value: Any) -> None:
-        # The one place that writes megatron-core's flags, which it clears only when it uses a weight.
+        # megatron-core only clears these flags when it uses a weight.
         for weight in self.with_neighbors():
             for name in names:
                 if getattr(weight, name, value) is not value:
                     setattr(weight, name, value)
 
     def note_backward(self, params: Iterable[Any]) -> None:
-        """Note that the backward pass of ``params`` was captured."""
+        """Record that the backward pass of ``params`` was captured."""
         self._completed = completed_in_backward(params)
 
     def end_backward_replay(self) -> None:
-        """Signal to data parallelism which main gradients are complete, as the eager backward pass does."""
+        """Notify data parallelism of completed main gradients, as the eager backward pass does."""
         if self._params and (stream := torch.cuda.current_stream()) not in _GTP_RUNNER_STREAMS:
             _GTP_RUNNER_STREAMS.append(stream)
         for weight in self._completed:
@@ -150,7 +150,7 @@ def completed_in_backward(params: Iterable[Any]) -> list[Any]:
 
 
 def _group_of(leader: Any) -> list[Any]:
-    """Return the weights gathered together with ``leader``: of all experts of a grouped layer, or only itself."""
+    """Return the weights gathered together with ``leader``: all experts of a grouped layer, or only ``leader``."""
     return list(getattr(leader, "weight_list", None) or [leader])
 
 
