@@ -1,4 +1,4 @@
-"""Concurrent training of the cases of tests/gpu."""
+"""Tests concurrent training of the cases of tests/gpu."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Return a function that runs the cases 0 to 11; ``errors`` maps cases to errors of first and later attempts."""
+    """Return a function that runs cases 0 to 11; ``errors`` maps cases to errors of the first and later attempts."""
 
     def run(errors, *arguments):
         chosen = [Job("test_a", "data parallel", {"n": number}) for number in range(12)]

@@ -1,4 +1,4 @@
-"""Sets of flags that contain every pair of compatible features."""
+"""Tests that the sets of flags contain every pair of compatible features."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Selection of the tests that run in `make test`."""
+"""Tests the selection of tests that run in `make test`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Names of ``cuda_graphs`` exist and can be patched."""
+"""Tests that the names in ``cuda_graphs`` exist and can be patched."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ VARIABLES = {
 
 
 def imported_by_megatron_core():
-    """Return the names that megatron-core imports from ``cuda_graphs``, each with an importing file."""
+    """Return the names that megatron-core imports from ``cuda_graphs``, each with one importing file."""
     root = Path(megatron.core.__path__[0]).parent
     found: dict[str, Path] = {}
     for file in root.rglob("*.py"):
@@ -61,7 +61,7 @@ IMPORTED_FIRST = [
 
 @pytest.fixture(scope="module")
 def imported(request):
-    """Return the loaded modules of processes, by the first import of each."""
+    """Return the modules loaded by processes that differ in their first import, by first import."""
     code = """
 import importlib, json, os, sys
 import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor  # once for all
@@ -88,7 +88,7 @@ def test_patch_is_used_whatever_is_imported_first(imported, first):
     assert "megatron.core.transformer.cuda_graphs" in imported[first]
 
 
-# Every name of megatron-core's API document of the module: functions and data, then classes with their own names.
+# Every name in megatron-core's API documentation of the module: functions and data, then classes and their members.
 DOCUMENTED = {
     "": """
         _IS_GRAPH_CAPTURING _IS_GRAPH_WARMUP logger FREEZE_GC is_graph_capturing _set_capture_start _set_capture_end
@@ -144,7 +144,7 @@ def test_reuse_pool_belongs_to_the_recording(no_graphs):
 
 # -------------------------------------------------------------------------------------------------------- patching
 
-# Kinds of names, with files of the package whose functions use them.
+# One name of each kind, with the files of the package whose functions use it
 PATCHED: dict[str, tuple[str, list[ModuleType]]] = {
     "function": ("is_graph_capturing", [state]),
     "imported function": ("get_num_microbatches", [capture_arguments]),
@@ -162,7 +162,7 @@ def values(name, files):
 
 @pytest.fixture(params=list(PATCHED.values()), ids=list(PATCHED))
 def patched_name(request):
-    """Return a name and its files, and check at the end that these are unchanged."""
+    """Yield a name and its files, and check afterwards that these are unchanged."""
     name, files = request.param
     namespaces = [vars(cuda_graphs), *map(vars, files)]
     before = [dict(namespace) for namespace in namespaces]

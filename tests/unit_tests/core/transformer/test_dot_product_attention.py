@@ -1,4 +1,4 @@
-"""megatron-core's own attention with sizes of keys and values other than the configuration's."""
+"""Tests megatron-core's own attention with key and value sizes that differ from the configuration."""
 
 from contextlib import nullcontext
 
@@ -14,7 +14,7 @@ HEADS, SEQUENCE, ROWS = 4, 6, 2
 
 
 class OneRank:
-    """Stands in for all process groups: one rank."""
+    """Stand-in for all process groups, with one rank."""
 
     def size(self) -> int:
         return 1
@@ -28,14 +28,14 @@ class OneRank:
 
 
 class Tracker:
-    """Stands in for the RNG tracker: torch's own generator."""
+    """Stand-in for the RNG tracker that uses torch's default generator."""
 
     def fork(self):
         return nullcontext()
 
 
 class Memory:
-    """Stands in for the global memory buffer: uninitialized tensors."""
+    """Stand-in for the global memory buffer that returns uninitialized tensors."""
 
     def get_tensor(self, shape, dtype, name):
         return torch.empty(shape, dtype=dtype)

@@ -1,7 +1,6 @@
-"""The files of the graphs are layers: leaves, engine, te and local, the public module. None imports a higher one.
+"""Tests that files import no higher layer. The layers are leaves, engine, te and local, and the public module.
 
-The files are parsed, not imported: an import inside a function counts too, except where only cycles at import time
-matter.
+Files are parsed, not imported: imports inside functions count as well, unless only import-time cycles matter.
 """
 
 import ast
@@ -17,7 +16,7 @@ TRANSFORMER = "megatron.core.transformer"
 PACKAGE = f"{TRANSFORMER}._cuda_graphs"
 MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
-# Lowest first. A file may import files of its own layer and of lower ones. A folder stands for all of its files.
+# Lowest first. A file may import files of its own layer and of lower layers. A folder stands for all of its files.
 LAYERS = (
     {
         f"{PACKAGE}.{name}"
@@ -69,7 +68,7 @@ def _nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
 
 
 def _imports(name: str, *, inside_functions: bool = True) -> set[str]:
-    """The files of ``FILES`` that the file of this module imports."""
+    """Return the files in ``FILES`` that the module ``name`` imports."""
     return _all_imports(name, inside_functions=inside_functions) & set(FILES)
 
 
@@ -87,7 +86,7 @@ def _all_imports(name: str, *, inside_functions: bool) -> set[str]:
 
 
 def _group(name: str) -> str:
-    """The folder of a file of ``te``, ``local`` or ``engine``, otherwise the file."""
+    """Return the folder of a file in ``te``, ``local`` or ``engine``, otherwise the file."""
     folder = name.rpartition(".")[0]
     return name if folder in (PACKAGE, TRANSFORMER) else folder
 
@@ -99,7 +98,7 @@ def _rank(name: str) -> int:
 
 
 def _higher(files: list[str], rank: Callable[[str], int]) -> list[str]:
-    """Which file imports which of a higher layer."""
+    """Return pairs of a file and an imported file of a higher layer."""
     return [f"{name} imports {i}" for name in files for i in sorted(_imports(name)) if _rank(i) > rank(name)]
 
 
@@ -131,24 +130,24 @@ def test_fsdp_passes_and_buffers_import_downward() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """In all of the product; an import for type checkers alone counts too."""
+    """Check the whole product, including imports for type checkers only."""
     folders = [REPOSITORY / name for name in ("megatron", "megatron_fsdp_cuda_graphs", "tools")]
     paths = [path.relative_to(REPOSITORY) for folder in folders for path in folder.rglob("*.py")]
     names = {".".join(path.with_suffix("").parts) for path in paths if path.name != "__init__.py"}
     imports = {name: _all_imports(name, inside_functions=False) & names for name in names}
     assert sum(map(len, imports.values())) > len(names)
-    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError with the files of a circle
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError with the files in a cycle
 
 
 def test_files_import_while_te_wrappers_are_imported() -> None:
-    """They import cuda_graphs. Models that are imported then find no TransformerEngine, and go on without, silently."""
+    """These wrappers import cuda_graphs; models imported at that point silently run without TransformerEngine."""
     prefixes = ("megatron.core.models", "megatron.core.extensions")
     origins = [(name, i) for name in (*FILES, *FSDP_FILES) for i in _all_imports(name, inside_functions=False)]
     assert origins and not [(name, origin) for name, origin in origins if origin.startswith(prefixes)]
 
 
 def test_the_tree_takes_only_extend_from_the_package_around_it() -> None:
-    """Without it a file would not say that megatron-core's of the same name runs first."""
+    """``extend`` in a file shows that megatron-core's file of the same name runs first."""
     own = "megatron_fsdp_cuda_graphs"
     paths = [path.relative_to(REPOSITORY).with_suffix("") for path in REPOSITORY.joinpath("megatron").rglob("*.py")]
     imports = {i for path in paths for i in _all_imports(".".join(path.parts), inside_functions=True)}

@@ -1,4 +1,4 @@
-"""Layers replay their graphs inside their own call."""
+"""Tests that layers replay their graphs inside their own call."""
 
 from types import SimpleNamespace
 
@@ -107,7 +107,7 @@ def test_eager_pass_restores_token_dispatcher(layer):
 
 
 def kept(**changes):
-    """Return graphs that return their arguments."""
+    """Return a layer graph that returns its arguments."""
     return layer_graph(graphed=lambda *args, **kwargs: (args, kwargs), shape=X.shape, **changes)
 
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction: static scales and metrics, and packed sequences rolled without the host."""
+"""Tests multi-token prediction: static scales and metrics, and packed sequences rolled without host synchronization."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -21,7 +21,7 @@ MODULE = "megatron.core.transformer.multi_token_prediction"
 
 @pytest.fixture
 def scale():
-    """Return a function that reads the scale of the losses' gradients; it is restored after the test."""
+    """Yield a function that reads the scale of the loss gradients, and restore the scale after the test."""
     with mock.patch.object(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)):
         yield lambda: MTPLossAutoScaler.main_loss_backward_scale
 
@@ -84,11 +84,13 @@ def test_a_replay_rolls_the_sequences_of_its_inputs():
 )
 def test_ranks_roll_shared_sequences_as_whole_ones(ends, ranks, behind):
     offsets = torch.tensor([0, *ends], dtype=torch.int32) * 2 * ranks
-    tokens = (ends[-1] + behind) * 2  # of a rank, possibly after the last sequence
+    tokens = (ends[-1] + behind) * 2  # per rank; may extend past the last sequence
     packed = SimpleNamespace(cu_seqlens_q=offsets)
     whole = torch.arange(1, 1 + tokens * ranks).expand(2, -1).contiguous()
     expected, _ = _roll_tensor_packed_seq(whole, -1, -1, packed)
-    covering = torch.cat((offsets, torch.tensor([tokens * ranks], dtype=torch.int32)))  # one more sequence
+    covering = torch.cat(
+        (offsets, torch.tensor([tokens * ranks], dtype=torch.int32))
+    )  # adds a sequence for the tokens behind
     places = [places_on_rank(covering, tokens, rank, ranks) for rank in range(ranks)]
 
     def gather(parts, tensor, group):

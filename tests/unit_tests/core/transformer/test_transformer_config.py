@@ -1,4 +1,4 @@
-"""TransformerConfig allows full recomputation with graphs, after megatron-core's checks."""
+"""Tests that TransformerConfig allows full recomputation with graphs, after megatron-core's checks."""
 
 import pytest
 

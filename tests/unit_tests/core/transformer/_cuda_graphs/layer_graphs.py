@@ -11,7 +11,7 @@ from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
 
 
 class Graphed:
-    """An engine's callable that records its calls."""
+    """A callable like the engine's that records its calls."""
 
     def __init__(self, output: Any = "output"):
         self.output = output
@@ -27,7 +27,7 @@ class Graphed:
 
 
 def layer_graph(graphed: Any = None, keywords: dict[str, torch.Tensor] | None = None, **changes: Any) -> LayerGraph:
-    """Return a graph of "layer 3" with one positional input, with ``changes`` to its attributes."""
+    """Return a graph of "layer 3" with one positional input, and with ``changes`` to its attributes."""
     graphed = graphed or Graphed()
     attributes: dict[str, Any] = {
         "name": "layer 3",

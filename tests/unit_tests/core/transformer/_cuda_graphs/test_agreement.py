@@ -1,4 +1,4 @@
-"""Tests of the agreement of ranks on a capture. Each rank is a thread; all share a store."""
+"""Tests that ranks agree on a capture. Each rank is a thread; all share a store."""
 
 import re
 import threading
@@ -25,12 +25,12 @@ from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, Ca
 from tests.unit_tests.core.distributed.captured_training import captured, graphed
 
 LIMIT = 120  # seconds
-SHORT = 1  # seconds, more than threads that start together are apart
+SHORT = 1  # seconds, longer than the skew between threads
 A_FAULT = RuntimeError("a fault")
 
 
 class Group:
-    """Stand-in for a process group, seen from the rank of the current thread."""
+    """Stand-in for a process group, as seen by the rank of the current thread."""
 
     def __init__(self, size, name="0", timeout=LIMIT):
         self._size, self.group_name, self._timeout = size, name, timedelta(seconds=timeout)
@@ -53,7 +53,7 @@ def store(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", rank_of_this_thread)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(group.size())))
     monkeypatch.setattr(distributed_c10d, "_get_object_coll_device", lambda group: "cpu")
-    # Threads share ProcessGroup.
+    # Threads share the ProcessGroup class, which this would patch.
     monkeypatch.setattr(
         "megatron.core.transformer._cuda_graphs.agreement._before_each_collective", lambda join: ExitStack()
     )
@@ -66,7 +66,7 @@ def rank_of_this_thread():
 
 
 def on_ranks(count, run):
-    """Return what ``run(rank)`` returns or raises on each rank."""
+    """Return the results of ``run(rank)``, or the exceptions it raises, for all ranks."""
     results: list = [None] * count
 
     def call(rank):
@@ -85,7 +85,7 @@ def on_ranks(count, run):
 
 
 def agreement_of(rank, layout="one group", timeout=LIMIT) -> CaptureAgreement:
-    """Return the agreement of a rank among two ranks of one group, or among four.
+    """Return the ``CaptureAgreement`` of a rank, for two ranks in one group or for four ranks.
 
     Args:
         layout: ``crossing`` for crossing groups of two; ``stages`` for two pipeline stages of two ranks.
@@ -100,7 +100,7 @@ def agreement_of(rank, layout="one group", timeout=LIMIT) -> CaptureAgreement:
 
 
 def join(agreed, where):
-    """Begin a pass at ``where``, and vote as before a collective."""
+    """Begin the pass ``where`` and vote, as before a collective."""
     agreed.begin(where)
     agreed._vote(agreed._of_stage)
 
@@ -129,14 +129,14 @@ class TestBallot:
         on_ranks(3, run)
         before = store.num_keys()
         on_ranks(3, run)
-        assert store.num_keys() == before == 6  # two of each rank
+        assert store.num_keys() == before == 6  # two keys per rank
 
     def test_failure_decides_a_vote_at_once(self):
         failure = Failure(1, "layer 2", "OutOfMemoryError: none left")
 
         def run(rank):
             ballot = Ballot(Group(3))
-            if rank < 2:  # the third never votes
+            if rank < 2:  # the third rank never votes
                 ballot.vote(failure if rank == 1 else None)
             return ballot.failure
 
@@ -160,7 +160,7 @@ class TestBallot:
     def test_timeout_names_missing_ranks(self):
         def run(rank):
             ballot = Ballot(Group(4, timeout=SHORT))
-            ballot.vote()  # all are there
+            ballot.vote()  # all ranks take part
             return ballot.vote() if rank in (0, 2) else None
 
         first, _, third, _ = on_ranks(4, run)
@@ -177,7 +177,7 @@ class TestBallot:
 @pytest.mark.usefixtures("store")
 class TestCaptures:
     def capture(self, layout="one group", fails_on=None, error: BaseException = A_FAULT, objecting=()):
-        """Capture two layers on ranks; return their agreed objections, or errors."""
+        """Capture two layers on all ranks; return the agreed objections or the errors."""
         undone = []
 
         def run(rank):
@@ -277,7 +277,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("at", [0, 2, 3, 7])  # a vote makes four calls or more
+@pytest.mark.parametrize("at", [0, 2, 3, 7])  # a vote makes at least four calls
 @pytest.mark.parametrize(("layout", "ballot"), [("one group", 0), ("crossing", 1)], ids=["one group", "second of two"])
 def test_ctrl_c_during_a_vote_leaves_no_rank_waiting(store, layout, ballot, at, before):
     def run(rank):
@@ -306,7 +306,7 @@ def group(ranks):
 
 @contextmanager
 def in_place_of_torch(names, call):
-    """Replace the methods ``names`` of process groups by ``call(name, group, ...)``."""
+    """Replace the methods ``names`` of process groups with ``call(name, group, ...)``."""
 
     def standing_for(name):
         return lambda group, *args, **kwargs: call(name, group, *args, **kwargs)
@@ -322,7 +322,7 @@ class TestBeforeEachCollective:
     def test_all_launching_methods_are_listed(self):
         signatures = {name: getattr(dist.ProcessGroup, name).__doc__ or "" for name in dir(dist.ProcessGroup)}
         launching = {name for name, signature in signatures.items() if re.search(r"-> \S*Work\b", signature)}
-        # "reconfigure" exchanges the ranks of a group, which no layer does; "monitored_barrier" returns no work.
+        # "reconfigure" changes the ranks of a group, which no layer does; "monitored_barrier" returns no work.
         assert launching - {"_end_coalescing", "reconfigure"} | {"monitored_barrier"} == {*LAUNCHING}
 
     @pytest.mark.parametrize("name", ["allreduce", "_allgather_base"])
@@ -424,6 +424,6 @@ class TestBeforeEachCollective:
             for name in LAUNCHING:
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, note(name)))
             training.helper.create_cudagraphs()
-        # The first vote is on what graphs hold, the last before they are attached.
+        # The first vote decides what graphs hold; the last comes before they are attached.
         assert events == ["vote", *["vote", "launch"] * (len(events) // 2 - 1), "vote"]
         assert len(events) > 2 * len(training.layers)

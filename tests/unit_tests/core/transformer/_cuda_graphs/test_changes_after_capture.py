@@ -1,6 +1,6 @@
-"""Changes between capture and replay: the result equals eager's, or there is an error.
+"""Tests that after changes between capture and replay, results equal eager or an error is raised.
 
-Each change is made to a training with graphs and to its eager twin, in this process, as one rank.
+Each change is applied to a run with graphs and to the same run without, on one rank in this process.
 """
 
 import functools
@@ -34,7 +34,7 @@ def middle(training):
 
 
 def changed_after(case, change, graphs):
-    """Return the trace of a training with ``change`` after the first step with graphs.
+    """Return the trace of a run with ``change`` after the first step with graphs.
 
     ``change`` may return a handle, whose ``remove`` reverts it before the last step.
     """
@@ -63,7 +63,8 @@ def compare(case, change):
     """Train eagerly and with graphs, with ``change`` after the first step with graphs.
 
     Returns:
-        The differences, and the outcome: all ``replays`` go on, ``some`` do, or all passes run ``eagerly``.
+        The differences, and the outcome: ``replays`` (all graphs replay), ``some`` (some replay) or ``eagerly``
+            (none replay).
     """
     graphed = changed_after(case, change, graphs=True)
     before, after = graphed.step_replays[1:3]
@@ -85,7 +86,7 @@ def another_optimizer(training):
 def other_weights(training):
     with torch.cuda.stream(training.stream), torch.no_grad():
         for param in (param for group in training.optimizer.param_groups for param in group["params"]):
-            param.to_local().mul_(0.5)  # as for an average of the weights
+            param.to_local().mul_(0.5)  # as when loading averaged weights
         training.fsdp.install_optimized_model_weights()
 
 
@@ -117,7 +118,7 @@ def doubling_first(module, args):
 
 
 class Within:
-    """Enters a context, and leaves it in ``remove``."""
+    """Enters a context, and exits it in ``remove``."""
 
     def __init__(self, context):
         self._context = context
@@ -174,7 +175,7 @@ def _no_bias_dropout(training, fused):
     return lambda with_bias, residual, probability: residual + with_bias[0]
 
 
-# What runs after a change: everything eagerly, replays of some layers, or all replays. One outcome per scope.
+# Outcome per scope after a change: everything runs eagerly, some layers replay, or all graphs replay.
 OUTCOMES = {
     "mode of a layer": ("eagerly", "eagerly", "some", "some"),
     "mode of a dropout": ("eagerly", "eagerly", "some", "some"),
@@ -210,7 +211,7 @@ def test_changed_training_equals_eager(one_rank, of, name):
 @pytest.mark.parametrize("graphs", [False, True])
 def test_frozen_parameter_is_an_error_as_in_eager_mode(one_rank, scope, graphs):
     training = CapturedTraining(scope, graphs)
-    training.fsdp._replace_param_with_raw_if_needed()  # as each pass does
+    training.fsdp._replace_param_with_raw_if_needed()  # as in each pass
     middle(training).self_attention.linear_proj.weight.requires_grad_(False)
     with pytest.raises(AssertionError, match=r"linear_proj\.weight has requires_grad=False"):
         training.step()
@@ -227,7 +228,7 @@ def test_mixed_backward_pass_is_refused(one_rank, scope):
 
 
 class HookedBefore(CapturedTraining):
-    """Registers a parameter hook before the capture."""
+    """Registers a parameter hook before capture."""
 
     def capture(self, capture):
         self.fsdp._replace_param_with_raw_if_needed()
@@ -236,7 +237,7 @@ class HookedBefore(CapturedTraining):
 
 
 def test_parameter_hooks_from_before_capture_run(one_rank, scope):
-    if scope is SCOPES["model"]:  # asked for, and refused for its hooks
+    if scope is SCOPES["model"]:  # requested, but rejected because of its hooks
         scope = SCOPES["all layers"]
     traces = []
     for graphs in (False, True):
@@ -273,7 +274,7 @@ def evaluated_with_a_hook(training):
 )
 def test_change_in_evaluation_is_noticed(one_rank, scope, change):
     def evaluate(training):
-        training.evaluate()  # the first one captures
+        training.evaluate()  # the first evaluation captures
         change(training)
         training.evaluate()
 

@@ -1,4 +1,4 @@
-"""Tests of counts of eager passes by shape and reason."""
+"""Tests the counts of eager passes by shape and reason."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def passes_of(*shapes):
     ("shapes", "expected"),
     [
         ([LONG, LONG, LONG], LONG),
-        ([LONG, LONG], None),  # another pass was replayed
+        ([LONG, LONG], None),  # the third pass was replayed
         ([LONG, SHORT, LONG], None),
         ([LONG] * 4, None),
         ([], None),

@@ -1,4 +1,4 @@
-"""Errors where megatron-core asserts are also AssertionErrors, as its callers expect."""
+"""Tests that errors where megatron-core asserts are also AssertionErrors, as its callers expect."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 @pytest.fixture
 def recorded():
-    """Return a model of one layer with local graphs, and its runner."""
+    """Return a one-layer model with local graphs, and its runner."""
     model = stack(count=1)
     record(model)
     return model, runners(model)[0]

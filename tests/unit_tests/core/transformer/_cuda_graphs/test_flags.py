@@ -1,4 +1,4 @@
-"""Each row of the table of flags refuses or warns, and working flags pass."""
+"""Tests that each row of the flag table rejects or warns, and that working flags pass."""
 
 import logging
 import sys
@@ -123,10 +123,10 @@ _EXAMPLES = [
     ("--use-torch-fsdp2 with --save or --load", f"{UNSHARDED} {TORCH} --load checkpoints"),
 ]
 EXAMPLES = dict(_EXAMPLES)
-# megatron-core's validation needs TransformerEngine for these.
+# megatron-core's validation of these flags needs TransformerEngine.
 NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", "--qk-clip or --log-max-attention-logit, attention in graphs"}
 LATER_CORE = "--megatron-fsdp-version 2, which megatron-core has from 0.20 on"
-# Options that the rows of grouped experts refuse.
+# Options that the rows of grouped experts reject
 GROUPED: dict[str, Any] = {"moe_use_grouped_tensor": True, "num_moe_experts": 8}
 GROUPED |= {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
 UNFIT_EXPERTS: list[tuple[str, dict[str, Any]]] = [
@@ -177,7 +177,7 @@ def parsed(example: str) -> Namespace:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["train.py", *command_line(example)])
         patched.setattr(arguments, "add_megatron_arguments", lambda _: listed)
-        return deepcopy(arguments.parse_args())  # the parser owns lists of defaults
+        return deepcopy(arguments.parse_args())  # the parser owns the lists that are defaults
 
 
 def validated(example: str) -> Namespace:
@@ -187,7 +187,7 @@ def validated(example: str) -> Namespace:
 
 
 def refusal(options: Any) -> list[str]:
-    """Return the lines of the error after the first one; empty if the options pass."""
+    """Return the lines of the error after the first line, or an empty list if the options pass."""
     try:
         check(Options(options))
     except ValueError as error:
@@ -361,7 +361,7 @@ def test_flags_that_fit_grouped_experts_pass(changes):
 
 
 def configs(**changes: Any) -> Options:
-    """Return options of valid configurations with ``changes``."""
+    """Return the options of valid configurations with ``changes``."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 

@@ -1,4 +1,4 @@
-"""Hooks are removed for capture, passed to the engine, and restored."""
+"""Tests that hooks are removed for capture, passed to the engine, and restored."""
 
 import inspect
 from functools import partial
@@ -54,7 +54,7 @@ def marked(name="hook"):
 
 
 def handed_over(module):
-    """Return the original hooks that the engine gets for ``module``, by kind."""
+    """Return the original hooks of ``module`` that the engine receives, by kind."""
     with extracted_hooks([module]) as (hooks,):
         return {kind: [inspect.unwrap(call) for call in hooks[kind].values()] for kind in HOOK_KINDS}
 
@@ -145,7 +145,7 @@ def test_deprecated_backward_hook_is_refused():
 
 
 def called_with(register, *offered):
-    """Return the arguments of a hook registered by ``register`` when the engine passes ``offered``."""
+    """Return the arguments received by a hook registered with ``register`` when the engine passes ``offered``."""
     module = torch.nn.Linear(2, 2)
     seen: list = []
     register(module, runs_outside_graphs(lambda *args: seen.append(args)))
@@ -193,7 +193,7 @@ def test_restore_refills_the_same_dicts_in_order():
     before, dicts = contents(module), [id(getattr(module, name)) for name in ALL_DICTS]
     with extracted_hooks([module]) as (hooks,):
         assert not any(getattr(module, name) for name in ALL_DICTS)
-        for kind in HOOK_KINDS:  # an engine may change its dicts
+        for kind in HOOK_KINDS:  # an engine may modify its dicts
             hooks[kind].clear()
     assert contents(module) == before
     assert [id(getattr(module, name)) for name in ALL_DICTS] == dicts
@@ -245,7 +245,7 @@ def test_ordinary_hook_of_child_stays():
 
 
 class Owner:
-    """Owner of a hook method."""
+    """Owns a hook method."""
 
     @runs_outside_graphs
     def marked(self, module, *offered):

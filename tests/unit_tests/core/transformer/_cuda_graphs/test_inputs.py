@@ -1,4 +1,4 @@
-"""Packed sequences: offsets as static inputs, refused formats, and padding of ``PackedSeqParams``."""
+"""Tests packed sequences: offsets as static inputs, rejected formats, and padding of ``PackedSeqParams``."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Graphs of one layer: the calls that they fit, and the arguments of the engine."""
+"""Tests graphs of one layer: which calls they match, and the arguments of the engine."""
 
 import copy
 import weakref
@@ -47,7 +47,7 @@ def test_keyword_is_restored_after_other_value():
     first, second = (layer_graph(keywords={"attention_mask": static}, defaults=defaults) for _ in range(2))
     for _ in range(2):
         replayed_with(first, HIDDEN, attention_mask=~MASK)
-        static.copy_(~MASK)  # as a replay does
+        static.copy_(~MASK)  # like a replay
         for layer in (second, first):
             _, kwargs = replayed_with(layer, HIDDEN)
             assert kwargs["attention_mask"] is static  # nothing to copy
@@ -129,7 +129,7 @@ def test_other_shape_runs_eagerly_with_one_warning(caplog):
 
 
 def test_engine_gets_shapes_that_cannot_run_eagerly():
-    assert layer_graph().fits(HIDDEN[:4])  # the engine refuses it
+    assert layer_graph().fits(HIDDEN[:4])  # the engine rejects it
 
 
 @pytest.mark.parametrize("may_run_eagerly", [True, False])
@@ -166,5 +166,5 @@ def test_token_dispatcher_is_restored_after_eager_pass():
         eager_pass()
     assert vars(dispatcher) == {"hidden_shape": (8, 2), "_comm_manager": manager}
     assert manager.routing_map == "captured"
-    with unchanged_dispatcher(SimpleNamespace()):  # a dense layer
+    with unchanged_dispatcher(SimpleNamespace()):  # like a dense layer
         pass

@@ -1,4 +1,4 @@
-"""Tests of temporary replacements of attributes."""
+"""Tests temporary replacements of attributes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Snapshots notice and name changes since capture."""
+"""Tests that snapshots detect and name changes since capture."""
 
 from collections import deque
 from contextlib import contextmanager
@@ -42,13 +42,13 @@ class Config:
 
 @dataclass
 class Provider(ModelParallelConfig):
-    """A configuration of another package, whose name does not end with "Config"."""
+    """A third-party configuration whose name does not end with "Config"."""
 
     scale: float = 2.0
 
 
 class RouterReplay:
-    """Stand-in for megatron-core's class (``--moe-enable-routing-replay``)."""
+    """Stand-in for megatron-core's class of this name (``--moe-enable-routing-replay``)."""
 
     def __init__(self):
         self.router_replay_action, self.target_topk_idx, self.recorded_topk_idx = "record", None, None
@@ -312,7 +312,7 @@ def test_other_fp8_tensor_is_a_change(name):
 
 @contextmanager
 def changed(read, write, value):
-    """Write ``value``, and restore the former value at the end."""
+    """Write ``value`` and restore the previous value on exit."""
     before = read()
     write(value)
     yield
@@ -321,7 +321,7 @@ def changed(read, write, value):
 
 @contextmanager
 def setting(owner, name, value):
-    """Set ``owner.name`` to ``value``, and restore it at the end."""
+    """Set ``owner.name`` to ``value`` and restore it on exit."""
     with changed(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), value):
         yield
 

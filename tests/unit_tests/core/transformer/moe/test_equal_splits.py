@@ -1,4 +1,4 @@
-"""Tokens exchanged in buffers of equal size: order, gradients and unused rows."""
+"""Tests tokens exchanged in buffers of equal size: order, gradients and unused rows."""
 
 import pytest
 
@@ -13,11 +13,11 @@ from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs
 from .test_grouped_tensor import EXPERTS, GATED, HIDDEN, config, leaves, parameters
 
 TOKENS = 10
-ROUNDING = 2e-6  # of sums in another order, relative to the norm
+ROUNDING = 2e-6  # for sums in a different order, relative to the norm
 
 
 class _Unwritten(torch.autograd.Function):
-    """Set rows marked by ``unused`` to NaN, and their gradients."""
+    """Sets the rows marked by ``unused``, and their gradients, to NaN."""
 
     @staticmethod
     def forward(ctx, rows, unused):
@@ -43,7 +43,7 @@ def only(*experts):
     return torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).index_fill_(1, torch.tensor(experts), True)
 
 
-# The experts of each rank's tokens.
+# Routing map of each rank's tokens
 ROUTES = {
     "uneven": [uneven(0), uneven(1)],
     "all to all": [uneven(0, EXPERTS), uneven(1, EXPERTS)],
@@ -59,12 +59,14 @@ def routes(request):
 
 
 class Ranks:
-    """All ranks of a group in this process, with the rows that each sends and receives."""
+    """All ranks of a group, simulated in this process, with the rows that each rank sends and receives."""
 
     def __init__(self, maps):
         self.maps, self.size = maps, len(maps)
         self.experts, self.top_k = EXPERTS // self.size, int(maps[0][0].sum())
-        self.counts = torch.stack([each.sum(0).view(self.size, self.experts) for each in maps])  # source, peer, expert
+        self.counts = torch.stack(
+            [each.sum(0).view(self.size, self.experts) for each in maps]
+        )  # source rank, destination rank, expert
         self.capacity = TOKENS * min(self.top_k, self.experts)
         self.sent = [places(each.sum(1, keepdim=True), self.capacity, TOKENS * self.top_k) for each in self.counts]
         rows = self.size * self.capacity
@@ -73,7 +75,7 @@ class Ranks:
     def exchange(self, buffers, to_experts):
         """Return the buffers that each rank receives; unused rows and their gradients are NaN."""
         parts = [each.view(self.size, self.capacity, *each.shape[1:]) for each in buffers]
-        used = self.counts.sum(2) if to_experts else self.counts.sum(2).t()  # rank that sends, rank that receives
+        used = self.counts.sum(2) if to_experts else self.counts.sum(2).t()  # source rank, destination rank
         unused = torch.arange(self.capacity) >= used.unsqueeze(2)
         return [
             _Unwritten.apply(torch.cat([part[rank] for part in parts]), unused[:, rank].flatten())
@@ -81,18 +83,18 @@ class Ranks:
         ]
 
     def dispatch(self, rows):
-        """Return the rows of each rank's experts for the rows that ``permute`` returned on each rank."""
+        """Return the rows of each rank's experts, given the rows that ``permute`` returned on each rank."""
         received = self.exchange([sent.to_buffers(each) for sent, each in zip(self.sent, rows, strict=True)], True)
         return [places.from_buffers(each) for places, each in zip(self.received, received, strict=True)]
 
     def combine(self, rows):
-        """Return the reverse of ``dispatch``."""
+        """Reverse ``dispatch``."""
         back = [places.to_buffers(each) for places, each in zip(self.received, rows, strict=True)]
         return [sent.from_buffers(each) for sent, each in zip(self.sent, self.exchange(back, False), strict=True)]
 
 
 def permuted(ranks, tokens, probs):
-    """Return each rank's permuted rows and probabilities, and the indices that restore them."""
+    """Return each rank's permuted rows and probabilities, and the indices that restore the order."""
     rows = TOKENS * ranks.top_k
     found = [permute(*each, num_out_tokens=rows) for each in zip(tokens, ranks.maps, probs, strict=True)]
     return [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]

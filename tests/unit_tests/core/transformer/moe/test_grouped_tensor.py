@@ -1,4 +1,4 @@
-"""Grouped experts against one matrix product per expert: bits, memory and unused rows."""
+"""Tests grouped experts against one matrix product per expert: bits, memory and unused rows."""
 
 from types import SimpleNamespace
 
@@ -139,7 +139,7 @@ def as_double(layers):
 
 
 def expert_by_expert(options, fc1, fc2, rows, counts, probs):
-    """Run one MLP per expert, as megatron-core's ``SequentialMLP`` does."""
+    """Run one MLP per expert, like megatron-core's ``SequentialMLP``."""
 
     class Linear(torch.nn.Module):
         def __init__(self, layers, index):

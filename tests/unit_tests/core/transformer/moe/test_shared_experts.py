@@ -1,4 +1,4 @@
-"""Overlapped shared experts if a graph ends after their first step."""
+"""Tests overlapped shared experts if a graph ends after their first step."""
 
 from types import SimpleNamespace
 
