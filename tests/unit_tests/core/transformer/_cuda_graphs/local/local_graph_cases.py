@@ -1,4 +1,4 @@
-"""Small layers with a ``CudaGraphManager``, and trainings with them, eager or with local graphs."""
+"""Small layers with a ``CudaGraphManager``, and training loops for them, eager or with local graphs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ HIDDEN = 8
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    """Return a configuration with the fields that local graphs read."""
+    """Return a configuration with the attributes that local graphs read."""
     options = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 2, "cuda_graph_retain_backward_graph": False}
     return SimpleNamespace(**options | changes)
 
@@ -23,27 +23,27 @@ def groups(pipeline: int = 1) -> Any:
 
 
 def use_graphable_rng() -> None:
-    """Give Megatron's RNG tracker states that graphs can use."""
+    """Give Megatron's RNG tracker graph-safe states."""
     tensor_parallel_random.initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     tensor_parallel_random.get_cuda_rng_tracker().add("model-parallel-rng", 77)
 
 
 class Calls:
-    """Number of eager calls of a layer, in an object because capture refuses a number that passes change."""
+    """Counts eager calls of a layer; an object, because capture rejects numeric attributes that passes change."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 class Layer(torch.nn.Module):
-    """A residual layer with dropout and a linear map, scaled by ``scale``; with or without graphs."""
+    """A residual layer with dropout and a linear map scaled by ``scale``, with or without graphs."""
 
     def __init__(self, number: int = 1, graphs: bool = True, pipeline: int = 1, dropout: float = 0.0, **changes: Any):
         super().__init__()
         self.layer_number = number
         self.config = config(**changes)
         self.is_first_layer = self.is_last_layer = True
-        if graphs:  # before its parts, as in megatron-core
+        if graphs:  # before its submodules, as in megatron-core
             self.cudagraph_manager = CudaGraphManager(self.config, pg_collection=groups(pipeline))
         self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
         self.dropout = dropout
@@ -94,7 +94,7 @@ def stack(count: int = 3, graphs: bool = True, **options: Any) -> Stack:
 
 
 def batch(step: int, microbatch: int = 0, size: int = 3) -> torch.Tensor:
-    """Return inputs of a micro-batch, ``[size, HIDDEN]``."""
+    """Return the inputs of a micro-batch, ``[size, HIDDEN]``."""
     generator = torch.Generator().manual_seed(100 * step + microbatch)
     return torch.randn(size, HIDDEN, generator=generator).cuda()
 
@@ -127,6 +127,6 @@ def runners(model: Stack) -> list[Any]:
 
 
 def record(model: Stack, **kwargs: Any) -> Any:
-    """Record one step and capture it."""
+    """Record and capture one step."""
     model(batch(0), **kwargs).square().mean().backward()
     return create_cudagraphs()

@@ -1,6 +1,6 @@
-"""Layers with weights sharded over this rank and a simulated one, in megatron-core's own chain of weights.
+"""Layers with weights sharded over this rank and a simulated rank, using megatron-core's chain of weights.
 
-Only TransformerEngine's gather and reduction have stand-ins. Their output holds NaN until it is waited for.
+Stand-ins replace only TransformerEngine's gather and reduction. Their output holds NaN until it is waited for.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from megatron.core.transformer.cuda_graphs import create_cudagraphs, is_graph_ca
 
 from .local_graph_cases import HIDDEN, Layer, Stack, batch, use_graphable_rng
 
-WIDTH = 12  # not HIDDEN: megatron-core gathers weights of one shape into one buffer
+WIDTH = 12  # differs from HIDDEN because megatron-core gathers weights of the same shape into one buffer
 GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 
 
 class Work:
-    """A collective in flight; ``wait`` writes ``result`` to ``output``."""
+    """A pending collective; ``wait`` writes ``result`` to ``output``."""
 
     def __init__(self, output: torch.Tensor, result: torch.Tensor):
         self.output, self.result = output, result
@@ -41,17 +41,17 @@ def _run(result: torch.Tensor, output: torch.Tensor | None, async_op: bool) -> t
 
 
 def gather(shard, group, async_op=False, quantizer=None, output_tensor=None):
-    """Gather ``shard`` and the other rank's shard, which is half of it."""
+    """Gather ``shard`` and the other rank's shard, which is half of this one."""
     return _run(torch.cat([shard, shard / 2]), output_tensor, async_op)
 
 
 def reduce_scatter(gradient, group, async_op=False, output=None):
-    """Sum ``gradient`` and the other rank's gradient, a quarter of it, and keep the first half."""
+    """Reduce ``gradient`` with the other rank's gradient, a quarter of it, and keep the first half."""
     return _run((gradient * 1.25)[: gradient.shape[0] // 2], output, async_op)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make megatron-core's module run without TransformerEngine, in the state of a new process."""
+    """Make megatron-core's module run without TransformerEngine, with the state of a new process."""
     for name, value in {
         "HAVE_TE": True,
         "gather_along_first_dim": gather,
@@ -121,12 +121,12 @@ def sharded_stack(
 
 
 def follow_hooks(model: Stack) -> list[tuple[str, list]]:
-    """Return a list to which each weight's hook appends its name and main gradient."""
+    """Return a list to which the hook of each weight appends the weight's name and main gradient."""
     names = {id(param): name for name, param in model.named_parameters()}
     told: list[tuple[str, list]] = []
 
     def tell(param):
-        if not is_graph_capturing():  # as the hook of DistributedDataParallel
+        if not is_graph_capturing():  # like the hook of DistributedDataParallel
             told.append((names[id(param)], param.main_grad.tolist()))
 
     for layer in model.layers:
@@ -148,13 +148,13 @@ def train_sharded(
     Args:
         model: A model from ``sharded_stack``.
         steps: Number of steps.
-        microbatches: Micro-batches per step.
-        at_once: Number of forward passes before their backward passes.
-        between_steps: Called after each step; its results become part of the trace.
-        create: Captures the graphs at the end of a step.
+        microbatches: Number of micro-batches per step.
+        at_once: Number of forward passes that precede their backward passes.
+        between_steps: Called after each step; its results are added to the trace.
+        create: Called at the end of each step to capture the graphs.
 
     Returns:
-        All losses, main gradients and parameters, and the calls of hooks.
+        All losses, main gradients and parameters, and the hook calls.
     """
     told = follow_hooks(model)
     trace: list[Any] = []

@@ -1,4 +1,4 @@
-"""Arguments of graphs: descriptions, traversal and comparison."""
+"""Tests arguments of graphs: descriptions, traversal and comparison."""
 
 import dataclasses
 from enum import Enum

@@ -1,4 +1,4 @@
-"""Replays are refused if the module has changed since capture."""
+"""Tests that replays are rejected if the module has changed since capture."""
 
 import pytest
 import torch

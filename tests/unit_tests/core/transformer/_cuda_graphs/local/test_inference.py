@@ -1,4 +1,4 @@
-"""Local graphs for inference: captured at their first call."""
+"""Tests local graphs for inference, which are captured on their first call."""
 
 import weakref
 from contextlib import nullcontext
@@ -46,7 +46,7 @@ class TestInference:
             for step in range(3):
                 out, _ = layer(batch(step), cache_key="one")
                 assert torch.equal(out, layer.forward(batch(step), eager=True)[0])
-        assert layer.calls.count == 2 + 1 + 3  # to warm up, to capture, and to compare
+        assert layer.calls.count == 2 + 1 + 3  # warm-up, capture and comparison
 
     def test_each_key_has_a_graph(self):
         layer = self.inline(num_warmup_steps=1)

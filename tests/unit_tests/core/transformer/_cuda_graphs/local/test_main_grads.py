@@ -1,4 +1,4 @@
-"""Main gradients are equal with local graphs and in eager mode."""
+"""Tests that main gradients are equal with local graphs and in eager mode."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .local_graph_cases import HIDDEN, Layer, Stack, add_to_main_grad, batch, us
 
 
 class FusedProduct(torch.autograd.Function):
-    """Adds the weight's gradient to its main gradient in backward, as fused kernels do."""
+    """Adds the weight's gradient to its main gradient in backward, like fused kernels."""
 
     @staticmethod
     def forward(ctx, x, weight):

@@ -1,4 +1,4 @@
-"""CudaGraphManager replays, runs eagerly or refuses a call."""
+"""Tests which calls CudaGraphManager replays, runs eagerly or rejects."""
 
 import copy
 
@@ -78,7 +78,7 @@ class TestManager:
         streams: list = []
         with torch.cuda.stream(default):
             model = stack()
-            assert torch.cuda.current_stream() != default  # where DistributedDataParallel meets the parameters
+            assert torch.cuda.current_stream() != default  # where DistributedDataParallel accesses the parameters
             model.layers[0].linear.register_forward_hook(lambda *_: streams.append(torch.cuda.current_stream()))
             record(model)
             assert streams[0] != default
@@ -108,7 +108,7 @@ class TestManager:
 
     def test_hooks_outside_the_graph_are_not_called(self):
         model = stack(count=1)
-        model.layers[0].experts = torch.nn.Linear(1, 1)  # not in the graph
+        model.layers[0].experts = torch.nn.Linear(1, 1)  # outside of the graph
         called = []
         record(model)
         model.layers[0].experts.register_forward_pre_hook(lambda module, args: called.append(module))

@@ -1,4 +1,4 @@
-"""Static tensors serve one borrower at a time, and the memory pool outlives its graphs."""
+"""Tests that static tensors have one borrower at a time, and that the memory pool outlives its graphs."""
 
 import gc
 
@@ -88,7 +88,7 @@ class TestStaticInput:
 
 
 def captured_and_gone() -> tuple:
-    """Capture a graph, drop it with its module, and return the pool."""
+    """Capture a graph, delete it and its module, and return the pool."""
     use_graphable_rng()
     layer = Layer(1, graphs=False).cuda()
     manager = CudaGraphManager(config(), layer, "forward", False, groups(), inline_capture=True)

@@ -1,4 +1,4 @@
-"""Local graphs with packed sequences (``PackedSeqParams``), including padding between sequences."""
+"""Tests local graphs with packed sequences (``PackedSeqParams``), including padding between sequences."""
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ TOKENS = 12
 
 
 def packed(lengths, slots, **changes):
-    """Return sequences of ``lengths`` in a bin of ``TOKENS``, each at the start of one of the ``slots``."""
+    """Return packed sequences of ``lengths`` with ``TOKENS`` tokens in total, each at the start of one of the
+    ``slots``.
+    """
     real, padded = (torch.tensor([0, *each], dtype=torch.int32).cumsum(0).int().cuda() for each in (lengths, slots))
     options = {
         "qkv_format": "thd",
@@ -37,7 +39,7 @@ class Attention(Layer):
         tokens = torch.arange(TOKENS, device=torch.device("cuda"))
         starts = packed_seq_params.cu_seqlens_q_padded
         lengths = packed_seq_params.cu_seqlens_q.diff()
-        # Warm-up has lengths of zero, as with megatron-core.
+        # In warm-up, lengths are zero, as in megatron-core.
         sequence = (torch.searchsorted(starts, tokens, right=True) - 1).clamp(max=len(lengths) - 1)
         is_real = tokens - starts[sequence] < lengths[sequence]
         sees = (sequence[:, None] == sequence) & is_real
@@ -48,7 +50,7 @@ class Attention(Layer):
 
 
 def run(graphs, steps, pipeline=1):
-    """Train one step for each list of packed sequences; return all losses and gradients, and the model."""
+    """Train one step per list of packed sequences; return all losses and gradients, and the model."""
     torch.manual_seed(5)
     use_graphable_rng()
     model, found = Stack([Attention(i + 1, graphs, pipeline) for i in range(2)]).cuda(), []
@@ -94,6 +96,6 @@ def test_other_lengths_equal_eager(pipeline, microbatches, options):
     graphed, model = run(True, steps(), pipeline)
     if pipeline == 1:
         assert graphed == eager
-    else:  # the same sums in another order: gradients of micro-batches are added after all forward passes
+    else:  # different summation order: gradients of micro-batches are added after all forward passes
         assert graphed == run(False, steps(), pipeline)[0]
     assert len(runners(model)) == 2 * (microbatches if pipeline > 1 else 1)

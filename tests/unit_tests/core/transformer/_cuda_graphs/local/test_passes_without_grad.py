@@ -1,4 +1,4 @@
-"""Passes without grad next to local graphs: evaluation and log-probabilities of reinforcement learning."""
+"""Tests passes without grad next to local graphs: evaluation and log-probabilities of reinforcement learning."""
 
 from unittest import mock
 
@@ -66,7 +66,7 @@ class TestEvaluation:
 
 
 class TestReinforcementLearning:
-    """Alternates log-probabilities of the old and the reference policy with training steps."""
+    """Alternates log-probabilities of the old policy and the reference policy with training steps."""
 
     @pytest.mark.parametrize(("mode", "pipeline"), [("train", 1), ("eval", 2)])
     def test_training_equals_eager(self, mode, pipeline):
@@ -91,7 +91,7 @@ class TestReinforcementLearning:
         delete_cuda_graphs()
         graphed, graphed_calls = run(graphs=True)
         assert graphed == eager
-        # Before the first step both log-probabilities, the step itself, two to warm up and the capture.
+        # Up to capture: two log-probability passes, the first step, two warm-up passes and the capture
         of_first_step = 2 + 1 + 2 + 1
         assert graphed_calls == [of_first_step + 4] * 3
         assert calls == [9] * 3

@@ -1,4 +1,4 @@
-"""Local graphs of quantized layers, with a small stand-in for TransformerEngine; tests/gpu uses the real one."""
+"""Tests local graphs of quantized layers with a miniature TransformerEngine; tests/gpu uses the real one."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 @pytest.fixture(autouse=True)
 def engine(cpu_backend, monkeypatch):
-    """Install the stand-in, without graphs of another test."""
+    """Install the miniature TransformerEngine after deleting graphs of earlier tests."""
     small_transformer_engine.installed(monkeypatch)
     delete_cuda_graphs()
     yield
@@ -70,7 +70,7 @@ def train(graphed, quantized=(True, True), per_layer=False):
             numbers += copies(
                 [product.weight.grad, product.cached, product.fp8_meta["scale"], product.fp8_meta["amax"]]
             )
-        create_cudagraphs()  # quantizes weights, as the next step does again
+        create_cudagraphs()  # quantizes weights, which the next step repeats
         descend([layer.product.weight for layer in layers])
     return numbers, State.reductions
 

@@ -1,4 +1,4 @@
-"""Capture, failed capture and deletion of recorded graphs."""
+"""Tests capture, failed capture and deletion of recorded graphs."""
 
 import gc
 import weakref
@@ -38,7 +38,7 @@ class TestCreation:
 class TestFailedCapture:
     @pytest.fixture(params=["forward", "backward"])
     def failing(self, request):
-        """Return a stack whose second layer reads a value on the host in one pass."""
+        """Return a stack whose second layer reads a value on the host in its forward or backward pass."""
         model = stack(dropout=0.5)
         self.reads = True
 
@@ -84,7 +84,7 @@ class TestFailedCapture:
         assert torch.cuda.current_stream() == stream
         assert not cuda_graphs.is_graph_capturing()
         assert not cuda_graphs.is_graph_warmup()
-        assert CudaGraphManager.global_mempool is None  # a pool without graphs cannot be captured into again
+        assert CudaGraphManager.global_mempool is None  # torch rejects captures into a pool without graphs
 
     def test_can_be_retried_after_delete_cuda_graphs(self, failing):
         with pytest.raises(RuntimeError):
@@ -128,7 +128,7 @@ class TestDeletion:
 
     def test_assigned_record_allows_another_model(self):
         record(stack())
-        _CudagraphGlobalRecord.cudagraph_created = False  # as megatron-core's own tests do
+        _CudagraphGlobalRecord.cudagraph_created = False  # like megatron-core's own tests
         _CudagraphGlobalRecord.cudagraph_record = []
         CudaGraphManager.global_mempool = None
         eager = train(stack(graphs=False, dropout=0.5), steps=3)

@@ -1,4 +1,4 @@
-"""Runners record layers in the first step and replay them from the second one, with eager results."""
+"""Tests that runners record layers in the first step and replay them afterwards, with eager results."""
 
 import sys
 from collections import Counter
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 def other_states() -> None:
-    """Give Megatron's RNG tracker states with another seed, as a checkpoint does."""
+    """Give Megatron's RNG tracker states with a different seed, like loading a checkpoint."""
     tracker = get_cuda_rng_tracker()
     states = {name: state.clone_state() for name, state in tracker.get_states().items()}
     for state in states.values():
@@ -57,7 +57,7 @@ class TestTraining:
         eager = train(stack(graphs=False, dropout=dropout), microbatches=microbatches)
         model = stack(dropout=dropout)
         assert train(model, microbatches=microbatches) == eager
-        assert eager_calls(model) == [microbatches + 3] * 3  # the recorded step, two to warm up, and the capture
+        assert eager_calls(model) == [microbatches + 3] * 3  # the recorded step, two warm-up passes, and the capture
 
     def test_graphs_draw_from_current_generator_state(self):
         def losses(graphs):
@@ -66,7 +66,7 @@ class TestTraining:
             use_graphable_rng()
             model, found = Stack([DrawsWhereItIs(graphs=graphs)]).cuda(), []
             for step in range(4):
-                with get_cuda_rng_tracker().fork():  # as the decoder does under sequence parallelism
+                with get_cuda_rng_tracker().fork():  # like the decoder under sequence parallelism
                     loss = model(batch(step)).square().mean()
                 loss.backward()
                 create_cudagraphs()
@@ -132,7 +132,7 @@ def test_backward_after_deletion_is_refused():
 
 
 class TestPythonCalls:
-    """Replays run for every layer in every step, and cost host time."""
+    """Tests host overhead: replays run for every layer in every step."""
 
     def count(self, run):
         """Return the number of calls of this package's functions in ``run``, and its result."""
@@ -157,7 +157,7 @@ class TestPythonCalls:
         model(batch(1)).sum().backward()
         forward, loss = self.count(lambda: model(batch(1, 1)).sum())
         backward, _ = self.count(lambda: loss.backward())
-        assert 0 < forward <= 4 * 62  # of which 16 look for main gradients that are not there
+        assert 0 < forward <= 4 * 62  # 16 calls look for main gradients that do not exist here
         assert 0 < backward <= 4 * 11
 
 

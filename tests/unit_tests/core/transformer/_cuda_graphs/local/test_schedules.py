@@ -1,6 +1,6 @@
-"""Training with local graphs equals eager training under random schedules, although graphs share memory.
+"""Tests that training with local graphs equals eager training under random schedules, although graphs share memory.
 
-On the CPU backend, memory of graphs holds NaN before and after its use.
+On the CPU backend, graph memory holds NaN before and after its use.
 """
 
 import re
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 class Parts(torch.nn.Module):
-    """A layer of two graphs with an eager middle, like a mixture of experts.
+    """A layer of two graphs with an eager part between them, like a mixture of experts.
 
-    The first graph also returns its input and a tensor without gradient. The second one adds, so that its backward pass
-    returns the gradient that it receives.
+    The first graph also returns its input and a tensor without grad. The second one adds, so its backward pass
+    returns its incoming gradient unchanged.
     """
 
     def __init__(self, graphs, pipeline):
@@ -102,7 +102,7 @@ def train(kinds, orders, graphs, pipeline, shares_scale):
 
 @st.composite
 def schedules(draw):
-    """Draw forward (F) and backward (B) passes of micro-batches, at most three of them in flight."""
+    """Draw forward (F) and backward (B) passes of micro-batches, with at most three in flight."""
     count = draw(st.integers(1, 5))
     order, forward, backward = "", 0, 0
     while backward < count:
@@ -151,7 +151,7 @@ def test_other_schedule_equals_eager_or_is_refused(recorded, later):
 
 
 class TestPipeline:
-    """Each micro-batch in flight has runners of its own."""
+    """Tests pipelines, where each micro-batch in flight has its own runners."""
 
     def run(self, graphs, order, steps=3, dropout=0.5, later=None):
         model = stack(graphs=graphs, pipeline=2, dropout=dropout)
@@ -185,6 +185,6 @@ class TestPipeline:
         _, model = self.run(True, "FFBFBFBFBB")
         first = model.layers[0].cudagraph_manager.cudagraph_runners
         assert len(first) == 5
-        # the inputs of two micro-batches in flight and, while one of them goes back, the gradient of its output
+        # inputs of two micro-batches in flight and, during the backward pass of one, its output gradient
         assert len(_CudagraphGlobalRecord.recording.buffers.pool.tensor_strong_refs) == 3
         assert len({runner.graphs.inputs[0].data_ptr() for runner in first}) == 3

@@ -1,4 +1,4 @@
-"""Local graphs of layers whose weights are sharded over ranks (``--tensor-parallel-num-weight-shards``)."""
+"""Tests local graphs of layers whose weights are sharded over ranks (``--tensor-parallel-num-weight-shards``)."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def sharding(monkeypatch):
 
 @pytest.fixture
 def both(monkeypatch):
-    """Return a function that trains eagerly and with graphs; it returns both traces and the graphed model."""
+    """Return a function that trains eagerly and with graphs, and returns both traces and the graphed model."""
 
     def run(options=None, **training):
         eager = train_sharded(sharded_stack(graphs=False, **(options or {})), **training)
@@ -51,7 +51,7 @@ class TestTraining:
         eager, graphed, model = both(microbatches=2)
         assert graphed == eager
         assert len(runners(model)) == 3
-        assert eager_calls(model) == [2 + 2 + 1] * 3  # the recorded step, two to warm up, and the capture
+        assert eager_calls(model) == [2 + 2 + 1] * 3  # the recorded step, two warm-up passes, and the capture
 
     def test_two_microbatches_in_flight_equal_eager(self, both):
         eager, graphed, model = both({"pipeline": 2}, microbatches=2, at_once=2)

@@ -1,4 +1,4 @@
-"""Graphs of one recording share static tensors and memory."""
+"""Tests that the graphs of one recording share static tensors and memory."""
 
 from unittest import mock
 
@@ -68,13 +68,13 @@ class TestBuffers:
     def test_later_captures_reuse_memory(self):
         model = stack()
         record(model)
-        # A weak reference has its own storage, which is not in the pool of the graphs.
+        # Weak references have their own storage, which is not in the pool of the graphs.
         owned = pool_of(CudaGraphManager.global_mempool)._owned
         for runner in runners(model):
             slot = runner.graphs
             tensors = [*slot.inputs, *slot.outputs, *slot.grad_inputs, *slot.grad_params]
             kept = [tensor for tensor in tensors if tensor is not None and tensor.untyped_storage()._cdata in owned]
-            assert len(kept) == (runner.base_module is model.layers[0])  # the gradient that goes to eager code
+            assert len(kept) == (runner.base_module is model.layers[0])  # the gradient passed to eager code
 
     def test_static_memory_is_free_after_capture(self):
         record(stack(), scale=torch.ones(1, HIDDEN).cuda())

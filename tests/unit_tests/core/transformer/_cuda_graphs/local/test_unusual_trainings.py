@@ -1,4 +1,4 @@
-"""Local graphs of layers that differ from megatron-core's own."""
+"""Tests local graphs of layers that differ from megatron-core's own."""
 
 import pytest
 import torch
@@ -127,7 +127,7 @@ class TestUnusualTrainings:
         (eager, all_calls), (graphed, calls) = run(graphs=False), run(graphs=True)
         assert graphed == eager
         assert all_calls == [6] * 3
-        assert calls == [2 + 2 + pipeline] * 3  # the recorded step, two to warm up, and the captures
+        assert calls == [2 + 2 + pipeline] * 3  # the recorded step, two warm-up passes, and the captures
 
     def test_autocast_applies_in_graphs(self):
         def run(graphs):
@@ -202,7 +202,7 @@ class Recomputing(Layer):
 
 @pytest.fixture(autouse=True)
 def _share_storage_without_a_compiler(monkeypatch):
-    """Replace megatron-core's compiled function, which shares memory between storages, by a copy."""
+    """Replace megatron-core's compiled function, which shares memory between storages, with a copy."""
 
     def share(output, recomputed):
         output.untyped_storage().resize_(recomputed.untyped_storage().nbytes())

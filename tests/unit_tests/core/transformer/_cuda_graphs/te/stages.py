@@ -1,4 +1,4 @@
-"""Pipeline stages of plain layers, and captures of them."""
+"""Pipeline stages of plain layers, and functions that capture them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,11 +27,11 @@ from tests.support.trainings.case import Case
 
 
 class Failure(Exception):
-    """An error during capture."""
+    """Raised to make a capture fail."""
 
 
 class Alone(CaptureAgreement):
-    """The agreement of one rank without a process group."""
+    """Capture agreement of one rank, without a process group."""
 
     def __init__(self):
         self._of_stage = self._ballots = []
@@ -47,7 +47,7 @@ class Alone(CaptureAgreement):
 
 
 class MaskedLayer(GraphableMegatronModule):
-    """A layer that adds its attention mask, with a mask of this type by default."""
+    """A layer that adds its attention mask, and whose attention has the given mask type."""
 
     def __init__(self, attn_mask_type=AttnMaskType.causal):
         torch.nn.Module.__init__(self)
@@ -85,7 +85,7 @@ def config(**changes):
 
 
 def stage_of(*layers, modules=None, stages=1, **options):
-    """Return a stage with one chunk for each list of ``layers``."""
+    """Return a stage with one chunk per list in ``layers``."""
     alone = SimpleNamespace(size=lambda: 1)
     groups = SimpleNamespace(tp=alone, dp_cp=alone, pp=SimpleNamespace(size=lambda: stages))
     modules = modules or [torch.nn.Module() for _ in layers]
@@ -114,7 +114,7 @@ def capture(stage, order, engine=capture_session.make_graphed_callables):  # typ
 
 
 def engine(capture=lambda: None):
-    """Return an engine that calls ``capture`` and returns graphs without an effect."""
+    """Return an engine that calls ``capture`` and returns mock graphs."""
 
     def run(layers, sample_args, **arguments):
         capture()
@@ -171,7 +171,7 @@ def first_of_stages(count: int, microbatches: int) -> Iterator[None]:
 
 
 def set_microbatches(count: int | None) -> None:
-    """Set the number of micro-batches of the coming steps."""
+    """Set the number of micro-batches per step from now on."""
     from megatron.core import num_microbatches_calculator
 
     num_microbatches_calculator.unset_num_microbatches_calculator()

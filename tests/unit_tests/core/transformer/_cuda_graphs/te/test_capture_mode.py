@@ -1,4 +1,4 @@
-"""Capture mode, failed captures, and the cleanup after a capture."""
+"""Tests capture mode, failed captures, and the cleanup after a capture."""
 
 import gc
 import importlib
@@ -156,7 +156,7 @@ class TestCaptureMode:
 
 
 def clears(monkeypatch):
-    """Return the calls of the cleanup after a capture, with two chunks and two optimizers."""
+    """Return the calls made by the cleanup after a capture, with two chunks and two optimizers, and the chunks."""
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_logging
 
@@ -169,7 +169,9 @@ def clears(monkeypatch):
     optimizers = [SimpleNamespace(zero_grad=noting(f"gradients of optimizer {i}")) for i in range(2)]
     tracker = SimpleNamespace(clear=noting("MoE metrics"))
     monkeypatch.setattr(moe_logging, "get_moe_metrics_tracker", lambda: tracker)
-    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function hides the module
+    finalize = importlib.import_module(
+        "megatron.core.distributed.finalize_model_grads"
+    )  # a function of the same name hides the module
     monkeypatch.setattr(finalize, "reset_model_temporary_tensors", noting("temporary tensors"))
     monkeypatch.setattr(
         multi_token_prediction.MTPLossLoggingHelper, "clean_metrics_in_tracker", noting("metrics of MTP")

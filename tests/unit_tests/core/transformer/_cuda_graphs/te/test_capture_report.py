@@ -1,4 +1,4 @@
-"""Report of a capture: graphs, memory pools, and the parts that run eagerly."""
+"""Tests the report of a capture: graphs, memory pools, and the parts that run eagerly."""
 
 import json
 import time
@@ -37,7 +37,7 @@ def graphs_of(models=(), not_model="") -> Any:
 
 
 def parts(*layers, modules=(), graphs=None):
-    """Return the reasons of a stage whose model has ``layers``, none of which is captured."""
+    """Return the parts that run eagerly, with reasons, in a stage of ``layers`` without graphs."""
     stage = stage_of([], cuda_graph_modules=list(modules))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
     stage = replace(stage, chunks=[replace(stage.chunks[0], model=model)])
@@ -63,7 +63,7 @@ def test_reason_against_the_whole_model():
 
 @pytest.fixture
 def captured(one_rank, tmp_path):
-    """Capture three layers under Megatron-FSDP and return the JSON report."""
+    """Return a function that captures three layers under Megatron-FSDP and returns the JSON report."""
 
     class Reporting(CapturedTraining):
         def make_helper(self):

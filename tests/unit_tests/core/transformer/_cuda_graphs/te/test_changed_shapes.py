@@ -1,4 +1,4 @@
-"""Tests of the agreement of ranks on another shape than at capture."""
+"""Tests that ranks agree on a shape that differs from the captured one."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ LAYERS = 3
 
 
 def steps_of(shapes, groups=(), microbatches=1):
-    """Yield the agreement before each step but the first, for steps of these shapes; None is the captured shape."""
+    """Yield the agreed shape after each step with one of these shapes; None is the captured shape."""
     passes = EagerPasses()
     watch = ChangedShapes(passes, 4, LAYERS, groups, microbatches, recaptures=True)
     for shape in shapes:
@@ -24,7 +24,7 @@ def steps_of(shapes, groups=(), microbatches=1):
 
 
 def agreed(shapes, **options):
-    """Return the steps, counted from 1, that ended with an agreement, and its shape."""
+    """Return the steps, counted from 1, after which ranks agreed on a shape, and the shape."""
     return [(step, shape) for step, shape in enumerate(steps_of(shapes, **options), 1) if shape]
 
 
@@ -56,13 +56,13 @@ def test_partly_replayed_steps_do_not_count():
     passes = EagerPasses()
     watch = ChangedShapes(passes, 4, LAYERS, (), 2, recaptures=True)
     for _ in range(2 * STEPS):
-        for _ in range(LAYERS):  # of one of two micro-batches
+        for _ in range(LAYERS):  # in only one of two micro-batches
             passes.note("another shape", LONG)
         assert watch.before_step(2) is None
 
 
 class Group:
-    """A group of two ranks; the other one always has the shape ``other``."""
+    """A group of two ranks, where the other rank always has the shape ``other``."""
 
     def __init__(self, other):
         self.other = torch.tensor([*other, *(-size for size in other)])
@@ -73,7 +73,7 @@ class Group:
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """Reduce over the ranks of a ``Group``."""
+    """Patch ``all_reduce`` to reduce over the ranks of a ``Group``."""
 
     def all_reduce(tensor, op, group):
         assert op == torch.distributed.ReduceOp.MAX

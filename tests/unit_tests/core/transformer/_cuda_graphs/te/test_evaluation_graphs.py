@@ -1,6 +1,6 @@
-"""Tests of evaluation graphs: bit-identical to eager evaluation, and training is not disturbed.
+"""Tests that evaluation graphs are bit-identical to eager evaluation and do not affect training.
 
-Each training runs in this process, as one rank. Integration tests evaluate on two ranks.
+Each run uses one rank in this process. Integration tests evaluate on two ranks.
 """
 
 import logging
@@ -19,12 +19,14 @@ from tests.unit_tests.core.distributed.captured_training import CapturedTraining
 
 pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("side_stream")]
 
-MODEL = "model"  # what a graph holds
+MODEL = "model"  # unit of a graph
 PACKED: dict[str, Any] = {"packed": 3, "micro_batch": 1, "positions": "none"}
 
 
 def compared(case, between, steps=2):
-    """Return traces of training without and with graphs, with ``between`` called before each step."""
+    """Check that training with graphs equals eager training, calling ``between`` before each step; return the graphs'
+    trace.
+    """
     eager = trained(replace(case, modules=(), holds="decoder"), False, between=between, steps=steps)
     graphs = trained(case, True, between=between, steps=steps)
     assert eager.differences(graphs) == []
@@ -109,7 +111,7 @@ def evaluate_before_the_optimizers_step(training):
 
 
 def evaluate_before_backward(training):
-    """Run an evaluation between the forward and the backward pass of a micro-batch."""
+    """Evaluate between the forward and backward pass of a micro-batch."""
     losses_of = training._losses
 
     def losses(model, batch):

@@ -1,6 +1,6 @@
-"""Tests of graph usage counters: replays, eager steps, captures and memory.
+"""Tests the graph usage counters: replays, eager steps, captures and memory.
 
-One rank on the CPU backend, three layers.
+One rank on the CPU backend trains three layers.
 """
 
 from collections import Counter
@@ -20,13 +20,13 @@ from tests.unit_tests.core.distributed.fsdp_variants import small
 
 pytestmark = pytest.mark.usefixtures("side_stream")
 
-FORWARD_REPLAYS = {"decoder": 1, "layer": 3, "model": 1}  # per micro-batch, by what a graph holds
+FORWARD_REPLAYS = {"decoder": 1, "layer": 3, "model": 1}  # per micro-batch, by the unit of a graph
 MICROBATCHES = 2
 
 
 @pytest.fixture
 def training(one_rank):
-    """Return a function that captures a case; its graphs are freed at the end."""
+    """Yield a function that captures a case, and free its graphs after the test."""
     made = []
 
     def make(case):
@@ -95,7 +95,7 @@ def test_failed_capture_is_the_eager_reason(training, monkeypatch):
 
 
 def test_pool_bytes_are_read_once(training, monkeypatch):
-    others = pools().keys() | {(0, 0)}  # the allocator's own, and those of graphs that an earlier test has left
+    others = pools().keys() | {(0, 0)}  # the allocator's default pool, and pools of graphs from earlier tests
 
     def of_graphs():
         return sum(size for pool, size in pools().items() if pool not in others)

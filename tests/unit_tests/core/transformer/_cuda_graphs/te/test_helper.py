@@ -1,4 +1,4 @@
-"""Tests of the helper and of captures of plain layers, without a model."""
+"""Tests the helper and captures of plain layers, without a model."""
 
 import itertools
 from dataclasses import replace
@@ -26,7 +26,7 @@ def test_unknown_fallback_is_refused():
         TECudaGraphHelper([], config(cuda_graph_fallback="Eager"), 1, 1)
 
 
-# megatron-core asserts where these errors are raised, and its callers may expect an AssertionError.
+# megatron-core asserts where these errors are raised, so its callers may expect an AssertionError.
 def test_other_cuda_graph_impl_is_refused():
     with pytest.raises(AssertionError, match="needs --cuda-graph-impl transformer_engine, got 'local'"):
         TECudaGraphHelper([], config(cuda_graph_impl="local"), 8, 1)
@@ -250,7 +250,7 @@ def test_pipeline_stages_fix_the_number_of_micro_batches(stages, expected):
 
 
 class Fsdp(torch.nn.Module):
-    """A wrapper with the attributes of Megatron-FSDP's that the helper reads."""
+    """A wrapper with the attributes of Megatron-FSDP that the helper reads."""
 
     @property
     def graphs(self):
@@ -334,7 +334,7 @@ def test_no_recapture_after_a_failed_capture(two_stages):
 
 
 def failing_at(*failures):
-    """Return an engine's capture that fails at the given calls, counted from 1."""
+    """Return a capture function for an engine that fails at the given calls, counted from 1."""
     calls = itertools.count(1)
 
     def capture():
@@ -346,7 +346,7 @@ def failing_at(*failures):
 
 @pytest.fixture
 def longer(one_stage, monkeypatch):
-    """Make ranks agree on two sequences of 64 tokens; the first capture has one of 32."""
+    """Make ranks agree on two sequences of 64 tokens; the first capture has one sequence of 32."""
     monkeypatch.setattr(ChangedShapes, "before_step", lambda *_: (64, 2))
 
 

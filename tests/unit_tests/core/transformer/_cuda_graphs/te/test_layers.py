@@ -1,4 +1,4 @@
-"""Layers that graphs can hold, and models that contain them."""
+"""Tests which layers graphs can hold, and which models contain them."""
 
 from itertools import combinations
 from types import SimpleNamespace

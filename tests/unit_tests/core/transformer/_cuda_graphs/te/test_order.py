@@ -1,4 +1,4 @@
-"""Orders of passes from pipeline schedules."""
+"""Tests the order of passes in pipeline schedules."""
 
 import doctest
 
@@ -26,7 +26,7 @@ def test_docstring_examples_hold():
 
 @st.composite
 def schedules(draw):
-    """Draw arguments of ``convert_schedule_table_to_order`` as in megatron-core's schedules."""
+    """Draw arguments of ``convert_schedule_table_to_order`` as megatron-core's schedules compute them."""
     microbatches, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     table = get_schedule_table(microbatches, chunks, draw(st.integers(1, microbatches)))
     return draw(st.integers(0, len(table))), chunks, table
@@ -41,7 +41,7 @@ def test_order_equals_megatron_core(case):
 
 @st.composite
 def chunk_orders(draw):
-    """Draw an order of chunks and the number of layers of each."""
+    """Draw an order of chunks and the number of layers per chunk."""
     warmup, chunks, table = draw(schedules())
     order = convert_schedule_table_to_order(warmup, chunks, table)
     return order, draw(st.lists(st.integers(0, 4), min_size=chunks, max_size=chunks))
@@ -56,7 +56,7 @@ def test_layer_order_equals_megatron_core(case, with_weight_gradients):
 
 
 def test_uncaptured_layers_take_their_turns():
-    """With the first of three layers eager, the last backward pass precedes the second forward pass beside it."""
+    """With the first of three layers eager, the last backward pass precedes the second forward pass in the order."""
     order = get_overlap_moe_expert_parallel_comm_order([1, -1, 1, -1], [2], False, [[None, 0, 1]])
     assert order == ([1, 2, -2, 1, -1, 2, -2, -1], [[0, 0], [0, 1], None, [0, 0], None, [0, 1], None, None])
 

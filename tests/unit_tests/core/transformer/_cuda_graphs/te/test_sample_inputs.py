@@ -1,4 +1,4 @@
-"""Static inputs of slots, and slots that share them."""
+"""Tests static inputs of slots, and which slots share them."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from ..pipeline_orders import orders
 
 
 def inputs_of(plan, width_of_callable=lambda index: 1):
-    """Return the inputs of each slot, and the callables for which inputs were made."""
+    """Return the inputs of each slot, and the callables for which inputs were created."""
     made = []
 
     def make(index):
@@ -32,7 +32,7 @@ def inputs_of(plan, width_of_callable=lambda index: 1):
 
 
 def shared(samples):
-    """Return the first slot with the same inputs for each slot."""
+    """Return, for each slot, the first slot with the same inputs."""
     return [next(i for i, other in enumerate(samples) if other is sample) for sample in samples]
 
 
@@ -70,7 +70,7 @@ def test_live_inputs_are_not_shared(case):
 
 
 def is_last(plan, position):
-    """Return whether no later step of ``plan`` has the same slot."""
+    """Return whether no later step of ``plan`` runs the same slot."""
     return plan.steps[position].slot not in [step.slot for step in plan.steps[position + 1 :]]
 
 

@@ -1,4 +1,4 @@
-"""Tests of TrainingCalls: whether graphs fit the calls that training makes."""
+"""Tests TrainingCalls, which detects whether graphs match the calls that training makes."""
 
 from types import SimpleNamespace
 
@@ -140,7 +140,7 @@ class Decoder(torch.nn.Module):
 
 
 class Scaled(torch.nn.Module):
-    """Returns its output alone or inside a container, as a key of ``kinds`` names."""
+    """Returns its output as is or in a container, depending on the key in ``kinds``."""
 
     kinds = {"tensor": lambda out: out, "tuple": lambda out: (None, out), "dict": lambda out: {"losses": [out]}}
 
@@ -203,7 +203,7 @@ class Chunk(Model):
         self.config = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2, context_parallel_size=1)
 
 
-HIDDEN = torch.zeros(2, 2, 8)  # of four tokens on two ranks that divide the sequence
+HIDDEN = torch.zeros(2, 2, 8)  # four tokens, split over two ranks by sequence parallelism
 FIRST, BETWEEN, LAST = ((True, False), (False, False), (False, True))
 
 
@@ -211,7 +211,7 @@ FIRST, BETWEEN, LAST = ((True, False), (False, False), (False, True))
     ("place", "args", "reason"),
     [
         (FIRST, (TOKENS, TOKENS, MASK), ""),
-        (FIRST, FITTING, ""),  # labels that this chunk does not read
+        (FIRST, FITTING, ""),  # with labels that this chunk does not read
         (FIRST, (None, None, None, TOKENS), "it was called without tokens"),
         (FIRST, (TOKENS, TOKENS.int(), None), "its position_ids must have shape [2, 4] and dtype torch.int64"),
         (BETWEEN, (None, None, None), ""),
@@ -242,10 +242,10 @@ def test_expected_and_unused_inputs_of_a_chunk(place, read):
     chunk = Chunk(*place)
     assert expected_inputs(chunk, 2, 4).keys() == read
     assert unused_by(chunk) == {"input_ids", "position_ids", "labels", "loss_mask"} - read
-    chunk.position_embedding_type = "mrope"  # of which each chunk computes its own
+    chunk.position_embedding_type = "mrope"  # each chunk computes its own embeddings from position_ids
     assert expected_inputs(chunk, 2, 4).keys() == read | {"position_ids"}
     chunk.config = SimpleNamespace(context_parallel_size=2)
     assert expected_inputs(chunk, 2, 4)["position_ids"] == ((3, 2, 8), torch.int64)
     chunk.position_embedding_type = "rope"
-    chunk.mtp = torch.nn.Module()  # which embeds tokens too
+    chunk.mtp = torch.nn.Module()  # also embeds tokens
     assert expected_inputs(chunk, 2, 4).keys() == read | {"input_ids", "position_ids", "loss_mask"}

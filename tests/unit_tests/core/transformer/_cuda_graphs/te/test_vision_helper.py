@@ -1,4 +1,4 @@
-"""Graphs of a vision encoder, in one process that is the first of one or two pipeline stages."""
+"""Tests graphs of a vision encoder in one process, the first of one or two pipeline stages."""
 
 import inspect
 import logging
@@ -30,21 +30,21 @@ from .stages import set_microbatches
 pytestmark = pytest.mark.sampled
 
 UPSTREAM = replaced("megatron.core.transformer.cuda_graphs")
-ORDERS = {1: [1, -1, 1, -1, 1, -1], 2: [1, 1, -1, 1, -1, -1]}  # by the number of pipeline stages
-OTHER_ORDERS = {2: [1, 1, -1, -1], 4: [1, 1, -1, 1, -1, 1, -1, -1]}  # of two stages, by the number of micro-batches
+ORDERS = {1: [1, -1, 1, -1, 1, -1], 2: [1, 1, -1, 1, -1, -1]}  # by number of pipeline stages
+OTHER_ORDERS = {2: [1, 1, -1, -1], 4: [1, 1, -1, 1, -1, 1, -1, -1]}  # for two stages, by number of micro-batches
 SIDE = 4 * PATCH
-TOKENS = 16  # a patch each
+TOKENS = 16  # one per patch
 
 
 @pytest.fixture(params=[1, 2], ids=["one stage", "two stages"])
 def order(request):
-    """Return the order of passes of a step."""
+    """Return the order of passes in a step."""
     request.getfixturevalue({1: "one_stage", 2: "two_stages"}[request.param])
     return ORDERS[request.param]
 
 
 def new_model(graphs=True, modules=()):
-    """Return a classifier with megatron-core's CLIP encoder, two layers of it in this stage, and its config."""
+    """Return a classifier with megatron-core's CLIP encoder, two layers of which are in this stage, and its config."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -57,7 +57,7 @@ def new_model(graphs=True, modules=()):
 
 
 def helper_for(model, config, **arguments):
-    """Return the helper of ``model`` inside two wrappers."""
+    """Return a helper for ``model`` inside two wrappers."""
     chunk = torch.nn.Module()
     chunk.module = torch.nn.Module()
     chunk.module.module = model
@@ -72,18 +72,18 @@ def layers_of(model):
 
 
 def take_gradients(params, main_grads):
-    """Add gradients to ``main_grads``, as Megatron's wrappers do before the next replay overwrites them."""
+    """Add gradients to ``main_grads``, like Megatron's wrappers before the next replay overwrites them."""
     for param, main_grad in zip(params, main_grads, strict=True):
         main_grad += param.grad
         param.grad = None
 
 
 def train(order, graphs, modules=(), steps=10, warmup=3, later=None, options=None):
-    """Train, and return every loss, gradient and parameter, and the number of graphs of each layer.
+    """Train, and return all losses, gradients and parameters, and the number of graphs per layer.
 
     Args:
-        later: The order of passes from the second step after capture.
-        options: Further attributes of the configuration.
+        later: Order of passes from the second step after capture on.
+        options: Additional attributes of the configuration.
     """
     model, config = new_model(graphs, modules=modules)
     vars(config).update(options or {})

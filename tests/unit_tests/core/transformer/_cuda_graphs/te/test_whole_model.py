@@ -1,4 +1,4 @@
-"""Tests of ModelGraphs and DecoderGraphs: which calls replay, and static inputs."""
+"""Tests ModelGraphs and DecoderGraphs: which calls replay, and static inputs."""
 
 import copy
 import logging
@@ -102,7 +102,7 @@ def test_missing_mask_defaults_to_captured_mask():
     model, _, static = graphed()
     for _ in range(2):
         assert replays(model, ids(), ids(), ~mask(), labels=ids())
-        static["attention_mask"].copy_(~mask())  # as a replay does
+        static["attention_mask"].copy_(~mask())  # like a replay
         assert replays(model, ids(), ids(), None, labels=ids())
         assert torch.equal(static["attention_mask"], mask())
 
@@ -110,7 +110,7 @@ def test_missing_mask_defaults_to_captured_mask():
 def test_eager_call_keeps_overwritten_mask():
     model, _, static = graphed()
     assert replays(model, ids(), ids(), ~mask(), labels=ids())
-    static["attention_mask"].copy_(~mask())  # as a replay does, whose backward pass may read it
+    static["attention_mask"].copy_(~mask())  # like a replay whose backward pass may still read it
     assert not replays(model, ids(2, 4), ids(2, 4), None, labels=ids(2, 4))
     assert torch.equal(static["attention_mask"], ~mask())
 
@@ -271,10 +271,10 @@ def test_static_mask_follows_first_attention_layer():
 
 
 class Chunk(Model):
-    """A middle pipeline chunk, which reads hidden states.
+    """A middle pipeline chunk that reads hidden states.
 
     Attributes:
-        microbatches: The number of micro-batches of a step.
+        microbatches: Number of micro-batches per step.
     """
 
     microbatches = 2
@@ -298,7 +298,7 @@ def hidden(length=SHAPE[1], value=0.0):
 
 @pytest.fixture
 def chunk(monkeypatch):
-    """Return a chunk with graphs for steps of two micro-batches, and the slot of each."""
+    """Return a chunk with graphs for steps of two micro-batches, and the slots of both."""
     chunk = Chunk()
     monkeypatch.setattr(te_model, "get_num_microbatches", lambda: chunk.microbatches)
     slots = [Passes({"attention_mask": mask(), "hidden_states": hidden()}) for _ in range(2)]
@@ -307,7 +307,7 @@ def chunk(monkeypatch):
 
 
 def call(chunk, microbatch, hidden_states, *args):
-    """Call a chunk as a schedule does; return whether it replayed."""
+    """Call a chunk like a schedule; return whether it replayed."""
     vars(chunk.decoder.layers[0])["current_microbatch"] = microbatch
     chunk.decoder.input_tensor = hidden_states
     return replays(chunk, *args) if args else replays(chunk, None, None, None)
