@@ -1,4 +1,4 @@
-"""One call of a module or function: recorded in the first training step, and replayed as CUDA graphs from then on."""
+"""Runner of one module or function call: recorded in the first training step, then replayed as CUDA graphs."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,7 +42,7 @@ class _GraphStatus(Enum):
 
 
 class _CudagraphRecordNode(torch.autograd.Function):
-    """Identity on the outputs of a recorded call; its backward records the backward pass of the call."""
+    """Identity on the outputs of a recorded call, whose backward records the call's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, runner: Any, *inputs: torch.Tensor) -> Any:
@@ -53,7 +53,7 @@ class _CudagraphRecordNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """Record the runner's first backward pass; return ``grads`` unchanged."""
+        """Record the runner's first backward pass, and return ``grads`` unchanged."""
         ctx.runner.record_backward()
         return None, *grads
 
@@ -63,10 +63,10 @@ class _CudagraphReplayNode(ReplayNode):
 
 
 class LocalGraphs(GraphedCallable):
-    """A ``GraphedCallable`` that may share its static inputs with others.
+    """A ``GraphedCallable`` that may share its static inputs with other callables.
 
     Attributes:
-        static_inputs: Each static input with a function that returns whether its current value is in use.
+        static_inputs: Each static input, with a function that returns whether its current value is in use.
     """
 
     static_inputs: Sequence[tuple[StaticInput, Callable[[], bool]]] = ()
@@ -75,7 +75,7 @@ class LocalGraphs(GraphedCallable):
         """Copy ``inputs`` to the static inputs of the forward graph.
 
         Raises:
-            NoGraphError: The copy would overwrite a value that another graph's backward pass still reads.
+            NoGraphError: The copy would overwrite a value that a different graph's backward pass still reads.
         """
         for (static, in_use), given in zip(self.static_inputs, inputs):  # noqa: B905
             if not static.put(given, in_use):
@@ -91,33 +91,33 @@ class LocalGraphs(GraphedCallable):
 
 
 class _CudaGraphRunner(GraphOwner):
-    """Runs ``func`` of ``base_module`` eagerly while a step is recorded, and as CUDA graphs from then on.
+    """Runs ``func`` of ``base_module`` eagerly while a step is recorded, and as CUDA graphs afterwards.
 
-    A runner serves one micro-batch at a time: it is busy from a forward pass to its backward pass. A
-    ``CudaGraphManager`` makes as many runners as are busy at once.
+    A runner serves one micro-batch at a time: it is busy from a forward pass until its backward pass. A
+    ``CudaGraphManager`` creates as many runners as are busy at the same time.
 
     Args:
-        base_module: The module, or another object that has modules as attributes.
-        mempool: Memory pool of the graphs, a handle of ``torch.cuda.graph_pool_handle``.
+        base_module: The module, or an object that has modules as attributes.
+        mempool: Memory pool of the graphs, a handle from ``torch.cuda.graph_pool_handle``.
         fwd_graph_input_args, fwd_graph_input_kwargs: Arguments of the recorded call.
-        func: The function to run; None for the module's own call.
+        func: The function to run; None to call the module.
         need_backward: Whether gradients may be computed. If not, the graph is captured under ``torch.no_grad``.
-        cache_key: Key under which the manager finds the runner; None if it compares arguments instead.
+        cache_key: The manager's lookup key for the runner; None to compare arguments instead.
 
     Attributes:
         args, kwargs: The described arguments of the recorded call.
         returned: The description of the function's output in the last warm-up or capture.
         grad_enabled: Whether there is, or will be, a backward graph.
         is_forward_only: Whether the call was recorded without grad.
-        is_frozen: Whether the call was recorded with grad, and nothing required grad.
-        backward_pass: Autograd's number of the backward pass in which the recorded one ran.
-        shared_params: Parameters that other runners use in the same backward pass: autograd sums their gradients.
+        is_frozen: Whether the call was recorded with grad enabled but no output required grad.
+        backward_pass: Autograd's graph task ID of the recorded backward pass.
+        shared_params: Parameters that other runners use in the same backward pass, so that autograd sums gradients.
         inputs, outputs: Descriptions of the graph's input and output tensors.
         graphs: The graphs with their static tensors; None before the capture.
-        status: The pass that comes next.
+        status: The next pass.
 
     Raises:
-        ArgumentTypeError: An argument has a type that graphs cannot take.
+        ArgumentTypeError: An argument has a type that graphs do not support.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class _CudaGraphRunner(GraphOwner):
         self.sharded = ShardedWeights(self.module)
         self.gtp_remat = bool(self.sharded)  # --tensor-parallel-num-weight-shards
 
-        # Modes and state around the call.
+        # Modes and state during the call.
         self.quantization: Quantization | None = None
         self.contexts = contexts_in_force()
         kind = self.metas[0].device.type if self.metas else "cuda"
@@ -172,11 +172,11 @@ class _CudaGraphRunner(GraphOwner):
         self.inputs: list[ArgMetadata] = []
         self.outputs: list[ArgMetadata] = []
         self.shared_params: tuple[torch.Tensor, ...] = ()
-        self.params_to_backprop: tuple[torch.Tensor, ...] = ()  # parameters that get a gradient
+        self.params_to_backprop: tuple[torch.Tensor, ...] = ()  # parameters that receive a gradient
         self._writes_inputs = False
         self._output_addresses: list[int] = []
-        self._escaping: set[int] = set()  # indices of input gradients that no graph reads
-        self._unread_outputs: set[int] = set()  # indices of outputs that no graph reads
+        self._escaping: set[int] = set()  # indices of input gradients that graphs do not read
+        self._unread_outputs: set[int] = set()  # indices of outputs that graphs do not read
         self.status = _GraphStatus.FWD_READY
         self.bwd_graph_replay_complete_event = torch.cuda.Event()
 
@@ -185,7 +185,7 @@ class _CudaGraphRunner(GraphOwner):
         return f"{self.name} on {shapes or 'no tensors'}"
 
     def reset(self) -> None:
-        """Free the graphs with their static tensors, and return to the state before recording."""
+        """Free the graphs and their static tensors, and return to the state before recording."""
         for param in self.params_to_backprop:
             if getattr(param, "_cudagraph_wgrad_ready_event", None) is self.bwd_graph_replay_complete_event:
                 del param._cudagraph_wgrad_ready_event
@@ -197,7 +197,7 @@ class _CudaGraphRunner(GraphOwner):
     # -------------------------------------------------------------------------------------------------- recording
 
     def record_graph_capture(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run eagerly, record the first call and its backward pass, and return the output of ``func``."""
+        """Run eagerly, record the first call, and return the output of ``func``."""
         output = self.func(*args, **kwargs)
         differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad] if self.grad_enabled else []
         if differentiable and torch.is_grad_enabled():
@@ -216,7 +216,7 @@ class _CudaGraphRunner(GraphOwner):
         return output
 
     def record_backward(self) -> None:
-        """Note a backward pass of the recorded step; record the first one."""
+        """Mark the runner as free after a backward pass of the recorded step, and record the first such pass."""
         self.status = _GraphStatus.FWD_READY
         if not self.bwd_graph_recorded:
             self.backward_pass = torch._C._current_graph_task_id()
@@ -224,7 +224,7 @@ class _CudaGraphRunner(GraphOwner):
             self.bwd_graph_recorded = True
 
     def apply_cudagraph_record_metadata(self, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        """Attach ``cg_buffer_metadata`` to all tensors that a recorded call takes or returns."""
+        """Attach ``cg_buffer_metadata`` to the input and output tensors of a recorded call."""
         recording = _CudagraphGlobalRecord.open_recording().token
         for tensor in tensors_of(args, kwargs):
             known = getattr(tensor, "cg_buffer_metadata", None)
@@ -245,19 +245,19 @@ class _CudaGraphRunner(GraphOwner):
 
     @property
     def bwd_graph(self) -> torch.cuda.CUDAGraph | None:
-        """Return the backward graph; None before the capture, and without grad."""
+        """Return the backward graph; None before the capture or without grad."""
         return None if self.graphs is None else self.graphs.backward_graph
 
     def begin_capture(self, recording: Recording) -> None:
-        """Begin the capture of the recorded passes, with the runners that share ``recording``."""
+        """Prepare to capture the recorded passes together with the other runners of ``recording``."""
         self._recording = recording
         self.grad_enabled = self.bwd_graph_recorded
 
     def warm_up(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run forward and backward ``num_warmup_steps`` times on ``inputs``, and drop the results.
+        """Run forward and backward passes on ``inputs``, ``num_warmup_steps`` times, and discard the results.
 
         Returns:
-            The parameters that got a gradient; all parameters if nothing ran.
+            The parameters that received a gradient; all parameters without a backward pass.
         """
         graphs = self._new_graphs(inputs)
         trained = graphs.params
@@ -268,7 +268,7 @@ class _CudaGraphRunner(GraphOwner):
             replaced_attribute(self._having("main_grad", graphs.params), "main_grad", torch.zeros_like),
             between(state._set_warmup_start, state._set_warmup_end),
         ):
-            # The second step finds the sharded weights that the first one gathered.
+            # The second step uses the sharded weights that the first one gathered.
             for _ in range(max(self.num_warmup_steps, 2) if self.sharded else self.num_warmup_steps):
                 with self._surroundings():
                     graphs.forward(WarmUp())
@@ -284,12 +284,12 @@ class _CudaGraphRunner(GraphOwner):
 
         Args:
             args, kwargs: The arguments, or their descriptions.
-            outputs: The description of the recorded call's output; None if nothing was recorded.
-            clone_inputs: Whether the graph gets static inputs of its own, or reads the tensors among the arguments.
+            outputs: The description of the recorded call's output; None without a recorded call.
+            clone_inputs: Whether to use static inputs from the pool instead of the tensors in the arguments.
 
         Raises:
             ValueError: Modules delay their weight gradients.
-            RuntimeError: The function returns other tensors than when it was recorded.
+            RuntimeError: The function returns different tensors than when it was recorded.
         """
         hold_pool(self.mempool)
         buffers = self._recording.buffers
@@ -314,21 +314,21 @@ class _CudaGraphRunner(GraphOwner):
         outputs = tensors_of(graphs.outputs)
         self._output_addresses = [output.data_ptr() for output in outputs]
         buffers.lend_outputs(self.outputs, outputs)
-        if not self.grad_enabled:  # outputs stay held: they may alias inputs and have no known last reader
+        if not self.grad_enabled:  # outputs are not released: they may alias inputs, and their last reader is unknown
             buffers.inputs_read(self.inputs)
 
     def create_bwd_graph(self) -> None:
-        """Capture the backward graph, after the forward graph.
+        """Capture the backward graph. The forward graph must have been captured.
 
         Raises:
-            ValueError: The backward pass moves an output of the forward pass.
+            ValueError: The backward pass moves a forward output to a new address.
         """
         graphs, buffers = self.graphs, self._recording.buffers
         assert graphs is not None
         outputs = tensors_of(graphs.outputs)
         metas = list(compress(self.outputs, graphs.differentiable))
         grads = buffers.grads_of_outputs(metas)
-        if self.sharded:  # autograd's graph does not show parameters of recomputed modules
+        if self.sharded:  # autograd's graph does not contain parameters of recomputed modules
             own = (param for part in self.parts for param in part.parameters(recurse=False))
             self.sharded.note_backward((*self.get_connected_params(graphs.roots), *own))
         with (
@@ -343,7 +343,7 @@ class _CudaGraphRunner(GraphOwner):
                 "elsewhere, where replays would look for it. Leave layernorm out of --recompute-modules."
             )
         self._escaping = buffers.lend_grads(self.inputs, graphs.grad_inputs)
-        buffers.grads_of_outputs_read(metas, grads)  # last: a gradient may be passed on as it is
+        buffers.grads_of_outputs_read(metas, grads)  # last, as a gradient may be returned unchanged
         buffers.inputs_read(self.inputs)
         for output in outputs:
             buffers.pool.release(output)
@@ -360,12 +360,12 @@ class _CudaGraphRunner(GraphOwner):
     ) -> list[torch.Tensor | None]:
         """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does eagerly.
 
-        A gradient is skipped if the layer has added it: with ``--gradient-accumulation-fusion`` the layer sets
-        ``param.grad_added_to_main_grad``; for sharded weights (``--tensor-parallel-num-weight-shards``) it always does.
+        A gradient is skipped if the layer has already added it: with ``--gradient-accumulation-fusion`` the layer sets
+        ``param.grad_added_to_main_grad``; sharded weights (``--tensor-parallel-num-weight-shards``) always add it.
 
         Returns:
             The gradients of ``shared_params``, which autograd sums before that hook, and of parameters without a main
-            gradient; None for all others.
+            gradient; None for all other parameters.
         """
         left: list[torch.Tensor | None] = []
         for param, grad in zip(params, grads, strict=True):
@@ -386,9 +386,9 @@ class _CudaGraphRunner(GraphOwner):
         return () if self.graphs is None else self.graphs.ran or ()
 
     def release_escaping_gradients(self) -> None:
-        """Release the memory of input gradients that no graph reads, for later captures.
+        """Release the memory of input gradients that graphs do not read, for later captures.
 
-        They have been read once a later backward pass of the same function runs.
+        All readers have finished once a later backward pass of the same function runs.
         """
         if self.graphs is not None and self._escaping:
             for index in self._escaping:
@@ -397,10 +397,10 @@ class _CudaGraphRunner(GraphOwner):
             self._escaping = set()
 
     def finish(self) -> None:
-        """Prepare for replays, after all graphs of the recording are captured.
+        """Prepare for replays after all graphs of the recording have been captured.
 
         Raises:
-            UnsupportedError: A parameter has a hook that would get no gradient.
+            UnsupportedError: A parameter has a hook that would not receive a gradient.
         """
         recording, graphs = self._recording, self.graphs
         assert graphs is not None
@@ -439,7 +439,7 @@ class _CudaGraphRunner(GraphOwner):
         )
 
     def _repeat(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the function with ``inputs`` in place of the recorded tensors; return its output tensors."""
+        """Call the function with ``inputs`` instead of the recorded tensors, and return its output tensors."""
         args, kwargs = with_tensors((self.args, self.kwargs), iter(inputs))
         output = self.func(*args, **kwargs)
         self.returned = described(output)
@@ -453,44 +453,44 @@ class _CudaGraphRunner(GraphOwner):
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Set the grad mode of warm-up and capture, and preserve statistics of quantization."""
+        """Set the grad mode for warm-up and capture, and preserve quantization statistics."""
         quantization = self.quantization
         kept = nullcontext() if quantization is None else quantization.preserve_statistics([self.module])
         with nullcontext() if self.grad_enabled else torch.no_grad(), kept:
             yield
 
     def _having(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters, and the sharded weights that a pass may change, whose ``attribute`` is not None."""
+        """Return those of ``params`` and of the sharded weights a pass may change whose ``attribute`` is not None."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 
     def get_connected_params(self, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
-        """Return the parameters of the module from which ``outputs`` were computed, by autograd's graph."""
+        """Return the module's parameters that ``outputs`` depend on in autograd's graph."""
         leaves = {id(leaf) for leaf in connected_leaves(tensors_of(outputs))}
         return tuple(param for param in self.module.parameters() if id(param) in leaves)
 
     def get_quantization_context(self) -> AbstractContextManager:
-        """Return the FP8 or FP4 context of the recorded call; an empty one without quantization."""
+        """Return the FP8 or FP4 context of the recorded call; a null context without quantization."""
         return nullcontext() if self.quantization is None else self.quantization.context()
 
     # ----------------------------------------------------------------------------------------------------- replay
 
     def get_mismatch_errors(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-        """Return a line for each argument that differs from the captured one; none if the graphs can be replayed."""
+        """Return one line per argument that differs from the captured one; an empty list if all arguments match."""
         return mismatches(args, kwargs, (self.args, self.kwargs), self.grad_enabled and torch.is_grad_enabled())
 
     def fits_grad_mode(self, wants_grad: bool, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Return whether the graphs compute exactly the gradients that a call with these arguments needs."""
+        """Return whether the graphs compute exactly the gradients needed for a call with the given arguments."""
         if wants_grad == self.grad_enabled:
             return True
         trained = (*tensors_of(args, kwargs), *self.module.parameters())
         return self.is_frozen and not any(tensor.requires_grad for tensor in trained)
 
     def replay_graph_capture(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """Compare the arguments, and replay the forward graph with autograd.
+        """Check the arguments, and replay the forward graph with autograd.
 
         Returns:
-            The output of ``func``, in a tuple.
+            The output of ``func`` as a tuple.
 
         Raises:
             ArgumentError: Arguments differ from the captured ones.
@@ -503,17 +503,17 @@ class _CudaGraphRunner(GraphOwner):
         return output if isinstance(output, tuple) else (output,)
 
     def replay(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replay with arguments that were compared already, and return the output of ``func``.
+        """Replay with arguments that were already checked, and return the output of ``func``.
 
         Raises:
-            RuntimeError: The module has changed since capture, or the replay would overwrite memory that other runners
+            RuntimeError: The module changed since capture, or the replay would overwrite memory that other runners
                 still read.
         """
         assert self.graphs is not None
         inputs = tensors_of(args, {name: kwargs[name] for name in self.kwargs})
         outputs = self.graphs.replay(inputs, is_first_microbatch)
-        # Readers of outputs that no graph reads are unknown, and later replays overwrite these outputs. With grad that
-        # is after the backward pass; outputs of the last layer may be kept longer, as a loss for the log is.
+        # Outputs that graphs do not read have unknown readers, and later replays overwrite these outputs. With grad
+        # this happens after the backward pass, but the last layer's outputs may be kept longer, for example for logs.
         if self.is_last_layer or not self.grad_enabled:
             outputs = [each.clone() if i in self._unread_outputs else each for i, each in enumerate(outputs)]
         if any(output.requires_grad for output in outputs):
@@ -527,7 +527,7 @@ class _CudaGraphRunner(GraphOwner):
             self._recording.rng_states.adopt()
 
     def after_backward(self) -> None:
-        """Note that weight gradients are complete at this point of the stream."""
+        """Record an event for the completed weight gradients, and mark the runner as free."""
         event = self.bwd_graph_replay_complete_event
         event.record()
         for param in self.params_to_backprop:
@@ -538,27 +538,27 @@ class _CudaGraphRunner(GraphOwner):
     # --------------------------------------------------------------------------------- for callers of megatron-core's
 
     def get_arg_metas(self, args: Any, kwargs: dict[str, Any] | None = None) -> list[ArgMetadata]:
-        """Return the descriptions of tensors among described arguments."""
+        """Return the tensor metadata among described arguments."""
         return metas_of(args, kwargs)
 
     def get_tensors(
         self, args: Any, kwargs: dict[str, Any] | None = None, check_types: bool = True
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tensors among the arguments, also inside dataclasses and containers.
+        """Return the tensors among the arguments, including those in dataclasses and containers.
 
         Raises:
-            ArgumentTypeError: With ``check_types``, an argument has a type that graphs cannot take.
+            ArgumentTypeError: With ``check_types``, an argument has a type that graphs do not support.
         """
         if check_types:
             _check_supported_type(ArgMetadata((args, kwargs)))
         return tensors_of(args, kwargs)
 
     def to_list(self, x: Any) -> list[Any]:
-        """Return a tensor in a list, and the items of any other iterable as a list."""
+        """Wrap a tensor in a list, or convert any other iterable to a list."""
         return [x] if isinstance(x, torch.Tensor) else list(x)
 
 
-# Set on a parameter whose layer has added its gradient to the main gradient.
+# Set on a parameter once its layer has added its gradient to the main gradient.
 _ADDED = "grad_added_to_main_grad"
 
 
