@@ -17,12 +17,12 @@ A case is a folder with a ``model_config.yaml``:
     MODEL_ARGS    flags of megatron.training; null removes a flag of BASE
     BOUNDS        maximum ratios of ms, max_allocated_mib or max_reserved_mib to the golden value
 
-Losses and gradient norms of all steps and evaluation losses must equal the golden values of this GPU model bit for bit,
-if the versions of torch, megatron-core and TransformerEngine match. Rounding differs between processors: on the CPU
-backend golden values have a tolerance (``tests/support/trainings/rounding.py``), and cases must always equal their
-eager cases bit for bit.
-``--record`` also trains the eager cases, and writes nothing for a case that differs from its own. Cases of one layout
-of ranks run in the same processes. The exit code is 1 if a case fails or none runs.
+If the versions of torch, megatron-core and TransformerEngine match, the losses, gradient norms and evaluation losses
+must be bit-identical to the golden values of this GPU model. On the CPU backend, rounding depends on the processor, so
+golden values have a tolerance (``tests/support/trainings/rounding.py``). Cases must always be bit-identical to their
+eager cases.
+``--record`` also trains the eager cases, and writes nothing for a case that differs from its eager case. Cases with the
+same rank layout share processes. The exit code is 1 if a case fails or no case runs.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Check that a patched megatron-core checkout imports, trains bit-identically without graphs, and passes tests.
+"""Apply the patch to a megatron-core checkout, and check imports, bit-identical eager training, and tests.
 
     python -m tests.support.patched_checkout FOLDER [--quick]
 

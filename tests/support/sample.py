@@ -1,6 +1,4 @@
-"""Choose the parameters of tests that run in ``make test``; the others are marked ``long`` and run in ``make test-
-all``.
-"""
+"""Choose the parameters of tests that run in ``make test``; mark the others ``long`` for ``make test-all``."""
 
 from collections.abc import Iterable, Mapping
 from itertools import product

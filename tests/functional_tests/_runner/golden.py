@@ -47,7 +47,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def measured_elsewhere(golden: dict[str, Any], case: Case) -> list[str]:
-    """Return the differences of hardware and versions between ``golden`` and this machine."""
+    """Return the differences in hardware and versions between ``golden`` and this machine."""
     there, here = golden["versions"], versions()
     pairs = [(name, there.get(name), here.get(name)) for name in DECISIVE]
     if case.on_cpu:  # builds of torch for other versions of CUDA, or without CUDA, have the same CPU operators
@@ -79,7 +79,7 @@ def differences(found: Found, golden: dict[str, Any], case: Case) -> list[str]:
 
 
 def differences_from(reference: Found, found: Found, name: str) -> list[str]:
-    """Return the differences in losses and norms from ``reference``, the training of the case ``name``."""
+    """Return the differences in losses and norms from ``reference``, the results of the case ``name``."""
     lines = []
     for kind, attribute in NUMBERS.items():
         expected = _by_number(getattr(reference, attribute))
@@ -88,7 +88,7 @@ def differences_from(reference: Found, found: Found, name: str) -> list[str]:
 
 
 def _by_number(values: list[str | None]) -> dict[str, str | None]:
-    """Return the values by their numbers from 1, as strings for JSON."""
+    """Return the values keyed by their numbers from 1, as strings for JSON."""
     return {str(number): value for number, value in enumerate(values, 1)}
 
 
@@ -104,7 +104,7 @@ def _of_steps(
 
 
 def _equal(value: str | None, expected: str | None, rounding: float) -> bool:
-    """Return whether the values are equal up to the relative error ``rounding``."""
+    """Return whether the values are equal within the relative tolerance ``rounding``."""
     if value == expected or value is None or expected is None:
         return value == expected
     reference = float.fromhex(expected)

@@ -15,7 +15,7 @@ class Verdict:
 
     Attributes:
         case: The case.
-        found: Its results.
+        found: Results of the case.
         differences: One line per difference.
         compared: References that were compared: the eager case, the file of golden values.
         notes: Reasons why a comparison was skipped.
@@ -50,7 +50,7 @@ def judge(case: Case, found: Found, eager: Found | None) -> Verdict:
 
     Args:
         case: The case.
-        found: Its results.
+        found: Results of the case.
         eager: Results of the case to equal; None if it was not trained.
     """
     verdict = Verdict(case, found)
@@ -89,7 +89,7 @@ def compare_with_golden(verdict: Verdict, file: Path) -> None:
 
 
 def record(verdict: Verdict, file: Path) -> None:
-    """Write the golden values of an eager case, or of one equal to its eager case."""
+    """Write the golden values of an eager case, or of a case that equals its eager case."""
     if verdict.differences:
         verdict.notes.append("no golden values recorded, as it differs")
         return

@@ -52,7 +52,7 @@ def local_layer(config: Any) -> Any:
 
 
 def places_on_rank(offsets: torch.Tensor, tokens: int, rank: int, ranks: int) -> torch.Tensor:
-    """Return the positions of a rank's tokens among those of all ranks, int64 ``[tokens]``.
+    """Return the positions of a rank's tokens in the full batch of all ranks, int64 ``[tokens]``.
 
     Args:
         offsets: Start of each sequence, then the end of the last one; lengths are multiples of ``2 * ranks``.
@@ -73,7 +73,7 @@ def places_on_rank(offsets: torch.Tensor, tokens: int, rank: int, ranks: int) ->
 def packed_params(tokens: int, sequences: int, generator: torch.Generator, ranks: int = 1) -> PackedSeqParams:
     """Return padded parameters of at most ``sequences`` random-length sequences with ``tokens`` tokens in total.
 
-    Lengths are divisible among the context-parallel ``ranks``.
+    With several context-parallel ranks, lengths are multiples of ``2 * ranks``.
     """
     count, least = int(torch.randint(1, sequences + 1, (), generator=generator)), 1 if ranks == 1 else 2 * ranks
     inner = (torch.randperm(tokens // least - 1, generator=generator)[: count - 1] + 1).sort().values * least

@@ -155,7 +155,7 @@ class _Product(torch.autograd.Function):
 class QuantizedProduct:
     """Mixin for modules with a quantized weight."""
 
-    __module__ = "transformer_engine.pytorch.module.base"  # whose modules change attributes between passes
+    __module__ = "transformer_engine.pytorch.module.base"  # modules of this package change attributes between passes
     weight: torch.Tensor
 
     def set_up(self) -> None:

@@ -1,8 +1,8 @@
 """Train with sets of flags that together cover every pair of compatible rows of the flag table.
 
 A feature is a row of the table, or ``job`` for anything else. It sets flags of ``pretrain.py`` (``True`` for a flag
-without a value) or removes them (``False``). ``pairs.json`` has sets of features with their numbers of ranks; every two
-compatible features share a set. Add a new feature to the sets that it is compatible with.
+without a value) or removes them (``False``). ``pairs.json`` contains sets of features with their numbers of ranks; any
+two compatible features share a set. Add a new feature to the sets that it is compatible with.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Run ``examples/pretrain_gpt.py`` with stand-ins for TransformerEngine.
 
 These are a capturable optimizer (with ``--optimizer-cuda-graph``) and fused weight-gradient kernels (unless
-``--no-gradient-accumulation-fusion`` is given).
+``--no-gradient-accumulation-fusion`` is set).
 """
 
 import runpy

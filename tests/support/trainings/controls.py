@@ -252,9 +252,7 @@ def late_hook_on_one_rank(training: Training) -> None:
 
 @control
 def late_hook_on_one_rank_without_plans(training: Training) -> None:
-    """Capture and hook like ``late_hook_on_one_rank``, but replays gather and reduce in hooks, without recorded
-    collectives.
-    """
+    """Run ``late_hook_on_one_rank``, but gather and reduce in hooks, without recorded collectives."""
     with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
         late_hook_on_one_rank(training)
 
@@ -486,7 +484,7 @@ def dead_local_replay(training: Training) -> None:
 
     def kill(create: Callable[[], None]) -> None:
         create()
-        for runner in _runners(training):  # not on the class, whose method the test steps patch
+        for runner in _runners(training):  # on instances, because training steps patch the class
             graphs = runner.graphs
             for name in ("forward_graph", "backward_graph"):
                 setattr(graphs, name, mock.Mock(kept=getattr(graphs, name)))

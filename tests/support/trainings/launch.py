@@ -124,7 +124,7 @@ class Server:
         return results
 
     def close(self) -> None:
-        """Shut down the ranks between jobs.
+        """Shut down the idle ranks.
 
         Raises:
             AssertionError: The ranks did not exit.

@@ -195,7 +195,7 @@ def wrapped(case: Case, config, model):
         )
 
         if not case.transformer_engine:
-            config.transformer_impl = "local"  # whose linear layers are not sharded separately
+            config.transformer_impl = "local"  # local linear layers are not sharded separately
         sharding = TorchFullyShardedDataParallelConfig(reshard_after_forward=case.get("reshard_after_forward", True))
         return distributed.TorchFullyShardedDataParallel(config, sharding, model)
     values: dict[str, Any] = {

@@ -4,7 +4,7 @@
     python -m tests.support.trainings.on_gpus --layouts "two instances" --tests test_hybrid_sharding --logs logs
     python -m tests.support.trainings.on_gpus --share 1/2 --output first_half.json
 
-pytest takes hours, with mostly idle GPUs. The results include graph and replay counts, which are not
+With pytest, the same takes hours and GPUs are mostly idle. The results include graph and replay counts, which are not
 checked. Cases that ran out of memory next to others are retrained. Requires GPUs and TransformerEngine.
 """
 
@@ -101,9 +101,7 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Train the jobs of one launch and return the results; a crash is reported for the rest of them, or for the last
-    one.
-    """
+    """Train the jobs of one launch and return the results; a crash is the error of the remaining jobs, or of the last."""
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)

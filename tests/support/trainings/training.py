@@ -213,7 +213,7 @@ class Training:
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """Captured layers."""
+        """The captured layers."""
         from megatron.core.utils import get_attr_wrapped_model
 
         layers = [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
@@ -437,7 +437,7 @@ def engine_callable(graph: Any) -> Any:
 
 
 def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
-    """Return the number of layer graphs."""
+    """Return the number of captured layers, per micro-batch for layers that have their own graphs."""
     together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
     return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
