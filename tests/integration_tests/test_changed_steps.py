@@ -88,7 +88,7 @@ def steps_of_replays(result):
 def test_graphs_are_recaptured_for_each_sequence_length(train, case):
     result = train(case)
     assert_as_eager(result)
-    replayed = [CAPTURED_AFTER]  # the only captured step with its sequence length
+    replayed = [CAPTURED_AFTER]  # the only step with the sequence length of the first capture
     captured = CAPTURED_AFTER
     for turn in range(len(case["sequences_later"])):
         captured += RECAPTURED_AFTER

@@ -55,7 +55,7 @@ def test_rerun_step_replays_the_same_result(tmp_path):
 def diverging(tmp_path_factory):
     """Return a function that starts a run whose third loss is NaN.
 
-    It returns the finished steps, the messages of the rerun state machine, and the log.
+    The function returns the finished steps, the messages of the rerun state machine, and the log.
     """
 
     def run(flags: str, graphs: bool):

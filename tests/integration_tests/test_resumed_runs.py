@@ -56,9 +56,7 @@ def run(folder, flags, kind, ranks=2):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that trains each layout and kind of graphs once; it returns the checkpoint and the run's
-    results.
-    """
+    """Return a function that trains each layout and kind of graphs once, and returns the checkpoint and results."""
     done = {}
 
     def train(layout, kind):

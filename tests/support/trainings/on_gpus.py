@@ -101,7 +101,7 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Train the jobs of one launch and return the results; a crash is the error of the remaining jobs, or of the last."""
+    """Train the jobs of one launch and return the results; after a crash, the rest or the last job has the error."""
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)
