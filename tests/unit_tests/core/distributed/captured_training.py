@@ -1,4 +1,4 @@
-"""Eager and graphed trainings in this process, whose results can be compared bit for bit."""
+"""Eager and graphed training runs in this process, for bitwise comparison of their results."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,16 +10,16 @@ from tests.support.trainings.training import Trace, Training
 
 from .fsdp_variants import Variant, run_backward, small
 
-WARMED_UP = 10  # pretended earlier steps: capture then warms up once
+WARMED_UP = 10  # assumed earlier steps, so that capture warms up only once
 
 
 def graphed(holds: str | None = "decoder", **changes) -> Case:
-    """Return a case of three layers; ``holds`` is what one graph holds: ``layer``, ``decoder``, ``model`` or None."""
+    """Return a case with three layers; ``holds`` is the scope of a graph: ``layer``, ``decoder``, ``model`` or None."""
     return small(layers=3, holds=holds, warmup=WARMED_UP, **changes)
 
 
 class CapturedTraining(Training):
-    """A training whose layers have graphs from the second step on."""
+    """A training run whose layers have graphs from the second step on."""
 
     def __init__(self, case: Case, graphs: bool = True, variant: Variant | None = None):
         with (variant or Variant(case)).in_place(upstream=False):
@@ -33,11 +33,11 @@ class CapturedTraining(Training):
 
     @property
     def fsdp(self) -> torch.nn.Module:
-        """The ``MegatronFSDP``."""
+        """The model's ``MegatronFSDP`` wrapper."""
         return self.chunks[0].module
 
     def delete(self) -> None:
-        """Free the graphs; the graph of the optimizer's step would otherwise be used by the next training."""
+        """Free all graphs, so that the next training run does not reuse the graph of the optimizer step."""
         if self.helper is not None and self.helper.graphs_created():
             self.helper.delete_cuda_graphs()
         if self.case.optimizer_graph:
@@ -46,7 +46,7 @@ class CapturedTraining(Training):
 
 
 class CapturedModel:
-    """A model with graphs and without an optimizer, for ranks that do not communicate."""
+    """A model with graphs but no optimizer, for ranks that do not communicate."""
 
     def __init__(self, case: Case, variant: Variant | None = None):
         from megatron.core import num_microbatches_calculator as calculator
@@ -55,8 +55,8 @@ class CapturedModel:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # an optimizer set its shape
-        destroy_moe_metrics_tracker()  # the tensors of the previous model have another number of layers
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # an earlier optimizer set its shape
+        destroy_moe_metrics_tracker()  # the previous model may have had a different number of layers
         model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
         calculator.unset_num_microbatches_calculator()
         calculator.init_num_microbatches_calculator(0, None, 4, 1, 4)
@@ -69,7 +69,7 @@ class CapturedModel:
         self.helper.create_cudagraphs()
 
     def step(self) -> None:
-        """Run the passes of a step."""
+        """Run the forward and backward passes of a step."""
         self.fsdp.zero_grad_buffer()
         run_backward(self.fsdp, self.case)
         self.fsdp.finish_grad_sync()
@@ -90,7 +90,7 @@ def trained(
     variant: Variant | None = None,
     steps: int = 2,
 ) -> Trace:
-    """Train some steps after the capture, calling ``between`` before each; return the trace."""
+    """Train for ``steps`` steps after the capture, calling ``between`` before each, and return the trace."""
     training = CapturedTraining(case, graphs, variant)
     try:
         for _ in range(steps):
@@ -102,7 +102,7 @@ def trained(
 
 
 def in_use(fsdp: torch.nn.Module) -> list[dict]:
-    """Return the used buffers of the pools for parameters and for gradients."""
+    """Return the buffers in use in the pools for parameters and for gradients."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     buffers = group.model_weight_buffer, group.main_grad_buffer
     return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]

@@ -1,4 +1,4 @@
-"""Fixtures that run every test here on the CPU backend and a side stream."""
+"""Fixtures that run all tests of this folder on the CPU backend and a side stream."""
 
 import pytest
 
@@ -25,7 +25,7 @@ __all__ = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _cpu_backend(cpu_backend_of_module):
-    """Enable the CPU backend before any other fixture of the module."""
+    """Enable the CPU backend before the module's other fixtures."""
 
 
 @pytest.fixture(autouse=True)

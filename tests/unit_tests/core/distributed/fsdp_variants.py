@@ -16,10 +16,10 @@ SMALL = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3}
 
 @dataclass(frozen=True)
 class Variant:
-    """Changes to the model of ``case``.
+    """A variant of the model of ``case``.
 
     Attributes:
-        case: Sizes, dtype, sharding strategy and more.
+        case: Sizes, dtype, sharding strategy and other settings.
         config: Arguments of ``TransformerConfig``.
         sharding: Arguments of ``DistributedDataParallelConfig``.
         fsdp: Arguments of ``MegatronFSDP``.
@@ -36,7 +36,7 @@ class Variant:
 
     @contextmanager
     def in_place(self, *, upstream: bool) -> Iterator[None]:
-        """Build models of this variant in this context, with megatron-core's own ``MegatronFSDP`` or ours."""
+        """Make models built in this context use this variant, with megatron-core's own ``MegatronFSDP`` or ours."""
         from megatron.core import distributed, transformer
         from megatron.core.distributed.fsdp import mcore_fsdp_adapter
         from megatron.core.models import gpt
@@ -68,13 +68,13 @@ class Variant:
 
 
 def small(**changes: Any) -> Case:
-    """Return a case with steps of a few milliseconds; it uses the double buffer only if parameters are sharded."""
+    """Return a case with short steps, of a few milliseconds; it has a double buffer only if parameters are sharded."""
     sharded = changes.get("data_parallel_sharding_strategy", "optim_grads_params") == "optim_grads_params"
     return Case.of({**SMALL, "fsdp_double_buffer": sharded, **changes})
 
 
 def _with_our_buffers(kind: Any) -> type:
-    """Return megatron-core's ``MegatronFSDP`` that also scales unsharded gradients, as our buffer requires."""
+    """Return a subclass of megatron-core's ``MegatronFSDP`` that scales unsharded gradients, as our buffer requires."""
 
     def attach(self: Any) -> None:
         self.param_and_grad_buffer.unsharded_gradients.scale()
@@ -116,11 +116,11 @@ def delay_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def hook_by_user(module: torch.nn.Module, *unused: Any) -> None:
-    """A user's hook, registered before the model is wrapped."""
+    """Do nothing; a user's hook, registered before the model is wrapped."""
 
 
 def hook_layers(model: torch.nn.Module) -> None:
-    """Register a user's hooks on every layer."""
+    """Register user hooks on every layer."""
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(hook_by_user)
         layer.register_forward_hook(hook_by_user)

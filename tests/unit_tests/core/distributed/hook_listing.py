@@ -1,4 +1,4 @@
-"""Lists of the hooks of a module by name; megatron-core's are translated to the names of our methods."""
+"""List a module's hooks by name, translating megatron-core's hooks to the names of our methods."""
 
 import inspect
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 FLAG_DICTS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
-# megatron-core's local function -> the method that replaces it.
+# Maps each local function of megatron-core to the method that replaces it.
 METHODS = {
     "_pre_forward_param_unshard": "unshard_for_forward",
     "_post_forward": "release_after_forward",
@@ -21,7 +21,7 @@ METHODS = {
 
 
 def describe(hook: Callable) -> str:
-    """Return the name of a hook, and of the handler that it attaches."""
+    """Return the name of a hook, including the handler that it attaches."""
     if isinstance(hook, partial):
         return " ".join(inspect.unwrap(part).__name__ for part in (hook.func, *hook.args))
     function = inspect.unwrap(hook)
@@ -30,7 +30,7 @@ def describe(hook: Callable) -> str:
 
 
 def hooks_of(fsdp: torch.nn.Module) -> dict[str, list]:
-    """Return every hook of every module in order: its dict, its name and its flags."""
+    """Return all hooks of all modules in order, each with its dict, name and flags."""
     return {
         name: [
             (kind, describe(hook), [flag for flag in FLAG_DICTS if flag.startswith(kind) and key in vars(module)[flag]])

@@ -1,4 +1,4 @@
-"""Kinds of graphs, and pairs of forward passes whose backward passes run after both."""
+"""Graph scopes, and pairs of forward passes whose backward passes run after both."""
 
 import torch
 
@@ -14,7 +14,7 @@ SCOPES = {
 
 
 def of_another_length(training, step):
-    """Return the losses of a batch of half the sequence length."""
+    """Return the loss of a batch with half the sequence length."""
     batch = next(training._batches(step))
     half = training.case.sequence // 2
     mask = batch.mask[..., :half, :half].contiguous()
@@ -61,7 +61,7 @@ PASSES = {
 
 
 def gradients_of(training, passes):
-    """Return the optimizer's gradients after ``passes``, then end ``training``."""
+    """Run ``passes``, return the optimizer's gradients, and end ``training``."""
     try:
         training.step()
         with torch.cuda.stream(training.stream):
@@ -70,7 +70,7 @@ def gradients_of(training, passes):
             passes(training)
             training.fsdp.finish_grad_sync()
         params = [param for group in training.optimizer.param_groups for param in group["params"]]
-        grads = [param.grad for param in params if param.grad is not None]  # a shard may be empty
+        grads = [param.grad for param in params if param.grad is not None]  # empty shards have no gradient
         return [getattr(grad, "_local_tensor", grad).clone() for grad in grads]
     finally:
         training.delete()

@@ -1,4 +1,4 @@
-"""Autograd calls the handlers that Megatron-FSDP attaches around a module, for any arguments."""
+"""Autograd calls the handlers that Megatron-FSDP attaches around a module, for all kinds of arguments."""
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ import torch
 @pytest.mark.parametrize(
     ("factor", "averages", "expected"),
     [
-        (0.5, True, 2.0),  # of experts that half of the ranks have
+        (0.5, True, 2.0),  # half of the ranks have the expert
         (1.0, True, 4.0),
         (None, True, 4.0),  # with --calculate-per-token-loss
         (0.5, False, 2.0),

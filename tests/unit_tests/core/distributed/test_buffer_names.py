@@ -8,7 +8,7 @@ from .fsdp_variants import Variant, run_backward, small
 
 
 def fixed_buffers():
-    """Return the addresses of all fixed buffers of the process, by name and dtype."""
+    """Return the addresses of all fixed buffers in this process, by name and dtype."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 
     return {key: tensor.data_ptr() for key, tensor in get_global_memory_buffer().buffer.items()}
@@ -18,19 +18,19 @@ def free():
     """Free unused models."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    RotaryEmbedding.forward.cache_clear()  # it keeps the last 32 embeddings and their models
+    RotaryEmbedding.forward.cache_clear()  # caches the last 32 embeddings, which reference their models
     gc.collect()
 
 
 @pytest.fixture
 def before(ranks):
-    """Return the buffers of models that other tests keep."""
+    """Return the buffers of models that other tests have kept alive."""
     free()
     return fixed_buffers()
 
 
 def used(**sharding):
-    """Return a small model after a forward and a backward pass."""
+    """Return a small model that has run a forward and a backward pass."""
     case = small()
     model = Variant(case, sharding=sharding).build()
     run_backward(model.module, case)

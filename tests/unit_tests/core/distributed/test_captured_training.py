@@ -1,6 +1,6 @@
-"""Trainings with graphs under Megatron-FSDP are bit-identical to eager ones, with any events between steps.
+"""Training with graphs under Megatron-FSDP is bit-identical to eager training, whatever happens between steps.
 
-They run in this process, as one rank. The integration tests train on two.
+These tests run in this process, with one rank. The integration tests use two ranks.
 """
 
 import gc
@@ -23,13 +23,13 @@ from .fsdp_variants import Variant
 
 pytestmark = pytest.mark.sampled
 
-ALL, ONE = "decoder", "layer"  # in a graph
-MODEL = "model"  # all of the model
-REPLAYS = {MODEL: 2, ALL: 2, ONE: 6}  # in a step of three layers
+ALL, ONE = "decoder", "layer"  # scope of a graph
+MODEL = "model"  # a graph of the whole model
+REPLAYS = {MODEL: 2, ALL: 2, ONE: 6}  # per step with three layers
 
 
 class Unused(torch.nn.Module):
-    """A module with an unused parameter that wraps another module."""
+    """A wrapper module with an unused parameter."""
 
     def __init__(self, module):
         super().__init__()
@@ -82,7 +82,7 @@ def test_autograd_grad_through_replays_is_refused(one_rank, holds, modules):
 
 
 def note_calls(calls, model):
-    """Register hooks of every kind on each layer that record their tensors in ``calls``."""
+    """Register hooks of every kind on each layer, which record their tensors in ``calls``."""
 
     def noting(kind):
         def hook(layer, *call):
@@ -114,7 +114,7 @@ def test_layer_hooks_see_eager_calls_and_values(one_rank, modules):
 
 
 def stepped_twice(training):
-    """Step again with the same gradients, after parameters have been gathered for the next pass."""
+    """Run the optimizer again with the same gradients, after parameters were gathered for the next pass."""
     if len(training.losses) > 1:  # a capture zeroes gradients
         with torch.cuda.stream(training.stream):
             training.optimizer.step()
@@ -155,7 +155,7 @@ def test_evaluation_between_steps_changes_nothing(one_rank, holds):
 
 @contextmanager
 def failing(layer, in_backward):
-    """Make a capture of ``layer`` fail by reading a value on the host in one of its passes."""
+    """Make captures of ``layer`` fail by reading a value on the host in its forward or backward pass."""
 
     def read(tensor):
         tensor.sum().item()
@@ -199,7 +199,7 @@ def test_training_and_capture_continue_after_a_failed_capture(one_rank, in_backw
 
 
 def short_batch(training):
-    """Return a batch of half the sequence length, which fits no graph."""
+    """Return a batch with half the sequence length, which matches no graph."""
     batch = next(training._batches(7))
     half = training.case.sequence // 2
     mask = batch.mask[..., :half, :half].contiguous()
@@ -207,7 +207,7 @@ def short_batch(training):
 
 
 def other_calls(training):
-    """Call the model between steps in ways that fit no graph, and record losses and logits."""
+    """Call the model between steps with signatures that match no graph, and record losses and logits."""
     (chunk,) = training.chunks
     with torch.cuda.stream(training.stream):
         tokens, positions, mask, labels = short_batch(training)
@@ -240,7 +240,7 @@ def test_calls_that_fit_no_graph_run_eagerly(one_rank):
 
 
 def test_a_step_may_mix_replayed_and_eager_micro_batches(one_rank):
-    """One micro-batch fits the graphs and the other does not; both contribute gradients."""
+    """One micro-batch matches the graphs and the other does not; both contribute gradients."""
     case = graphed(MODEL)
 
     def losses(training, batch):
@@ -256,7 +256,7 @@ def test_a_step_may_mix_replayed_and_eager_micro_batches(one_rank):
 
     eager, graphs = (trained(case, on, between=mix) for on in (False, True))
     assert eager.differences(graphs) == []
-    assert graphs.replays == 2  # of four passes
+    assert graphs.replays == 2  # out of four passes
 
 
 def test_losses_outlive_the_next_replay(one_rank):
@@ -339,7 +339,7 @@ def test_gradients_of_a_synchronized_replay_are_attached(one_rank):
 
 
 def test_a_failure_after_capture_leaves_no_layer_with_graphs(one_rank, monkeypatch):
-    """This includes the layers that got graphs before the failure."""
+    """Layers that got graphs before the failure lose them again."""
     made = []
 
     def second_fails(*args, **kwargs):
@@ -383,12 +383,12 @@ def test_deleting_graphs_frees_all_of_them(one_rank, case):
     with captured(case) as model:
         model.step()
         assert graphs_alive() > before
-    model.step()  # experts keep their last input, whose autograd graph refers to the replay
+    model.step()  # experts keep their last input, whose autograd graph references the replay
     assert graphs_alive() == before
 
 
 def load_halved_weights(training):
-    """Load weights as from a checkpoint, after some were gathered for the next step."""
+    """Load weights as from a checkpoint, after some parameters were gathered for the next step."""
     if len(training.losses) != 2:
         return
     with torch.cuda.stream(training.stream):
@@ -414,7 +414,7 @@ def test_weights_loaded_between_steps_are_used(one_rank, holds):
 
 
 def penalize_embedding(training, before=False):
-    """Add a penalty on the embedding's weights to the loss, computed before or after the model's losses."""
+    """Add a penalty on the embedding weights to the loss, computed before or after the model's losses."""
     if "_losses" in vars(training):
         return
     losses = training._losses
@@ -432,7 +432,7 @@ def test_gradients_beside_graphs_of_the_model_are_refused(one_rank, before):
 
 
 class TrainsEmbeddingApart(CapturedTraining):
-    """Parameters outside of units also get gradients in a backward pass without the model."""
+    """A training run in which a separate backward pass also computes gradients of parameters outside of units."""
 
     def _run_passes(self, *args, **kwargs):
         reduced = super()._run_passes(*args, **kwargs)
@@ -462,7 +462,7 @@ def test_gradients_beside_graphs_of_layers_are_added(one_rank, holds):
 
 
 class LooksAhead(CapturedTraining):
-    """A training that first computes the losses of each micro-batch without gradients, in training mode."""
+    """A training run that first computes each micro-batch's losses without gradients, in training mode."""
 
     def _forward_step(self, batches, model, return_schedule_plan=False):
         first, second = tee(batches)
@@ -474,7 +474,7 @@ class LooksAhead(CapturedTraining):
 
 @pytest.mark.parametrize("modules", [(), ("attn", "moe_router", "moe_preprocess")])
 def test_passes_without_gradients_change_nothing(one_rank, modules):
-    """Routers count tokens and sum up losses only in passes with gradients."""
+    """Routers count tokens and accumulate losses only in passes with gradients."""
     router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     case = graphed(ONE, dropout=0.1, experts=4, modules=modules, moe_use_grouped_tensor=not modules, **router)
     traces = []

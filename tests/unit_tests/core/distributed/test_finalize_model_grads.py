@@ -16,7 +16,7 @@ CONFIG = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_load_bal
 
 
 class Router(torch.nn.Module):
-    """A router with the statistics that it collects in a step."""
+    """A router with the statistics that it collects during a step."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def test_each_model_is_searched_for_routers_once(reset):
 
 def test_models_are_freed_after_a_reset(reset):
     model = torch.nn.Sequential(Router())
-    model[0].expert_bias.of_model = model  # as parameters refer to their MegatronFSDP
+    model[0].expert_bias.of_model = model  # parameters also reference their MegatronFSDP
     reset(CONFIG, [model])
     alive = weakref.ref(model)
     del model
@@ -64,7 +64,7 @@ def test_models_are_freed_after_a_reset(reset):
 
 
 class Chunk(torch.nn.Module):
-    """The first chunk of a pipeline, which shares its embedding with the last one."""
+    """The first chunk of a pipeline, which shares its embedding with the last chunk."""
 
     pre_process, ddp_config = True, SimpleNamespace(use_megatron_fsdp=True)
 

@@ -1,4 +1,4 @@
-"""Megatron-FSDP registers megatron-core's hooks: on the same modules, in its order, with its flags."""
+"""Megatron-FSDP registers the same hooks as megatron-core, on the same modules, in the same order, with equal flags."""
 
 import copy
 import weakref
@@ -41,13 +41,13 @@ VARIANTS = {
 
 
 def build(name: str, **how):
-    """Build a ``MegatronFSDP`` of the variant."""
+    """Build a ``MegatronFSDP`` for the variant."""
     return VARIANTS[name].build(**how).module
 
 
 @pytest.fixture(params=VARIANTS, scope="module")
 def pair(request, ranks):
-    """Return megatron-core's own wrapper and ours around equal models."""
+    """Return megatron-core's own wrapper and ours around identical models."""
     return build(request.param, upstream=True), build(request.param)
 
 

@@ -16,7 +16,7 @@ def fsdp(ranks):
 
 
 def shown(fsdp):
-    """Return the names of FSDP ranges in a profile of one micro-batch."""
+    """Profile one micro-batch, and return the names of its FSDP ranges."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run_backward(fsdp, CASE)
     fsdp.finish_grad_sync()

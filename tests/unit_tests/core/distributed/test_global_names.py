@@ -1,4 +1,4 @@
-"""Names in checkpoints contain each layer's number in the whole model."""
+"""Names in checkpoints contain global layer numbers."""
 
 import pytest
 
@@ -16,7 +16,7 @@ class Layer(nn.Linear):
 
 
 def chunk(*numbers, wrappers=1, **others):
-    """Return a wrapped chunk of a model with these layer numbers, which count from 1 in the whole model."""
+    """Return a wrapped model chunk whose layers have these global numbers, starting at 1."""
     made = nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList(map(Layer, numbers))}), **others})
     for _ in range(wrappers):
         made = nn.ModuleDict({"module": made})
@@ -55,7 +55,7 @@ def test_tied_output_layers_use_the_embeddings_name(where, inner, prefix):
     rename = global_name(block)
     assert rename(f"{prefix}{inner}output_layer.weight") == f"{prefix}{inner}embedding.word_embeddings.weight"
     assert rename(f"{prefix}other.output_layer.weight") == f"{prefix}other.output_layer.weight"
-    where(block).embedding = nn.Embedding(2, 2)  # as in a single stage, or in the last one with multi-token prediction
+    where(block).embedding = nn.Embedding(2, 2)  # as in a single stage, or in a last stage with multi-token prediction
     assert global_name(block)(f"{prefix}{inner}output_layer.weight") == f"{prefix}{inner}output_layer.weight"
 
 

@@ -29,7 +29,7 @@ def test_the_first_replica_counts_an_unsharded_gradient(four_ranks, rank, expert
     (chunk,) = optimizer.model_chunks
     chunk.zero_grad_buffer()
     chunk.finish_grad_sync()
-    first = {False: rank == 0, True: rank < expert_groups}  # ranks share experts with those of the same remainder
+    first = {False: rank == 0, True: rank < expert_groups}  # ranks with equal remainders share experts
     groups = [group for group in chunk.param_and_grad_buffer.parameter_groups if first[group.is_expert_param]]
     expected = sum(param.numel() for group in groups for param in group.params)
     assert ranks_of(optimizer.get_grad_stats_parallel_group()) == [0, 1, 2, 3]

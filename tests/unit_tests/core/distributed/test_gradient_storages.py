@@ -1,4 +1,4 @@
-"""Lifetime of the memory of the optimizer's gradients, on its own and in the pool of a graph."""
+"""Lifetime of the memory of the optimizer's gradients, outside and inside of a graph's pool."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ SIZES = {"first": [3, 200], "second": [5]}
 
 
 class Gradient:
-    """An optimizer gradient that pytest can print: torch would read freed memory."""
+    """An optimizer gradient that pytest can print without reading freed memory."""
 
     def __init__(self, size):
         self._local_tensor = torch.full((size,), float(size))
@@ -38,7 +38,7 @@ def sizes(grads):
 
 
 def values(grads):
-    """Return the elements of each gradient; None if its memory is freed."""
+    """Return the elements of each gradient, or None if its memory is freed."""
     return [tensor.tolist() if tensor.untyped_storage().nbytes() else None for tensor in local_tensors(grads)]
 
 

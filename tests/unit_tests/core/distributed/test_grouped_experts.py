@@ -1,4 +1,4 @@
-"""Grouped experts under Megatron-FSDP: weights are not copied, and counts stay on the GPU."""
+"""Grouped experts under Megatron-FSDP: weights are not copied, and token counts stay on the GPU."""
 
 import pytest
 import torch

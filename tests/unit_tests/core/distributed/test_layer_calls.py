@@ -1,6 +1,6 @@
-"""Decoders that read hidden states between layers, skip layers, or call them twice or in another order.
+"""Decoders that read hidden states between layers, skip layers, or call them twice or in a different order.
 
-With graphs they are bit-identical to eager or raise an error, and the next step is unaffected.
+With graphs they are bit-identical to eager execution or raise an error, and the next step is unaffected.
 """
 
 import functools
@@ -14,13 +14,13 @@ from .fsdp_variants import Variant, small
 
 pytestmark = pytest.mark.sampled
 
-ALL, ONE = "decoder", "layer"  # in a graph
+ALL, ONE = "decoder", "layer"  # scope of a graph
 COUNT = 4
 IN_ORDER = (0, 1, 2, 3)
 
 
 def unusual(model):
-    """Make the decoder of ``model`` call the layers ``called``, and add the outputs of ``reads`` to its own."""
+    """Make the decoder of ``model`` call the layers ``called``, and add the outputs of ``reads`` to its output."""
 
     own_kind: Any = type(model.decoder)
 
@@ -43,7 +43,7 @@ def unusual(model):
 
 
 def trained(per_graph, called, reads, error=None):
-    """Train a step after the capture with ``called`` and ``reads``, then a normal one; eagerly for None."""
+    """Train a step with ``called`` and ``reads``, then a normal one, after a capture; ``per_graph=None`` is eager."""
     case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)
     training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
     try:
@@ -70,7 +70,7 @@ eager = functools.cache(functools.partial(trained, None))
         (ONE, IN_ORDER, (1, 2), 16),
         (ONE, (0, 2, 3), (1,), 12),
         (ONE, (1, 3), (), 8),
-        (ALL, IN_ORDER, (1, 2), 16),  # a decoder with a forward of its own: each layer has a graph
+        (ALL, IN_ORDER, (1, 2), 16),  # the decoder overrides forward, so each layer has its own graph
     ],
 )
 def test_supported_layer_orders_are_bit_identical(one_rank, per_graph, called, reads, replays):
@@ -89,12 +89,12 @@ def test_supported_layer_orders_are_bit_identical(one_rank, per_graph, called, r
 def test_unsupported_layer_orders_name_the_layers(one_rank, per_graph, called, reads, error):
     got = trained(per_graph, called, reads, error)
     assert got.step_replays[-1] == 4 * COUNT
-    expected = eager(IN_ORDER, ())  # of one step more
+    expected = eager(IN_ORDER, ())  # includes one more step
     assert (got.losses, got.grad_norms) == (expected.losses[:2], expected.grad_norms[:2])
 
 
 def read_in_hooks(model):
-    """Add hidden states between layers to the output of the decoder of ``model``, in hooks."""
+    """Register hooks that add hidden states between layers to the output of the decoder of ``model``."""
     indices = {"extract_layer_indices": {1, 2}}
     return (
         model.decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | indices), with_kwargs=True),

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's device meshes contain the ranks of one pipeline stage."""
+"""Megatron-FSDP's device meshes contain only the ranks of one pipeline stage."""
 
 from itertools import product
 
@@ -14,14 +14,14 @@ from megatron_fsdp_cuda_graphs.overlay import upstream
 
 
 class Group(list):
-    """A process group, as the list of its ranks."""
+    """A stand-in for a process group: the list of its ranks."""
 
     def size(self):
         return len(self)
 
 
 def groups(rank, **sizes):
-    """Return the groups of a rank by the names of the parallel dimensions, outermost first."""
+    """Return the groups of a rank by parallel dimension, outermost first."""
     places = torch.arange(torch.tensor([*sizes.values()]).prod()).view(*sizes.values())
     ((*place,),) = (places == rank).nonzero().tolist()
     return {
@@ -32,7 +32,7 @@ def groups(rank, **sizes):
 
 @pytest.fixture
 def world(monkeypatch):
-    """Return a function that makes this process a rank of a world of the given size."""
+    """Return a function that sets the rank of this process and the world size."""
 
     def enter(rank, size):
         monkeypatch.setattr(dist, "get_rank", lambda *group: rank)
@@ -71,7 +71,7 @@ def test_mesh_of_a_stage_contains_only_its_ranks(world, order):
         mesh = mcore_fsdp_adapter._get_dp_tp_mesh(of["dp"], of["tp"])
         assert mesh.shape == (3, 2)
         assert (mesh == rank).sum() == 1
-        for row in mesh.tolist():  # a tensor-parallel group of another data-parallel rank
+        for row in mesh.tolist():  # the tensor-parallel group of one data-parallel rank
             assert groups(row[0], **{name: sizes[name] for name in order})["tp"] == row
         for column in mesh.t().tolist():
             assert groups(column[0], **{name: sizes[name] for name in order})["dp"] == column

@@ -12,7 +12,7 @@ MODULE = "transformer_engine.pytorch.tensor.float8_tensor"
 
 
 class Float8Quantizer:
-    """Stands in for TransformerEngine's quantizer; records the requested usages."""
+    """A stand-in for TransformerEngine's quantizer that records the requested usages."""
 
     def __init__(self, *, rowwise=True, columnwise=True, fails=False):
         self.rowwise_usage, self.columnwise_usage, self.fails = rowwise, columnwise, fails

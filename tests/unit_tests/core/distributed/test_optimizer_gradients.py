@@ -1,4 +1,4 @@
-"""The optimizer's gradients equal the main gradients, and take memory only while it needs them."""
+"""The optimizer's gradients equal the main gradients, and occupy memory only while the optimizer needs them."""
 
 from unittest import mock
 
@@ -10,7 +10,7 @@ from .fsdp_variants import Variant, run_backward, small
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def training(ranks, request):
-    """Return a model with main gradients of the given dtype, and its case; the optimizer's gradients are float32."""
+    """Return a model with main gradients in the given dtype, and its case; the optimizer's gradients are float32."""
     dtype = getattr(torch, request.param)
     variant = Variant(
         small(dtype="bf16"),
@@ -20,13 +20,13 @@ def training(ranks, request):
 
 
 def attached(fsdp):
-    """Return the gradients of the optimizer's parameters: local tensors, or None."""
+    """Return the local tensors of the optimizer's gradients; None for missing gradients."""
     grads = [param.grad for _, param in fsdp.param_and_grad_buffer.optimizer_named_parameters]
     return [None if grad is None else grad._local_tensor for grad in grads]
 
 
 def main_gradients(fsdp):
-    """Return the shard of the main gradients of each of the optimizer's parameters."""
+    """Return the main gradient shard of each of the optimizer's parameters."""
     buffer = fsdp.param_and_grad_buffer
     shards = []
     for _, param in buffer.optimizer_named_parameters:
@@ -36,7 +36,7 @@ def main_gradients(fsdp):
 
 
 def step(fsdp, case):
-    """Zero and compute gradients, attach them to the optimizer's parameters, and return them."""
+    """Compute new gradients, attach them to the optimizer's parameters, and return them."""
     fsdp.zero_grad_buffer()
     run_backward(fsdp, case)
     fsdp.finish_grad_sync()

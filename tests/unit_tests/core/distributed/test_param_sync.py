@@ -1,4 +1,4 @@
-"""Synchronization at the end of a step: gathers of parameters, and reductions."""
+"""Synchronization at the end of a step: parameter gathers and gradient reductions."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +15,7 @@ def build(strategy, **sharding):
 
 
 def gathered(fsdp, start, **arguments):
-    """Call ``start``; return the buckets it gathers, and whether modules then hold the optimizer's parameters."""
+    """Call ``start``; return the buckets it gathers, and whether modules then have the optimizer's parameters."""
     fsdp._replace_param_with_distributed_if_needed()
     fsdp.all_gather_pipeline.reset()
     with mock.patch.object(
@@ -50,11 +50,11 @@ def test_schedules_must_mark_the_last_micro_batch(ranks, strategy, refused):
     case = small(data_parallel_sharding_strategy=strategy)
     fsdp = Variant(case).build().module
     with mock.patch.object(fsdp.ddp_config, "overlap_grad_reduce", True):
-        with fsdp.no_sync():  # as all pipeline stages but the first when they have a ``grad_sync_func``
+        with fsdp.no_sync():  # as in later pipeline stages with a ``grad_sync_func``
             run_backward(fsdp, case)
         with pytest.raises(RuntimeError, match="--no-align-grad-reduce") if refused else nullcontext():
             fsdp.start_grad_sync()
         fsdp.finish_grad_sync()
-        run_backward(fsdp, case)  # outside of ``no_sync``, as where they have none
+        run_backward(fsdp, case)  # outside of ``no_sync``, as without a ``grad_sync_func``
         fsdp.start_grad_sync()
         fsdp.finish_grad_sync()

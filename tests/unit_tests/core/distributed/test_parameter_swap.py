@@ -1,4 +1,4 @@
-"""Exchanges of raw parameters for the optimizer's match megatron-core, without lookups by name."""
+"""Swaps between raw and optimizer parameters match megatron-core, without lookups by name."""
 
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ def remove_bias(model):
 
 
 def exchange(fsdp, distributed):
-    """Exchange the parameters; return whether megatron-core did it by name."""
+    """Swap the parameters, and return whether megatron-core did so by name."""
     name = f"_replace_param_with_{'distributed' if distributed else 'raw'}_if_needed"
     own = getattr(upstream_class(), name)
     with mock.patch.object(upstream_class(), name, autospec=True, side_effect=own) as by_name:
@@ -36,7 +36,7 @@ def held(fsdp):
 
 
 def by_megatron_core(fsdp):
-    """Return the parameters of a new model, and those after megatron-core's first exchange for raw ones."""
+    """Return the parameters of a new model before and after megatron-core's first swap to raw parameters."""
     distributed = held(fsdp)
     assert exchange(fsdp, False)
     return distributed, held(fsdp)

@@ -1,4 +1,4 @@
-"""Activation recomputation in graphs of all layers or of the model, and the memory that it saves."""
+"""Activation recomputation in graphs of all layers or the whole model, and its memory savings."""
 
 import logging
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ MODEL, ALL = "model", "decoder"
 
 
 def full(method, layers):
-    """Return a variant of three layers with full recomputation."""
+    """Return a variant with three layers and full recomputation."""
     recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
     return Variant(graphed(MODEL), config=recompute)
 
@@ -32,7 +32,7 @@ EACH, PAIRS, AT_ONCE = (full("uniform", layers) for layers in (1, 2, 3))
 
 @contextmanager
 def noted_bytes():
-    """Record at the beginning of each capture the bytes of its pool in use."""
+    """Record the bytes in use in the pool at the beginning of each capture."""
     found: list[int] = []
     begin = torch.cuda.CUDAGraph.capture_begin
 
@@ -48,7 +48,7 @@ def noted_bytes():
 
 
 def kept(variant, holds):
-    """Return the bytes of the graphs' pool in use between the forward and the backward pass."""
+    """Return the bytes in use in the graphs' pool between the forward and the backward pass."""
     with noted_bytes() as found:
         CapturedTraining(replace(variant.case, holds=holds), variant=variant).delete()
     return max(found)
@@ -72,7 +72,7 @@ def test_the_pool_keeps_no_recomputed_activations(one_rank):
     )
     case = NOTHING.case
     hidden_states = case.micro_batch * case.sequence * case.hidden * 4
-    assert each - pairs == pairs - at_once == hidden_states  # the input of each recomputed piece
+    assert each - pairs == pairs - at_once == hidden_states  # the input of each recomputed group of layers
     of_a_layer = block - each
     assert nothing - block == 2 * of_a_layer
     scores = case.micro_batch * 4 * case.sequence**2 * 4

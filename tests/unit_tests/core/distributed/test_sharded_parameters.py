@@ -1,4 +1,4 @@
-"""DTensors of tensor-parallel parameters are checked among the ranks that share them, not other pipeline stages."""
+"""DTensors of tensor-parallel parameters are checked only among ranks that share them, not across pipeline stages."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SHAPE = 4, 6
 
 @pytest.fixture
 def shard(ranks, monkeypatch):
-    """Return a function that creates the DTensor of this rank's shard with the given number of rows."""
+    """Return a function that creates a DTensor whose local shard has the given number of rows."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import make_fsdp_dtensor
     from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 
@@ -31,7 +31,7 @@ def shard(ranks, monkeypatch):
 
 def test_dtensors_compare_only_ranks_that_share_them(shard):
     tensor = shard(2)
-    assert tensor.shape == (8, 6)  # of both tensor-parallel ranks
+    assert tensor.shape == (8, 6)  # over both tensor-parallel ranks
     assert tensor.to_local().shape == (2, 6)
 
 

@@ -1,4 +1,4 @@
-"""Python calls between the last backward pass of a step and the next forward pass do not depend on parameters."""
+"""The number of Python calls between backward and the next step does not depend on the number of parameters."""
 
 import sys
 
@@ -11,7 +11,7 @@ CALLS_OF_A_BUCKET = 60  # to reset its status and zero its gradients; a layer of
 
 
 class Calls:
-    """Counts calls of Python functions."""
+    """Counts Python function calls."""
 
     def __init__(self):
         self.count = 0
@@ -28,7 +28,7 @@ class Calls:
 
 
 def between_passes(fsdp):
-    """Run the work between two steps, except for the optimizer."""
+    """Run the work between two steps, except the optimizer step."""
     fsdp.finish_grad_sync()
     fsdp.param_and_grad_buffer.copy_main_weights_to_model_weights()
     fsdp.start_param_sync()
@@ -39,7 +39,7 @@ def between_passes(fsdp):
 @pytest.fixture
 def count(ranks):
     def count(layers, rounds_before):
-        """Count the Python calls between two steps of a model with ``layers`` layers."""
+        """Count the Python calls between two steps for a model with ``layers`` layers."""
         fsdp = Variant(small(layers=layers, dtype="bf16"), sharding=GRAPH_MODE).build().module
         for _ in range(rounds_before):
             between_passes(fsdp)
@@ -59,5 +59,5 @@ def test_python_calls_between_steps_do_not_grow_with_parameters(count):
 
 
 def test_first_step_costs_python_calls_per_parameter(count):
-    """Negative control: the test above would fail if each parameter cost calls."""
+    """Negative control: the test above fails if each parameter adds calls."""
     assert calls_of_a_layer(count, rounds_before=0) > 10 * CALLS_OF_A_BUCKET

@@ -1,4 +1,4 @@
-"""Host costs of a training step with graphs: Python calls of Megatron-FSDP, and launches.
+"""Host costs of a training step with graphs: Megatron-FSDP's Python calls, and launches.
 
 A step is counted from zeroing gradients to the last reduction, without the optimizer. The bounds are slightly above the
 counts.
@@ -26,7 +26,7 @@ NOT_LAUNCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that launch work on the device; a graph replay is one launch."""
+    """Counts operators that launch work on the device; a graph replay counts as one launch."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Launches(TorchDispatchMode):
             finally:
                 self._replaying = False
 
-        # Otherwise everything would run eagerly, as dispatch modes may change operators.
+        # Otherwise everything would run eagerly, because dispatch modes may change operators.
         unnoticed = mock.patch.dict(snapshot.CONTEXTS, {"TorchDispatchMode": lambda: 0})
         with mock.patch.object(torch.cuda.CUDAGraph, "replay", replayed), unnoticed, self:
             yield
@@ -59,7 +59,7 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def hook_calls(counts):
-    """Count calls of Megatron-FSDP's Python functions, megatron-core's and ours, by name."""
+    """Count calls of Megatron-FSDP's Python functions, both megatron-core's and ours, by name."""
 
     def note(frame, event, arg):
         if event == "call" and FSDP in frame.f_code.co_filename:
@@ -72,7 +72,7 @@ def hook_calls(counts):
 
 @dataclass
 class Counts:
-    """Python calls of Megatron-FSDP and launches in a step; some launches are replays."""
+    """Megatron-FSDP's Python calls, and the launches and replays, in a step; replays are included in launches."""
 
     calls: float
     launches: float
@@ -80,7 +80,7 @@ class Counts:
 
 
 def counts(layers, **case):
-    """Return the calls of the third and the launches of the fourth step after capture."""
+    """Return the calls of the third step and the launches of the fourth step after capture."""
     with captured(small(layers=layers, warmup=WARMED_UP, **case)) as model:
         for _ in range(2):
             model.step()
@@ -100,7 +100,7 @@ def counts(layers, **case):
         ({"holds": "model"}, Counts(112, 25, 3), Counts(5, 1, 0)),
         ({"holds": "layer"}, Counts(545, 86, 10), Counts(135, 10, 5)),
         (MOE, Counts(900, 224, 16), Counts(315, 80, 8)),
-        # Each layer has a second bucket for experts; the auxiliary loss has a scale.
+        # Each layer has a second bucket for experts, and the auxiliary loss has a scale.
         ({**GROUPED, "holds": "model"}, Counts(120, 27, 3), Counts(10, 2, 0)),
         (GROUPED, Counts(370, 76, 2), Counts(30, 2, 0)),
     ],

@@ -1,4 +1,4 @@
-"""Planned copies of gradients and weights around the optimizer's step give megatron-core's results."""
+"""Planned copies of gradients and weights around the optimizer step produce megatron-core's results."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -19,7 +19,7 @@ VARIANTS["bf16 gradients"] = ("optim_grads_params", "bf16", {"megatron_fsdp_main
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators other than views."""
+    """Counts all operators except views."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def megatron_cores_own(name):
-    """Count the calls of megatron-core's own method of the buffer in this context."""
+    """Count calls of the buffer's method in megatron-core in this context."""
     kind = upstream_kind()
     with mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name)) as method:
         yield method
@@ -94,7 +94,7 @@ def test_gradients_match_megatron_core(buffer):
     upstream_kind().update_main_grads(buffer)
     expected = attached(buffer)
     assert not same(first, expected)
-    buffer.update_main_grads()  # notices that megatron-core has replaced the gradients
+    buffer.update_main_grads()  # detects that megatron-core has replaced the gradients
     fill(buffer, "main_grad_buffer", 1)
     with megatron_cores_own("update_main_grads") as own:
         buffer.update_main_grads()

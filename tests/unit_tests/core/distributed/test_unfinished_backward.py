@@ -1,4 +1,4 @@
-"""After an exception in a backward pass the model trains on as if the pass had not begun."""
+"""After an exception in a backward pass, training continues as if the pass had not begun."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,11 +12,11 @@ from .fsdp_variants import STRATEGIES, Variant, run_backward, small
 
 
 class Interruption(Exception):
-    """Raised in a backward pass."""
+    """Raised by a failing backward pass."""
 
 
 def built(strategy):
-    """Return a model under Megatron-FSDP, with deterministic parameters, and its case."""
+    """Return a Megatron-FSDP model with deterministic parameters, and its case."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     case = small(data_parallel_sharding_strategy=strategy, layers=3)
@@ -27,7 +27,7 @@ def built(strategy):
 
 
 def interrupted_backward(training, layer=1):
-    """Run a backward pass that fails before ``layer`` gets its gradients, after the layers behind it."""
+    """Run a backward pass that fails before ``layer``, after the backward passes of later layers."""
 
     def interrupt(grad):
         raise Interruption
@@ -41,7 +41,7 @@ def interrupted_backward(training, layer=1):
 
 
 def step(training, zero_first=True):
-    """One step; returns the main gradients."""
+    """Run one step, and return the main gradients."""
     if zero_first:
         training.fsdp.zero_grad_buffer()
     run_backward(training.fsdp, training.case)
@@ -104,7 +104,7 @@ def test_zeroing_gradients_releases_everything(one_rank):
 
 
 def test_forward_passes_inside_backward_do_not_drop_it(one_rank):
-    """Activation checkpointing of the whole model runs one."""
+    """Activation checkpointing of the whole model runs a forward pass within the backward pass."""
     training = built("optim_grads_params")
     seen = []
 

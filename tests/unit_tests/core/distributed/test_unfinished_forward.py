@@ -1,4 +1,4 @@
-"""After an exception in a forward pass the model trains on as if the pass had not begun."""
+"""After an exception in a forward pass, training continues as if the pass had not begun."""
 
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -13,12 +13,12 @@ from .fsdp_variants import Variant, run_backward
 
 
 class Interruption(Exception):
-    """Raised in a forward pass."""
+    """Raised by a failing forward pass."""
 
 
 @contextmanager
 def eager(case):
-    """Yield a model without graphs after one step."""
+    """Yield a model without graphs that has run one step."""
     model = Variant(case).build()
     run_backward(model, case)
     yield model.module
@@ -31,7 +31,7 @@ def with_graphs(case):
 
 
 def interrupted_forward(fsdp, case, layer, grad=True):
-    """Run a forward pass that fails in a hook of ``layer``, which runs eagerly or around a graph."""
+    """Run a forward pass that fails in a hook of ``layer``, whether the layer runs eagerly or replays a graph."""
     handle = fsdp.module.decoder.layers[layer].register_forward_pre_hook(mock.Mock(side_effect=Interruption))
     batch = next(support._batches(case, 0))
     with nullcontext() if grad else torch.no_grad(), pytest.raises(Interruption):

@@ -1,4 +1,4 @@
-"""All micro-batches of a step have equal weight, even for unsharded gradients."""
+"""All micro-batches of a step have equal weight, even in unsharded gradients."""
 
 from unittest import mock
 
@@ -40,7 +40,7 @@ def test_replicas_reduce_scaled_gradients(instances_of_one_rank, outer):
     variant = Variant(small(), sharding=sharding)
     fsdp = variant.build().module
     fsdp.zero_grad_buffer()
-    run_backward(fsdp, variant.case)  # not the last micro-batch: nothing is sent
+    run_backward(fsdp, variant.case)  # not the last micro-batch: no communication
     main_grads = [(group.hfsdp_helper_gbuf or group.main_grad_buffer).data for group in _groups(fsdp)]
     expected = sorted(grads.abs().sum().item() * 2 / instances_of_one_rank for grads in main_grads)
     sent, send = [], torch.distributed.all_reduce if outer == "no_shard" else torch.distributed.reduce_scatter_tensor
@@ -97,7 +97,7 @@ def test_gradients_of_one_rank_experts_are_scaled_once(four_ranks, again, factor
     assert set(main_grads.tolist()) == {8.0 / 4 * factor}
 
 
-# With overlap, reductions begin in the backward pass marked as the last.
+# With overlap, reductions start in the backward pass that is marked as the last.
 @pytest.mark.parametrize(("overlap", "marked_last"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_gradients_are_reduced_once_in_a_step(four_ranks, strategy, overlap, marked_last):

@@ -1,4 +1,4 @@
-"""Buckets that graphs use must have the same addresses in replays as at capture."""
+"""Buckets used by graphs must have the same addresses in replays as during capture."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ class Bucket:
 
 
 class UndividedBuffer:
-    """A ``DataParallelBuffer`` of one rank, whose buckets are parts of its data."""
+    """A ``DataParallelBuffer`` of one rank, whose buckets are views of its data."""
 
     is_data_distributed, dtype = False, torch.float32
     temporary_bucket_allocator = None
@@ -45,7 +45,7 @@ def test_replaced_buffer_data_is_an_error():
     kept, buffers[1].data = buffers[1].data, torch.zeros(8)
     with pytest.raises(ChangedSinceCaptureError, match=r"bucket 1 \(0x"):
         snapshot.check()
-    buffers[1].data = kept[:]  # another tensor in the same place
+    buffers[1].data = kept[:]  # a different tensor at the same address
     snapshot.check()
     assert [buffer.fetched for buffer in buffers] == [0, 0]
 

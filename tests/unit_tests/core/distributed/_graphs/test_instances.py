@@ -1,4 +1,4 @@
-"""Communication across HSDP replicas beside graphs: once per step, in the same order on all ranks."""
+"""Communication across HSDP replicas with graphs: once per step, in the same order on all ranks."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +20,7 @@ GATHER, SHARD, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_red
 
 @contextmanager
 def trained(kind, instances, outer, **changes):
-    """Yield a model with graphs, between two steps."""
+    """Yield a model with graphs after one step."""
     with captured(
         graphed(kind, num_distributed_optimizer_instances=instances, outer_dp_sharding_strategy=outer, **changes)
     ) as training:
@@ -79,7 +79,7 @@ def test_each_bucket_is_gathered_and_reduced_once_per_step(hybrid_ranks, kind, o
 def test_eager_passes_communicate_in_the_order_of_replays(hybrid_ranks, kind):
     with trained(kind, hybrid_ranks, "optim") as training:
         orders = []
-        for mode in (training.model.train, training.model.eval):  # does not fit graphs for training
+        for mode in (training.model.train, training.model.eval):  # does not match the training graphs
             mode()
             with sent_across_replicas(training.fsdp) as sent:
                 training.step()
@@ -129,7 +129,7 @@ def test_graphs_do_not_communicate_across_replicas(hybrid_ranks, kind):
 
 @contextmanager
 def waits():
-    """Record which stream waits for which event."""
+    """Record all pairs of a stream and an event that it waits for."""
     found = []
     wait_event = torch.cuda.Stream.wait_event
 
@@ -146,7 +146,7 @@ def test_replays_wait_only_for_buckets_outside_of_units(hybrid_ranks):
         gathers, groups = training.fsdp.all_gather_pipeline, training.fsdp.param_and_grad_buffer.parameter_groups
         bucket_of = {event: bucket for bucket, event in gathers.across_replicas.items()}
         outside = {bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None}
-        begun: list[int] = []  # how often gathers have waited for the weights, by pass
+        begun: list[int] = []  # number of waits for the weights in each pass
 
         def awaited(mode):
             mode()

@@ -1,4 +1,4 @@
-"""Captures and replays of single layers under Megatron-FSDP: gathers, gradients, moved buffers, cleanup."""
+"""Capture and replay of single layers under Megatron-FSDP: gathers, gradients, moved buffers, cleanup."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +31,7 @@ def layers(fsdp):
 
 
 def in_use(fsdp) -> dict:
-    """Return the used buffers of the two pools."""
+    """Return the buffers in use in each of the two pools."""
     groups = fsdp.param_and_grad_buffer.parameter_groups
     unit = next(group for group in groups if group.fsdp_unit_id is not None)
     return {
@@ -59,7 +59,7 @@ def backward_of(hooks, layer, *, fused=()):
 
 
 def capture(fsdp, layers, *, fused=()):
-    """Run the hooks of one capture of all layers."""
+    """Run the hooks of all layers as in a capture."""
     hooks = fsdp.fsdp_hooks
     with fsdp.graphs.capture_graphs(layers):
         for layer in layers:
@@ -71,7 +71,7 @@ def capture(fsdp, layers, *, fused=()):
 
 @contextmanager
 def replaying(fsdp, layers, direction="backward"):
-    """Enter the forward or backward pass of a step in which layers replay and modules hold raw parameters."""
+    """Enter the forward or backward pass of a step in which layers replay and modules have raw parameters."""
     for layer in layers:
         layer.replaying = fsdp.graphs.layers.get(layer)
     fsdp.start_param_sync()
@@ -86,7 +86,7 @@ def replaying(fsdp, layers, direction="backward"):
 
 
 def outcome(fsdp, error):
-    """Run a capture, which ``error`` ends if given."""
+    """Run a capture, and raise ``error`` in it if given."""
     try:
         with fsdp.graphs.capture_graphs(fsdp.module.decoder.layers):
             for layer in fsdp.module.decoder.layers:
@@ -191,7 +191,7 @@ def test_a_moved_parameter_is_named_with_the_flags(fsdp, layers, direction):
 def test_a_unit_that_runs_out_of_turn_is_detected(fsdp, layers):
     capture(fsdp, layers)
     with replaying(fsdp, layers, "forward") as hooks:
-        # The second unit holds the buffer that the fourth had at capture.
+        # The second unit occupies the buffer that the fourth used during capture.
         fsdp.all_gather_and_wait_parameters_ready(list(layers[1].parameters()), prefetch=False)
         with pytest.raises(ChangedSinceCaptureError, match=r"decoder\.layers\.3\..* \(in forward\) .* out of turn"):
             hooks.unshard_for_forward(layers[3])
@@ -218,9 +218,9 @@ def test_gradients_written_by_a_graph_are_kept(fsdp, layers):
     with replaying(fsdp, layers) as hooks:
         hooks.unshard_for_backward(layers[3])
         fused, plain = layers[3].mlp.linear_fc1.weight, layers[3].mlp.linear_fc1.bias
-        fused.main_grad.fill_(3.0)  # the graph
+        fused.main_grad.fill_(3.0)  # as written by the graph
         for param in (fused, plain):
-            param.grad = torch.full_like(param, 5.0)  # of a fused parameter, a placeholder
+            param.grad = torch.full_like(param, 5.0)  # a placeholder for fused parameters
             hooks.handle_gradient(param)
         hooks.release_after_backward(layers[3])
         assert fused.main_grad.unique().tolist() == [3.0]
@@ -255,7 +255,7 @@ ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder
 
 
 def gathered(fsdp, gather):
-    """Return the unit buckets that ``gather`` gathers while all others are gathered, then release everything."""
+    """Return the unit buckets gathered by ``gather`` while all other buckets are gathered; release all at the end."""
     groups, status = fsdp.param_and_grad_buffer.parameter_groups, fsdp.all_gather_pipeline.bucket_status
     for group in groups:
         if group.fsdp_unit_id is None:
@@ -290,7 +290,7 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
 
 
 def has_sinks(variant):
-    """Whether graphs of the layers write gradients and their collectives are recorded."""
+    """Check that layer graphs write gradients if and only if their collectives are recorded."""
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
     with fsdp.graphs.capture_graphs(layers):
@@ -323,7 +323,7 @@ def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch,
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """Return the names of the first layer's parameters whose gradients its sink takes in a capture."""
+    """Return the names of the first layer's parameters whose gradients its sink handles in a capture."""
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.capture_graphs([layer]):
         (sink,) = fsdp.graphs.gradient_sinks([layer], whole)

@@ -18,7 +18,7 @@ from megatron_fsdp_cuda_graphs.cpu_backend.distributed import HeldWork
 
 from ..fsdp_variants import Variant, small
 
-# Launches a batch of gathers in torch 2.13 and later, or in earlier versions.
+# Launches a batch of all-gathers; the first name is used by torch 2.13 and later, the second by earlier versions.
 COALESCED_GATHER = next(
     name
     for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -27,7 +27,7 @@ COALESCED_GATHER = next(
 
 
 class Fault(Exception):
-    """Raised in a collective."""
+    """Raised by a failing collective."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def taken(fsdp):
     return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]
 
 
-# The gather fails before it reaches torch, at launch, or while it is waited for.
+# The gather fails before it reaches torch, at launch, or during the wait.
 @pytest.mark.parametrize(
     ("owner", "name", "launched"),
     [
@@ -112,7 +112,7 @@ def test_a_communicator_is_set_up_again_unless_launched(fsdp, launched):
 
 
 def places_of(fsdp):
-    """Return the addresses of each unit's buckets while none is in use."""
+    """Return the addresses of each unit's buckets; no bucket may be in use."""
     places: dict[int, set[int]] = {}
     for group in fsdp.param_and_grad_buffer.parameter_groups:
         for buffer in (group.model_weight_buffer, group.main_grad_buffer) if group.fsdp_unit_id is not None else ():

@@ -1,4 +1,4 @@
-"""Recorded all-gathers and reductions are replayed unless a buffer has moved; then megatron-core's run."""
+"""Recorded all-gathers and reductions are replayed; if a buffer has moved, megatron-core's run instead."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -17,7 +17,7 @@ FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 
 @pytest.fixture
 def fsdp(ranks):
-    """Yield three layers with recorded collectives; modules hold raw parameters."""
+    """Yield three layers with recorded collectives and raw parameters."""
     fsdp = Variant(small(layers=3)).build(graphs=True).module
     layers = list(fsdp.module.decoder.layers)
     hooks = fsdp.fsdp_hooks
@@ -45,14 +45,14 @@ def layers(fsdp):
 
 @contextmanager
 def eager(owner, name):
-    """Record calls of a function of megatron-core or torch; a recorded collective makes none."""
+    """Record calls of a megatron-core or torch function, which recorded collectives do not call."""
     with mock.patch.object(owner, name, wraps=getattr(owner, name)) as function:
         yield function
 
 
 @contextmanager
 def without_buffer(buffer):
-    """Take the first buffer of the double buffer that ``buffer`` uses."""
+    """Occupy the first half of the double buffer that ``buffer`` uses."""
     idle = buffer.temporary_bucket_allocator.idle_buffer
     idle.remove((0, 0))
     yield
@@ -68,7 +68,7 @@ def group_of(fsdp, layer):
 
 
 def gather(fsdp, layer):
-    """Gather before forward, which compares addresses, and release."""
+    """Gather before forward, which checks addresses, and release."""
     fsdp.fsdp_hooks.unshard_for_forward(layer)
     fsdp.fsdp_hooks.release_after_forward(layer)
 
@@ -80,7 +80,7 @@ def test_recorded_gathers_resume_after_an_eager_gather(fsdp, layers):
     with without_buffer(group_of(fsdp, layers[2]).model_weight_buffer):
         fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), prefetch=False)
         release_all(fsdp)
-    gathered_eagerly: list[list[int]] = [unit_of(fsdp, layers[2]).buckets, []]  # the second time it is recorded
+    gathered_eagerly: list[list[int]] = [unit_of(fsdp, layers[2]).buckets, []]  # the second gather is a replay
     for expected in gathered_eagerly:
         with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
             gather(fsdp, layers[2])

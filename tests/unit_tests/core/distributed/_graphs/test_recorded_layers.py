@@ -1,4 +1,4 @@
-"""Graphs of all layers of a decoder beside eager passes of the same layers."""
+"""Graphs of all decoder layers, mixed with eager passes of the same layers."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -18,7 +18,7 @@ FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 
 @contextmanager
 def taken(fsdp, kind):
-    """Take one of the two buffers for parameters or for gradients."""
+    """Occupy one of the two buffers for parameters or for gradients."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     idle = getattr(group, kind).temporary_bucket_allocator.idle_buffer
     idle.remove((0, 0))
@@ -51,7 +51,7 @@ def test_eager_passes_gather_like_replays(ranks):
         with mock.patch.object(gathers, "async_bucket_gather", wraps=gathers.async_bucket_gather) as gather:
             training.step()
         gathered = [bucket for bucket, _ in (call.args for call in gather.call_args_list)]
-        # The unit after the layers replays a graph of its own, and in backward gathers the last layer ahead: in vain.
+        # The unit after the layers replays its own graph; in backward, its prefetch of the last layer is useless.
         of_units = [bucket for bucket in gathered if groups[bucket].fsdp_unit_id is not None]
         assert of_units == [*forward, forward[-1], *reversed(forward)]
 

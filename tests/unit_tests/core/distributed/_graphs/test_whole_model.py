@@ -1,4 +1,4 @@
-"""Graphs of a whole model under Megatron-FSDP: gathers, moved buffers, cleanup, and reasons against them."""
+"""Graphs of a whole model under Megatron-FSDP: gathers, moved buffers, cleanup, and unsupported configurations."""
 
 import logging
 import weakref
@@ -25,7 +25,7 @@ MODEL = "model"
 
 
 def outside(fsdp):
-    """Return the indices of the buckets outside of units, and their parameters."""
+    """Return the indices and the parameters of the buckets outside of units."""
     groups = fsdp.param_and_grad_buffer.parameter_groups
     buckets = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
     assert buckets
@@ -100,7 +100,7 @@ def test_an_incomplete_bucket_beside_replays_is_an_error(ranks):
 
 
 def test_the_first_unit_is_gathered_early(ranks):
-    """In forward it overlaps the embedding, in backward the loss and the output layer."""
+    """The gather overlaps the embedding in forward, and the loss and the output layer in backward."""
     events: list[Any] = []
     gather = AllGatherPipeline.async_bucket_gather
 
