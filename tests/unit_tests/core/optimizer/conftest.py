@@ -1,4 +1,4 @@
-"""A device mesh of one rank for an optimizer's tensors."""
+"""Fixture for a single-rank device mesh, used by optimizer tests."""
 
 import pytest
 import torch.distributed as dist

@@ -15,13 +15,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 @pytest.fixture
 def optimizer():
-    """Return a function that makes an optimizer whose parameters have these gradients."""
+    """Return a factory of optimizers whose parameters have the given gradients."""
 
     def make(grads, name="grad", fsdp=True):
         made = DistributedOptimizer.__new__(DistributedOptimizer)
         params = [SimpleNamespace(**{name: grad}) for grad in grads]
         made.ddp_config = SimpleNamespace(use_megatron_fsdp=fsdp)
-        # Megatron-FSDP reads the first; the second is False with FP8 recipes.
+        # Megatron-FSDP reads the first option; the second is False with FP8 recipes.
         made.config = SimpleNamespace(
             use_precision_aware_optimizer=name == "decoupled_grad", use_precision_aware_optimizer_no_fp8_or_ds_fp8=False
         )
@@ -44,7 +44,7 @@ def test_unscaling_divides_the_shards_of_this_rank(optimizer, name):
 
 
 class Passes:
-    """Stands in for graphs of the whole model; ``keys`` are those of the work beside them."""
+    """A stand-in for whole-model graphs; ``keys`` records the keys of the repeated work."""
 
     def __init__(self):
         self.on_forget, self.keys = [], []
@@ -52,7 +52,7 @@ class Passes:
 
 @pytest.fixture
 def clipping(optimizer, monkeypatch, mesh):
-    """Return a function that makes an optimizer and graphs of the whole model beside it."""
+    """Return a factory of an optimizer and its whole-model graphs."""
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", len)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -89,7 +89,7 @@ def test_clipping_runs_as_repeated_work(clipping):
     assert len(passes.on_forget) == 2, "another graph, to be freed"
 
 
-# Each makes clipping impossible to capture.
+# Each change prevents the capture of clipping.
 CHANGES = {
     "no FSDP": lambda made, patch: setattr(made.ddp_config, "use_megatron_fsdp", False),
     "no graphs": lambda made, patch: setattr(made.model_chunks[0].module.graphs, "model_passes", None),
@@ -135,7 +135,7 @@ def test_checkpoints_hold_the_loss_scale(optimizer, monkeypatch):
     assert taken == [empty]
     assert loading.grad_scaler.state_dict() == saving.grad_scaler.state_dict()
     assert loading.grad_scaler.scale == 16 != scaled(8).grad_scaler.scale
-    loading.load_state_dict({"state": {1: 2}})  # of megatron-core, without one
+    loading.load_state_dict({"state": {1: 2}})  # saved by megatron-core, without a scaler
     assert taken[1:] == [{"state": {1: 2}}]
     assert loading.grad_scaler.scale == 16
     for scaler in (None, ConstantGradScaler(8.0)):
@@ -166,7 +166,7 @@ def test_checkpoints_do_not_depend_on_optimizer_graphs(optimizer, monkeypatch, s
 def test_reloading_model_parameters_is_a_no_op(optimizer):
     made = optimizer([None])
     made.param_groups = made.optimizer.param_groups
-    made.reload_model_params({"model": {}})  # raises no error
+    made.reload_model_params({"model": {}})  # must not raise
 
 
 def test_an_optimizer_on_the_host_reloads_parameters(optimizer, monkeypatch):
@@ -203,7 +203,7 @@ def test_parameter_names_number_layers_in_the_model(optimizer, monkeypatch):
 
 @pytest.fixture
 def scaled(optimizer):
-    """Return a function that makes an optimizer without a scaler."""
+    """Return a factory of optimizers without a loss scaler."""
 
     def make():
         made = optimizer([None])

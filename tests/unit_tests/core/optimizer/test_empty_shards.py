@@ -1,4 +1,4 @@
-"""Optimizer states of empty shards have the names and step counts of other parameters' states."""
+"""Optimizer states of empty shards have the same names and step counts as those of other parameters."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ EMPTY = 1
 
 @pytest.fixture
 def optimizer(mesh):
-    """Return Adam with two groups of parameters, of which the second is empty on this rank."""
+    """Return an Adam optimizer with two parameter groups; the second is empty on this rank."""
     full, empty = (
         torch.nn.Parameter(DTensor.from_local(torch.ones(shape), mesh, [Shard(0)])) for shape in ((2, 3), (0, 3))
     )
@@ -29,7 +29,7 @@ def step(optimizer):
 
 
 def completed(optimizer):
-    """Return the states of both parameters by their numbers."""
+    """Return the completed states of both parameters by index."""
     numbers = {id(param): number for number, param in enumerate(parameters(optimizer))}
     own = {numbers[id(param)]: state for param, state in optimizer.state.items()}
     return state_of_every_parameter(optimizer, own, lambda param: numbers[id(param)])

@@ -7,15 +7,15 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron.core.optimizer.listed_step import ListedStep
 
 SHAPES = ((4, 3), (5,), (0, 3), (2, 2), (6,), (0,))
-GROUPS = ((0, 1, 2), (3, 4), (5,))  # the last has nothing on this rank
+GROUPS = ((0, 1, 2), (3, 4), (5,))  # the last group is empty on this rank
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Stands in for TransformerEngine's ``FusedAdam``: builds lists in each step and launches with parts of them.
+    """A stand-in for TransformerEngine's ``FusedAdam``, which builds tensor lists and launches kernels in each step.
 
     Attributes:
-        looked_at: Number of parameters that the last step inspected.
-        casts: Whether it launches with copies of its states.
+        looked_at: The number of parameters inspected by the last step.
+        casts: Whether launches use copies of the states.
     """
 
     def __init__(self, params, per_launch=1024, casts=False):
@@ -55,7 +55,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 @pytest.fixture
 def build(mesh):
-    """Return a function that builds an optimizer of three groups of DTensors with equal values."""
+    """Return a factory of optimizers with three groups of DTensors, whose initial values are always the same."""
 
     def shard(shape, generator):
         return DTensor.from_local(torch.randn(shape, generator=generator), mesh, [Shard(0)])
@@ -76,21 +76,21 @@ def parameters(optimizer):
 
 
 def values(optimizer):
-    """Return everything that a step changes."""
+    """Return all values that a step changes."""
     tensors = [*parameters(optimizer), *(state["momentum"] for state in optimizer.state.values())]
     return [tensor.to_local().tolist() for tensor in tensors], [group["step"] for group in optimizer.param_groups]
 
 
 @torch.no_grad()
 def prepare(optimizer, number):
-    """Write other gradients to the same memory, and set another learning rate."""
+    """Overwrite gradients in place, and change the learning rate."""
     for param in filter(lambda param: param.grad is not None, parameters(optimizer)):
         param.grad._local_tensor.fill_(number).add_(param.to_local())
     optimizer.param_groups[number % 2]["lr"] = 1 / number
 
 
 def inspected(build, steps=5, change=lambda optimizer, number: None, **options):
-    """Train with and without lists; return how many parameters each step with lists inspected."""
+    """Compare training with and without lists, and return the number of parameters that each listed step inspected."""
     expected, optimizer = build(**options), build(**options)
     looked_at, listed = [], ListedStep(optimizer, "grad")
     for number in range(1, steps + 1):
@@ -114,7 +114,7 @@ def test_an_exception_restores_parameters_and_launch(build):
     optimizer = build()
     listed = ListedStep(optimizer, "grad")
     before = parameters(optimizer), optimizer.multi_tensor_adam
-    for _ in range(2):  # records, then replays
+    for _ in range(2):  # the first step records, the second replays
         with pytest.raises(ZeroDivisionError), listed.running():
             raise ZeroDivisionError
         params, launch = parameters(optimizer), optimizer.multi_tensor_adam

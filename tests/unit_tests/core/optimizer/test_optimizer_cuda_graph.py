@@ -1,4 +1,4 @@
-"""A graph of the optimizer's step: gathers after replays, and eager steps after changes."""
+"""Graph of the optimizer step: gathers after replays, and eager steps after changes."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -19,7 +19,7 @@ def _cpu_backend():
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Stands in for a ``DistributedOptimizer``, whose step adds the learning rate to a weight."""
+    """A stand-in for ``DistributedOptimizer`` whose step adds the learning rate to a weight."""
 
     def __init__(self, capturable=True, **config):
         defaults = {"use_megatron_fsdp": True, "fsdp_all_gather_in_start_param_sync": True}
@@ -41,13 +41,13 @@ class Optimizer(torch.optim.Optimizer):
         return True, self.weight, None
 
     def gathers(self):
-        """Return how often each chunk gathered parameters."""
+        """Return the number of parameter gathers of each chunk."""
         return [chunk.start_param_sync.call_count for chunk in self.model_chunks]
 
 
 @pytest.fixture
 def wrap():
-    """Return a function that wraps an optimizer's step; the class holds no graph before and after."""
+    """Return a function that wraps an optimizer's step; reset the wrapper class before and after the test."""
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
     def delete():
@@ -91,7 +91,7 @@ def test_a_graph_reads_the_learning_rate_of_each_step(wrap):
 CHANGES = {
     "weight_decay": lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
     "clip_grad": lambda optimizer: setattr(optimizer.config, "clip_grad", 0.5),
-    "states": lambda optimizer: setattr(optimizer, "state", {}),  # as load_state_dict does
+    "states": lambda optimizer: setattr(optimizer, "state", {}),  # same as load_state_dict
     "parameters": lambda optimizer: optimizer.param_groups[1]["params"].clear(),
     "gradients": lambda optimizer: setattr(optimizer.weight, "grad", None),
     "step hooks": lambda optimizer: optimizer.register_step_post_hook(mock.Mock(return_value=None)),
@@ -111,7 +111,7 @@ def test_steps_run_eagerly_after_a_change(wrap, caplog, name):
         twin.step()
     assert torch.equal(optimizer.weight, twin.weight)
     assert optimizer.eager_steps == WARMUP + 3
-    assert optimizer.gathers() == [2, 2]  # a step that runs eagerly gathers by itself
+    assert optimizer.gathers() == [2, 2]  # eager steps start their own gathers
     (message,) = caplog.messages
     assert message.endswith(f"(--optimizer-cuda-graph): {name} changed after capture")
 

@@ -1,4 +1,4 @@
-"""Repeated work becomes a graph once its memory has settled, and runs eagerly if it cannot."""
+"""Repeated work is captured in a graph once its memory is stable, and otherwise runs eagerly."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ class Doubling:
     """Doubles a vector in place and returns its sum.
 
     Attributes:
-        calls: How often it was called; a replay does not count.
+        calls: The number of calls, excluding replays.
     """
 
     def __init__(self):
@@ -45,7 +45,7 @@ def run(work, doubling, steps):
 
 def test_work_is_replayed_after_the_eager_steps(work, doubling):
     sums = run(work, doubling, EAGER_STEPS + 3)
-    assert [total.item() for total in sums] == [6.0, 12.0, 24.0, 48.0, 96.0]  # tensors of their own
+    assert [total.item() for total in sums] == [6.0, 12.0, 24.0, 48.0, 96.0]  # each result is a separate tensor
     assert doubling.calls == EAGER_STEPS + 1
     assert work.replays == 3
 
