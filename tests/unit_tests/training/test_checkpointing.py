@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-FSDP: names of layers, contents, and errors."""
+"""Megatron-FSDP checkpoints: layer names, contents, and errors."""
 
 import re
 import types
@@ -16,7 +16,7 @@ from megatron.training import checkpointing
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Return a function that loads a state dict, with a stand-in for megatron-core's reader."""
+    """Return a function that loads a state dict with a fake for megatron-core's reader."""
 
     def load(read, state_dict, finetune=False, **others):
         monkeypatch.setattr(checkpointing._upstream, "_load_base_checkpoint", read)
@@ -48,7 +48,7 @@ def test_generator_states_are_read_into_tensors(loads, of_ranks):
 
 def test_other_state_dicts_are_left_alone(loads):
     class Sharded:
-        """Stands in for megatron-core's ``ShardedObject``."""
+        """A stand-in for megatron-core's ``ShardedObject``."""
 
     for state_dict in (None, {}, {"rng_state": None}, {"rng_state": Sharded()}):
         before = dict(state_dict or {})
@@ -65,7 +65,7 @@ def test_an_error_names_the_flags_to_add(loads, flag):
 
 
 class Chunk(torch.nn.Module):
-    """A model chunk with one layer, numbered from 1; its names begin with ``module.``."""
+    """A model chunk with one layer of the given number, starting at 1; its names begin with ``module.``."""
 
     config = types.SimpleNamespace(num_moe_experts=None)
 
@@ -77,7 +77,7 @@ class Chunk(torch.nn.Module):
 
 @pytest.fixture
 def loads_optimizer(loads, monkeypatch, tmp_path):
-    """Return a function that saves an optimizer's state dict, or no checkpoint if None, and loads it into another."""
+    """Return a function that saves an optimizer state dict, unless it is None, and loads it into a different one."""
 
     def run(saved, into):
         if saved is not None:
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_a_loss_scale_loads(loads_optimizer, caplog, scale)
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """Return a function that prepares the state dict of a stage's chunks, and returns it and the renamed model."""
+    """Return a function that prepares a stage's state dict, and returns it with the model that names its layers."""
 
     def prepare(chunks, stages=2, bf16=True, **others):
         keys = ["model"] if len(chunks) == 1 else ["model0", "model1"]

@@ -1,4 +1,4 @@
-"""Scalars on CUDA graphs are written to Megatron's writers at its intervals."""
+"""Scalars on CUDA graphs are written to Megatron's writers at the log interval."""
 
 from types import SimpleNamespace
 
@@ -8,12 +8,12 @@ from megatron.core.transformer._cuda_graphs.te.capture_state import GraphUse
 from megatron.training import global_vars
 from megatron.training.cuda_graph_scalars import CudaGraphScalars
 
-CAPTURED_AFTER, REPLAYS = 3, 4  # steps, replays in a step
+CAPTURED_AFTER, REPLAYS = 3, 4  # steps before capture, replays per step
 MIB = 2**20
 
 
 class Helper:
-    """Stands in for a helper that captures after three steps."""
+    """A stand-in for a graph helper that captures after three steps."""
 
     def __init__(self):
         self.steps = 0
@@ -27,7 +27,7 @@ class Helper:
 
 
 class TensorBoard:
-    """Stands in for ``SummaryWriter``; records scalars."""
+    """A stand-in for ``SummaryWriter`` that records scalars."""
 
     def __init__(self):
         self.values = {}
@@ -37,7 +37,7 @@ class TensorBoard:
 
 
 class WandB(TensorBoard):
-    """Stands in for ``wandb``; records scalars."""
+    """A stand-in for ``wandb`` that records scalars."""
 
     def log(self, scalars, step):
         for name, value in scalars.items():
@@ -45,7 +45,7 @@ class WandB(TensorBoard):
 
 
 class Loop:
-    """Stands in for Megatron's training loop."""
+    """A stand-in for Megatron's training loop."""
 
     def __init__(self, monkeypatch, interval=1, tensorboard=None, wandb=None):
         self.args = SimpleNamespace(iteration=0, curr_iteration=0, tensorboard_log_interval=interval)
@@ -64,7 +64,7 @@ class Loop:
 
 @pytest.fixture(params=[TensorBoard, WandB])
 def loop(request, monkeypatch):
-    """Return a function that makes a loop with one writer, and returns both."""
+    """Return a factory of a loop and its writer."""
 
     def make(**options):
         writer = request.param()

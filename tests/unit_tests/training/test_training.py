@@ -1,4 +1,4 @@
-"""Losses accumulate over steps without synchronizing, to the sums of megatron-core's log."""
+"""Losses accumulate over steps without synchronizing, with the same sums as in megatron-core."""
 
 import inspect
 from unittest import mock
@@ -16,11 +16,11 @@ UPSTREAM = upstream("megatron.training.training")
 
 
 class AddedUp(Exception):
-    """Raised when megatron-core's log has accumulated the losses of a step."""
+    """Raised after ``training_log`` has accumulated the losses of a step."""
 
 
 class Args:
-    """Arguments of a training; the first one read after the losses are accumulated ends the call."""
+    """Training arguments; reading ``timing_log_level``, after the losses are accumulated, ends the call."""
 
     tensorboard_log_interval = 2
 
@@ -39,7 +39,7 @@ def _megatron(monkeypatch):
 
 
 def totals(log, steps):
-    """Return the sums after each of ``steps``, and how many tensors were created from numbers."""
+    """Return the sums after each of ``steps``, and the number of tensors created from Python numbers."""
     sums: dict[str, torch.Tensor] = {}
     after, made = [], 0
     for number, (losses, skipped) in enumerate(steps, 1):
@@ -71,4 +71,4 @@ def test_losses_for_tensorboard_are_left_to_megatron_core(monkeypatch):
     trained = steps(0.1, 2.7, 1e-8, 3.3)
     ours, made = totals(training.training_log, trained)
     assert ours == totals(UPSTREAM.training_log, trained)[0]
-    assert made == 2 * 2  # of the second and the fourth step
+    assert made == 2 * 2  # for two losses, in the second and fourth steps

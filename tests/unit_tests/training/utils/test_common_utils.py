@@ -1,4 +1,4 @@
-"""Statistics of a step in a model-parallel group of one rank, without a synchronization."""
+"""Step statistics in a model-parallel group of one rank are reduced without synchronizing."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +16,7 @@ OTHERS = SimpleNamespace(size=lambda: 2)
 
 @pytest.fixture(scope="module")
 def alone():
-    """Return a group of one rank."""
+    """Yield a process group of one rank."""
     with on_cpu_backend():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         yield dist.group.WORLD
@@ -63,7 +63,7 @@ def test_a_result_is_a_copy(alone, utils):
 
 
 def test_one_rank_does_not_synchronize(alone, utils):
-    """A capture refuses synchronizations."""
+    """The test runs in a capture, in which synchronizing raises an error."""
     stat = torch.ones(1, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
         utils.reduce_max_stat_across_model_parallel_group(stat, alone)
