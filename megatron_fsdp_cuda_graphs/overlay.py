@@ -153,7 +153,7 @@ class OverlayFinder(MetaPathFinder):
 
 
 def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> ModuleSpec | None:
-    """Return megatron-core's spec of the module ``name`` with a loader of class ``kind``; None without a spec."""
+    """Return megatron-core's spec of the module ``name`` with a loader of class ``kind``; None if there is no spec."""
     spec = copy.copy(ordinary_spec(name, path))
     if spec is None and kind is ExtensionLoader:
         raise ImportError(f"{what} extends {name}, and megatron-core has no such module", name=name)
@@ -217,7 +217,7 @@ class ExtensionLoader(_CoreLoader):
         self._refuse_stale_names(module)
 
     def _refuse_stale_names(self, module: ModuleType) -> None:
-        """Raise ImportError if a circular import holds a name of ``module`` that this tree's file then replaced."""
+        """Raise ImportError if a circular import bound a definition that this tree's file later replaced."""
         now = vars(module)
         replaced = {id(value) for name, value in vars(self.originals).items() if now.get(name, value) is not value}
         stale = [

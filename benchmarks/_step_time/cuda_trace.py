@@ -57,7 +57,7 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
         wall_ms: Total time in milliseconds.
 
     Returns:
-        ``profiled_ms``: time of a step. ``host_ms``, ``waiting_ms``: time in which the host works, and waits.
+        ``profiled_ms``: time of a step. ``host_ms``, ``waiting_ms``: time in which the host works and waits.
         ``gpu_busy_ms``, ``idle_ms``: time with and without GPU work. ``compute_ms``, ``nccl_alone_ms``: busy time with
         and without work other than NCCL kernels. ``kinds``: summed kernel time by ``KINDS``, in milliseconds.
         ``calls``: API calls by ``CALLS``. ``api_calls``: API calls by function. ``collectives``: ``calls`` and

@@ -131,7 +131,7 @@ def _trained(
 ) -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any]]]:
     """Yield the file, content, model and variants by name of each configuration with all ``needed`` variants.
 
-    Variants with an addition in ``FLAGS`` count as another model, under their plain names.
+    Variants with a suffix in ``FLAGS`` count as a separate model, and their names omit the suffix.
     """
     for found in results:
         for configuration, rows in found.get("configurations", {}).items():

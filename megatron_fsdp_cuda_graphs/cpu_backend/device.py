@@ -49,7 +49,7 @@ _TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool"
 
 
 def is_cuda_device(device: Any) -> bool:
-    """Return whether ``device``, in any of torch's notations, is a CUDA device."""
+    """Return whether ``device``, in any form that torch accepts, is a CUDA device."""
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
     if isinstance(device, torch.device):
@@ -185,7 +185,7 @@ def _type(call: Callable, tensor: torch.Tensor, dtype: Any = None, non_blocking:
 def _one_hot(call: Callable, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes <= 0 or is_host(tensor):
         return call(tensor, num_classes)
-    # Unlike the CPU's, CUDA's does not read the values on the host.
+    # Unlike the CPU operator, CUDA's does not read the values on the host.
     return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
@@ -202,7 +202,7 @@ def _load(call: Callable, f: Any, map_location: Any = None, *args: Any, **kwargs
 
 
 class Device:
-    """Replaces ``torch.cuda.device``; does nothing, as there is one device."""
+    """Replaces ``torch.cuda.device``; does nothing because there is only one device."""
 
     def __init__(self, device: Any) -> None:
         self.idx = 0
@@ -215,7 +215,7 @@ class Device:
 
 
 def _install_device() -> None:
-    """Replace functions of torch.cuda that query the device and its memory."""
+    """Replace the functions in torch.cuda that query the device and its memory."""
     cuda = torch.cuda
     for name, value in {
         "_initialized": True,  # _lazy_init returns, _lazy_call calls at once
@@ -259,7 +259,7 @@ def _install_device() -> None:
 
 
 def install() -> None:
-    """Give torch.cuda one device, and replace the functions that create and move tensors."""
+    """Emulate one CUDA device, and replace the functions that create and move tensors."""
     _install_device()
     from torch.utils import _device
 

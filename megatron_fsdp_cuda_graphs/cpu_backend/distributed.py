@@ -201,7 +201,7 @@ def _barrier(call: Callable, group=None, async_op=False, device_ids=None) -> Any
 
 
 def _on_cpu_mesh(call: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Replace "cuda" by "cpu" in the arguments."""
+    """Replace "cuda" with "cpu" in the arguments."""
     cpu = ["cpu" if isinstance(arg, str) and arg == "cuda" else arg for arg in (*args, *kwargs.values())]
     return call(*cpu[: len(args)], **dict(zip(kwargs, cpu[len(args) :], strict=True)))
 

@@ -24,7 +24,7 @@ HOST = torch._C.Generator("cpu")
 
 
 class GeneratorState:
-    """A sequence of random numbers. ``value`` is outdated while the state is active."""
+    """State of a random number sequence. ``value`` is outdated while the state is active."""
 
     active: GeneratorState
 
@@ -32,7 +32,7 @@ class GeneratorState:
         self.value = value
 
     def load(self) -> None:
-        """Make this state active: torch's C++ code draws from it."""
+        """Activate this state, so that torch's C++ code draws from it."""
         active = GeneratorState.active
         if active is not self:
             active.value = ENGINE.get_state()
@@ -50,7 +50,7 @@ class GeneratorState:
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
-        """Make this state active in a block."""
+        """Activate this state within a ``with`` block."""
         before = GeneratorState.active
         self.load()
         try:
@@ -63,13 +63,13 @@ GeneratorState.active = GeneratorState(ENGINE.get_state())
 
 
 def _refuse_in_capture(what: str) -> None:
-    # As in CUDA, the host does not have the seed and offset of a captured graph.
+    # As in CUDA, the seed and offset are unknown on the host during a capture.
     if streams.is_current_stream_capturing():
         raise RuntimeError(f"Cannot call CUDAGeneratorImpl::{what} during CUDA graph capture.")
 
 
 class CudaGenerator(torch._C.Generator):
-    """A generator of the device. States are uint8 tensors of 5056 bytes, as of CPU generators, not CUDA's 16."""
+    """A device generator. States are uint8 tensors of 5056 bytes, as for CPU generators, instead of CUDA's 16."""
 
     state: GeneratorState
     is_default: bool
@@ -142,7 +142,7 @@ class _GeneratorFactory(type(torch._C.Generator)):  # type: ignore[misc]
 
 
 class Generator(torch._C.Generator, metaclass=_GeneratorFactory):
-    """Replaces ``torch.Generator``; ``device="cuda"`` creates a generator of the device."""
+    """Replaces ``torch.Generator``; ``device="cuda"`` creates a device generator."""
 
     def __new__(cls, device: Any = "cpu"):
         if torch.device(device).type == "cuda":
@@ -159,12 +159,12 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def uninstall() -> None:
-    """Restore the host's sequence as torch's default."""
+    """Restore the host state as torch's default."""
     DEFAULT.state.set(HOST.get_state())
 
 
 def install() -> None:
-    """Give torch.cuda its own default generator, and torch the host's."""
+    """Install separate default generators for the device and the host."""
     HOST.set_state(ENGINE.get_state())
     for owner in (torch, torch.random):
         patch(owner, "default_generator", HOST)
@@ -183,6 +183,6 @@ def install() -> None:
             patch(owner, name, value)
     from torch.utils import checkpoint
 
-    # Activation checkpointing would take device tensors for CPU tensors.
+    # Activation checkpointing would mistake device tensors for CPU tensors.
     patch(checkpoint, "get_device_states", lambda *args: ([0], [DEFAULT.get_state()]))
     patch(checkpoint, "set_device_states", lambda ids, states, **_: _set_rng_state(states[0]))

@@ -1,4 +1,4 @@
-"""Replaces names of torch, and restores them."""
+"""Replaces and restores attributes of torch."""
 
 import functools
 import sys
@@ -11,7 +11,7 @@ from unittest import mock
 
 @dataclass(frozen=True)
 class Patch:
-    """A replaced name: its original and replacement, and a call that restores it."""
+    """A replaced attribute: its original, its replacement, and a function that restores it."""
 
     original: Any
     replacement: Any
@@ -40,7 +40,7 @@ def patch_entry(mapping: MutableMapping[str, Any], key: str, value: Any) -> None
 
 
 def wrapping(call: Callable, around: Callable) -> Callable:
-    """Return a replacement of ``call`` that runs ``around(call, *args, **kwargs)``."""
+    """Return a replacement for ``call`` that runs ``around(call, *args, **kwargs)``."""
 
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def wrapping(call: Callable, around: Callable) -> Callable:
 
 
 def wrap(owner: Any, name: str, around: Callable) -> None:
-    """Replace ``owner.name`` by ``wrapping`` it with ``around``."""
+    """Wrap ``owner.name`` with ``around`` until ``undo_all``; see ``wrapping``."""
     patch(owner, name, wrapping(getattr(owner, name), around))
 
 
@@ -60,8 +60,8 @@ def rebind_early_names() -> None:
 
 
 def undo_all() -> None:
-    """Restore every replaced name, also in megatron modules."""
-    # Replacements other than functions and plain classes may be torch's own objects, with other references.
+    """Restore every replaced attribute, including references in megatron modules."""
+    # Other replacements may be torch's own objects, with unrelated references.
     own = [p for p in APPLIED if type(p.replacement) in (FunctionType, type) and callable(p.original)]
     while APPLIED:
         APPLIED.pop().undo()

@@ -30,14 +30,14 @@ Step = Callable[[], Any]
 Targets = list[tuple[int, torch.Tensor]]  # indices of results, and their memory at capture
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Operators that wait for the device on a GPU, without a tag of torch.
+# Operators that synchronize on a GPU, but have no tag for that in torch.
 _SYNC = {"bincount", "histc", "is_nonzero", "item", "linalg_eig", "linalg_eigvals", "_linalg_check_errors"}
 # Operators that convert bool masks to positions with nonzero.
 _MASKABLE = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 # Operators that change the tensor object, not memory.
 _METADATA = {"resize_", "resize_as_", "set_", "_resize_output_", "rename_", "requires_grad_", "detach_"}
-_BARRIERS = {"barrier", "monitored_barrier_"}  # blocks the host until other ranks arrive
+_BARRIERS = {"barrier", "monitored_barrier_"}  # block the host until other ranks arrive
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def is_collective(func: torch._ops.OpOverload) -> bool:
 def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     """Return the result of a collective without running it.
 
-    Outputs keep their values, except integers, which become zero and so are valid indices and sizes.
+    Outputs keep their values, except integers, which become zero to be valid indices and sizes.
     """
     output = args[0] if args else next(iter(kwargs.values()))
     for tensor in tree_flatten(output)[0]:
@@ -199,12 +199,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(t not in _PLAIN for t in types):
-            return NotImplemented  # a tensor subclass dispatches its inner tensors
+            return NotImplemented  # tensor subclasses dispatch on their inner tensors
         if streams.current_stream() not in self.state.streams:
             return func(*args, **kwargs)
         op = describe(func)
         if op.name.startswith("profiler."):
-            return func(*args, **kwargs)  # a marker of host time
+            return func(*args, **kwargs)  # marks host time only
         inputs = tensors_in((args, kwargs))
         if not all(map(_has_memory, inputs)):
             return func(*args, **kwargs)
@@ -331,7 +331,7 @@ def _drawing_from(state: GeneratorState, step: Step) -> Step:
 
 
 class CUDAGraph:
-    """Replaces ``torch.cuda.CUDAGraph`` by a tape.
+    """Replaces ``torch.cuda.CUDAGraph`` with a tape.
 
     Attributes:
         replays: Number of replays since capture.

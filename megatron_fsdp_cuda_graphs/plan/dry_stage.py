@@ -35,7 +35,7 @@ from megatron.training.utils.common_utils import is_hybrid_model
 
 from .command import quietly
 
-# Turns off features of TransformerEngine and Apex that do not change the shape of a parameter.
+# Turns off features of TransformerEngine and Apex that do not affect parameter shapes.
 _NEEDS_A_GPU = {
     "transformer_impl": "local",
     "no_persist_layer_norm": True,
@@ -45,7 +45,7 @@ _NEEDS_A_GPU = {
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
-    "perform_initialization": False,  # reads the state of generators, which fake tensors lack
+    "perform_initialization": False,  # reads generator states, which fake tensors lack
 }
 
 
@@ -70,7 +70,7 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
 
 
 def blocker_of_pipeline(args: argparse.Namespace) -> str:
-    """Return why a stage of a pipeline cannot be captured as a whole; empty if all can, or without a pipeline."""
+    """Return why some pipeline stage cannot be captured as a whole; empty if all can or there is no pipeline."""
     stages = args.pipeline_model_parallel_size
     for stage in range(stages if stages > 1 else 0):
         with quietly(), dry_stage(args, stage) as helper:
@@ -94,13 +94,13 @@ def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
         use_torch_fsdp2=args.use_torch_fsdp2,
         data_parallel_random_init=False,  # would communicate
     )
-    model.transformer.transformer_impl = args.transformer_impl  # read by the checks of flags
+    model.transformer.transformer_impl = args.transformer_impl  # read by the flag checks
     return model.transformer, models
 
 
 @contextlib.contextmanager
 def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
-    """Make this process one rank of the job."""
+    """Make this process act as one rank of the job."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     try:
         parallel_state.initialize_model_parallel(
@@ -127,7 +127,7 @@ def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Create tensors with shapes, dtypes and storages, but without memory and values."""
+    """Create tensors with shapes, dtypes and storages, but no memory or values."""
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
@@ -139,7 +139,7 @@ def without_memory() -> Iterator[None]:
         replace(wrapper, "_init_dist_index", _with_values(wrapper._init_dist_index))
         replace(wrapper, "sync_rng_states_across_tp_group", lambda self: None)
         replace(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget)))
-        # These would exchange the shapes of shards with other ranks.
+        # These options avoid exchanging shard shapes with other ranks.
         unchecked = {"run_check": False, "update_uneven_dtensor_chunk_meta": False}
         make = param_and_grad_buffer.make_fsdp_dtensor
         replace(param_and_grad_buffer, "make_fsdp_dtensor", lambda *args, **kw: make(*args, **(kw | unchecked)))
@@ -178,7 +178,7 @@ def _with_values(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Replace ``Module._apply``: replace parameters instead of their data, which fake tensors do not support."""
+    """Replace ``Module._apply`` with a version for fake tensors: it replaces parameters instead of their data."""
     for child in module.children() if recurse else ():
         child._apply(convert)
     for name, param in module._parameters.items():

@@ -13,7 +13,7 @@ from megatron_fsdp_cuda_graphs import overlay
 
 FILES = {name: overlay.tree_file(name) for name in overlay.patched_modules()}
 EXTENDED = [name for name, file in FILES.items() if file and overlay.is_extension(file)]
-# Names of megatron-core that files of this tree replace by an import.
+# Names of megatron-core that files of this tree replace with an import.
 IMPORTED = {"TrainingState"}
 
 
