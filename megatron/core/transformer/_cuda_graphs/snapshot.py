@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial
 from itertools import chain, compress
-from operator import call, getitem, is_, not_
+from operator import call, getitem, is_, is_not, not_
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
@@ -45,9 +46,10 @@ _OF_ANY_MODULE = frozenset(
     )
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
+_CONTAINERS = (list, set, deque, dict)
 _DATA = (
-    *(type(None), int, float, complex, str, bytes, Enum, torch.dtype, torch.Tensor, list, tuple, set, dict, deque),
-    *_FUNCTIONS,
+    *(type(None), int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device),
+    *(torch.Tensor, np.ndarray, tuple, frozenset, range, slice, *_CONTAINERS, *_FUNCTIONS),
 )
 # Set by training loops in a configuration between steps.
 _OF_LOOPS = frozenset(
@@ -103,8 +105,7 @@ class Aspect:
 
     Args:
         names: Name of each value in messages.
-        read: Returns the current values, always in the same order. Tensors among them are compared by value, unless
-            they are the same objects.
+        read: Returns the current values, always in the same order.
         glance: Returns something cheap that compares equal as long as ``read`` returns the same; by default ``read``.
         then: The values at capture; by default the current ones.
         show: Formats a number or string for messages; None to leave values out.
@@ -138,12 +139,20 @@ class Aspect:
             now = self._read()
         except Exception:  # something is gone, or a mode of torch intercepts the comparison
             return self._names[0]
-        for name, one, other in zip(self._names, now, self._then, strict=False):
+        entries = zip(self._names, now, self._then, strict=False)
+        for name, one, other in compress(entries, map(is_not, now, self._then)):  # skips identical objects in C
             if _differ(one, other):
                 plain = all(isinstance(value, (bool, int, float, str, torch.dtype)) for value in (other, one))
                 values = f" ({self._show(other)} at capture, {self._show(one)} now)" if self._show and plain else ""
                 return name + values
         return "" if len(now) == len(self._then) else f"the number of values like {self._names[0]}"
+
+
+class _Values(Aspect):
+    """Values of which the same or equal objects are accepted; device tensors are never compared by value."""
+
+    def changed(self) -> bool:
+        return bool(self.change())
 
 
 class Snapshot:
@@ -206,12 +215,11 @@ def addresses(
     current: Any = tensors if callable(tensors) else lambda: tensors
 
     def read() -> list[int]:
-        return [tensor.data_ptr() for tensor in current()]  # without a Python call per tensor
+        try:
+            return [tensor.data_ptr() for tensor in current()]  # without a Python call per tensor
+        except (AttributeError, RuntimeError):
+            return list(map(address_of, current()))
 
-    try:
-        read()
-    except (AttributeError, RuntimeError):
-        return Aspect(names, lambda: list(map(address_of, current())), show=hex)
     return Aspect(names, read, show=hex)
 
 
@@ -339,6 +347,7 @@ def module_aspects(
         parameters: Whether replays find the parameters of the capture in modules.
         contexts: ``contexts_in_force()`` of the captured passes; by default the current value.
     """
+    parts: list[_Place] = []
     places: list[_Place] = []
     trained: list[_Place] = []
     buffers: list[_Place] = []
@@ -346,8 +355,9 @@ def module_aspects(
     for module, name in modules.items():
         trained += _filled(module._parameters, name) if parameters else ()
         buffers += _filled(module._buffers, name)  # some modules create a buffer only when they first need it
-        places += [(vars(module), key, f"{key} of {name}") for key in ("training", *_attributes(module))]
-        places += [(module._modules, key, f"{key} of {name}") for key in module._modules]
+        parts += [(vars(module), "training", f"training of {name}")]
+        parts += [(module._modules, key, f"{key} of {name}") for key in module._modules]
+        places += [(vars(module), key, f"{key} of {name}") for key in _attributes(module)]
         for key, value in vars(module).items():
             if key == "router_replay" and value is not None:
                 places += [(vars(value), entry, f"{entry} of {type(value).__name__}") for entry in _ROUTING]
@@ -361,7 +371,8 @@ def module_aspects(
     requires_grad = [param.requires_grad for param in params]
     return [
         Aspect([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force, then=contexts),
-        Aspect(_names(others), current, then=list(map(_copied, current()))),
+        Aspect(_names(parts), _reader(parts)),
+        _Values(_names(others), current, then=list(map(_copied, current()))),
         Aspect([f"forward of {name}" for name in own], lambda: [each.get("forward") for each in own.values()]),
         *map(_options, configs.values()),
         identities(_names(tensors), _reader(tensors)),
@@ -382,7 +393,8 @@ def memory_aspects(modules: Mapping[torch.nn.Module, str], *, main_grads: bool) 
     return [
         addresses(_names(params, "the address of "), _reader(params)),
         addresses(
-            _names(written, "the address of the main gradient of "), lambda: [param.main_grad for param in trained()]
+            _names(written, "the address of the main gradient of "),
+            lambda: [getattr(param, "main_grad", None) for param in trained()],
         ),
     ]
 
@@ -411,6 +423,7 @@ def _hooks(
         for kind in HOOK_KINDS
     ]
     held += [("hooks of all modules", hooks) for hooks in _GLOBAL_HOOKS]
+    none: dict[int, Callable] = {}
 
     def current() -> list[dict[int, Callable] | None]:
         # torch creates the dictionary of a parameter's hooks with the first one, and keeps it.
@@ -419,7 +432,7 @@ def _hooks(
 
     def read() -> list[dict[int, Callable]]:
         return [
-            {key: hook for key, hook in hooks.items() if not is_of_ddp(hook)} if hooks else {} for hooks in current()
+            {key: hook for key, hook in hooks.items() if not is_of_ddp(hook)} if hooks else none for hooks in current()
         ]
 
     filled = list(filter(None, current()))
@@ -494,7 +507,7 @@ def _options(config: Any) -> Aspect:
 def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Refuse passes that change data in attributes of third-party modules, because replays would not change it.
 
-    Attributes are restored after any exception.
+    After any exception, attributes and their containers and host tensors of one number are restored.
 
     Raises:
         UnsupportedError: Passes in this context have changed an attribute.
@@ -513,33 +526,54 @@ def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None
         for own, key, _, copied, kind in before:
             if _differ(own.get(key), copied):
                 raise UnsupportedError(
-                    f"each forward pass changes {key} of {kind}, and a replay would not: keep it in a buffer on the "
-                    "device and change that in place, or set --cuda-graph-modules to other parts of layers"
+                    f"each forward pass changes {key} of {kind}, and a replay would not: keep data in a buffer on the "
+                    "device and change that in place, set functions once, or set --cuda-graph-modules to other parts "
+                    "of layers"
                 )
     except BaseException:
         for own, key, value, copied, _ in before:
-            if copied is not value and type(value) in _CONTAINERS and value != copied:
-                value.clear()
-                (value.update if isinstance(value, (dict, set)) else value.extend)(copied)
+            if _differ(value, copied):
+                _restore(value, copied)
             own[key] = value
         raise
 
 
-_CONTAINERS = (list, set, deque, dict)
+def _restore(value: Any, copied: Any) -> None:
+    """Restore ``value`` in place to ``copied``."""
+    if isinstance(value, torch.Tensor):
+        value.data.copy_(copied)
+    elif isinstance(value, tuple):
+        for each, then in zip(value, copied, strict=True):
+            if each is not then:
+                _restore(each, then)
+    else:
+        value.clear()
+        (value.extend if isinstance(value, (list, deque)) else value.update)(copied)
 
 
 def _copied(value: Any) -> Any:
     """Return ``value`` for later comparison, copied if it can change in place.
 
-    Numbers in tensors on the host are copied, because they become arguments of operations. Other tensors are not
-    copied, and neither are dictionaries with tensors, which may be growing caches.
+    Numbers in tensors on the host are copied, because they become arguments of operations. Other tensors, arrays,
+    dictionaries with tensors, which may be growing caches, and containers that hold themselves are not copied.
     """
+    try:
+        return _copy(value)
+    except RecursionError:
+        return value
+
+
+def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value if _is_on_device(value) else value.clone()
     if isinstance(value, dict):
         cache = any(isinstance(each, torch.Tensor) for each in value.values())
-        return value if cache else {key: _copied(each) for key, each in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (*_CONTAINERS, tuple) else value
+        return value if cache else {key: _copy(each) for key, each in value.items()}
+    if type(value) is tuple:
+        copied = tuple(map(_copy, value))
+        return value if all(map(is_, copied, value)) else copied
+    kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    return value if kind is None else kind(map(_copy, value))
 
 
 def _differ(now: Any, then: Any) -> bool:
@@ -547,7 +581,14 @@ def _differ(now: Any, then: Any) -> bool:
     if now is then:
         return False
     try:
-        return _is_on_device(now) or _is_on_device(then) or bool(now != then)
+        if _is_on_device(now) or _is_on_device(then):
+            return True
+        if isinstance(now, dict) and isinstance(then, dict):
+            return now.keys() != then.keys() or any(_differ(now[key], each) for key, each in then.items())
+        for kind in (list, tuple, deque):
+            if isinstance(now, kind) and isinstance(then, kind):
+                return len(now) != len(then) or any(map(_differ, now, then))
+        return bool(now != then)
     except Exception:  # arrays, for example, have no truth value
         return True
 

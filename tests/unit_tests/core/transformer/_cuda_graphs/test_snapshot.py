@@ -1,10 +1,12 @@
 """Tests that snapshots detect and name changes since capture."""
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -76,6 +78,10 @@ class Own(torch.nn.Module):
         self.limits, self.by_length = {"low": [0.0]}, {2: torch.zeros(2)}
         self.on_host, self.on_device, self._offset = torch.tensor(1.0), torch.zeros(2), 0
         self.recent, self.name, self.group, self.mask = deque([0.0]), "own", object(), None
+        self.counts, self.pair, self.parts = Counter(), ([0], torch.tensor(1.0)), [torch.zeros(1)]
+        self.array, self.step, self.span = np.zeros(2), np.int64(1), range(2)
+        self.cycle: list = [1]
+        self.cycle += [self.cycle, self.cycle]
         self.register_buffer("shift", torch.zeros(2))
         self.register_buffer("cache", None)
 
@@ -129,6 +135,13 @@ CHANGES = {
     "name of layer 3.own ('own' at capture": lambda root: setattr(root.own, "name", "other"),
     "mask of layer 3.own": lambda root: setattr(root.own, "mask", torch.zeros(2)),
     "recent of layer 3.own": lambda root: root.own.recent.append(1.0),
+    "counts of layer 3.own": lambda root: root.own.counts.update("a"),
+    "pair of layer 3.own": lambda root: root.own.pair[0].append(1),
+    "parts of layer 3.own": lambda root: setattr(root.own, "parts", [torch.zeros(1)]),
+    "array of layer 3.own": lambda root: setattr(root.own, "array", np.ones(2)),
+    "step of layer 3.own": lambda root: setattr(root.own, "step", np.int64(2)),
+    "span of layer 3.own": lambda root: setattr(root.own, "span", range(3)),
+    "cycle of layer 3.own": lambda root: setattr(root.own, "cycle", [1]),
 }
 
 
@@ -226,11 +239,14 @@ def test_requires_grad_is_compared_in_grad_mode(root, snapshot):
 
 def test_device_tensors_are_not_compared_by_value(root, monkeypatch):
     root.own.on_host = None
-    snapshot = snapshot_of(root)
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: pytest.fail("waited for the device"))
-    for owner, name in ((root.own, "on_device"), (root.core.router_replay, "target_topk_idx")):
+    router = root.core.router_replay
+    root.own.pair, zero = None, torch.zeros(1)
+    snapshot = snapshot_of(root)
+    changes = (root.own, "on_device", zero), (router, "target_topk_idx", zero), (root.own, "parts", [zero])
+    for owner, name, changed in (*changes, (root.own, "_offset", zero)):
         value = getattr(owner, name)
-        setattr(owner, name, torch.zeros(1))
+        setattr(owner, name, changed)
         assert snapshot.changed()
         setattr(owner, name, value)
         assert not snapshot.changed()
@@ -260,8 +276,10 @@ def test_parameter_addresses_are_compared(root, moved):
     assert not snapshot.changed()
     if moved == "weight":
         linear.weight.data = torch.zeros(2, 2)
+    elif moved == "main_grad":
+        linear.weight.main_grad = torch.zeros(2, 2)
     else:
-        linear.weight.main_grad = torch.zeros(2, 2) if moved == "main_grad" else None
+        del linear.weight.main_grad
     named_so = "the address of weight of" if moved == "weight" else "the address of the main gradient of weight of"
     with pytest.raises(ChangedSinceCaptureError, match=f"{named_so} Module.core.linear|{named_so} core.linear"):
         snapshot.check()
@@ -293,7 +311,10 @@ def test_addresses_are_compared():
     fixed.data, current[1] = before, torch.zeros(2)
     with pytest.raises(ChangedSinceCaptureError, match=r"third \(0x0 at capture"):
         snapshot.check()
-    current.pop()
+    second, current[:] = current[0], [None, None]
+    with pytest.raises(ChangedSinceCaptureError, match=r"second \(0x\w+ at capture, 0x0 now\); do not"):
+        snapshot.check()
+    current[:] = [second]
     with pytest.raises(ChangedSinceCaptureError, match="number of values like second"):
         snapshot.check()
 
@@ -393,7 +414,16 @@ def count_in_dictionary(own):
 
 
 def average(own):
-    own.on_host = own.on_host * 0.9
+    own.on_host.mul_(0.9)
+
+
+def count_names(own):
+    own.counts["a"] += 1
+
+
+def count_in_tuple(own):
+    own.pair[0][0] += 1
+    own.pair[1].add_(1.0)
 
 
 def replace_buffer(own):
@@ -405,6 +435,8 @@ STATES = {
     "recent": list_call,
     "limits": count_in_dictionary,
     "on_host": average,
+    "counts": count_names,
+    "pair": count_in_tuple,
     "shift": replace_buffer,
 }
 
@@ -412,12 +444,13 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_attribute_changed_by_passes_is_refused_and_restored(root, name):
     own = root.own
-    held = own.limits, own.recent, own.shift
+    held = own.limits, own.recent, own.shift, own.counts, own.pair[0], own.on_host
     refused = pytest.raises(UnsupportedError, match=f"each forward pass changes {name} of Own")
     with refused, refuse_changed_attributes([root]):
         STATES[name](own)
     assert (own._offset, own.limits, own.recent, own.on_host.item()) == (0, {"low": [0.0]}, deque([0.0]), 1.0)
-    assert all(map(lambda now, then: now is then, (own.limits, own.recent, own.shift), held))
+    assert (own.counts, own.pair) == (Counter(), ([0], torch.tensor(1.0)))
+    assert all(map(is_, (own.limits, own.recent, own.shift, own.counts, own.pair[0], own.on_host), held))
 
 
 def test_attributes_are_restored_after_an_exception(root):
