@@ -128,7 +128,7 @@ class Aspect:
         """Compare quickly, and thoroughly only if that finds a difference."""
         if self._glance() == self._seen:
             return False
-        if self.change():
+        if self._read() != self._then and self.change():  # without a Python call per value if nothing has changed
             return True
         self._seen = self._glance()
         return False
