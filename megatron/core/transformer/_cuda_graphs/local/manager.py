@@ -82,9 +82,7 @@ class CudaGraphManager(torch.nn.Module):
         self.func: Callable | None = None
         if function_name is not None:
             self.func = getattr(base_module, function_name)
-            setattr(
-                base_module, function_name, partial(self._call_function, base_module)
-            )  # deep-copied with its module
+            setattr(base_module, function_name, partial(self._call_function, base_module))  # copied with its module
         _CudagraphGlobalRecord.managers.add(self)
         _memory_pool()
         if need_backward and not inline_capture:

@@ -23,20 +23,20 @@ def groups(pipeline: int = 1) -> Any:
 
 
 def use_graphable_rng() -> None:
-    """Give Megatron's RNG tracker graph-safe states."""
+    """Initialize Megatron's RNG tracker with graph-safe states."""
     tensor_parallel_random.initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     tensor_parallel_random.get_cuda_rng_tracker().add("model-parallel-rng", 77)
 
 
 class Calls:
-    """Counts eager calls of a layer; an object, because capture rejects numeric attributes that passes change."""
+    """Counts eager calls of a layer. Capture would reject a numeric attribute of the layer that passes change."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 class Layer(torch.nn.Module):
-    """A residual layer with dropout and a linear map scaled by ``scale``, with or without graphs."""
+    """A residual layer with dropout and a linear map scaled by ``scale``, with an optional graph manager."""
 
     def __init__(self, number: int = 1, graphs: bool = True, pipeline: int = 1, dropout: float = 0.0, **changes: Any):
         super().__init__()
@@ -86,7 +86,7 @@ def add_to_main_grad(param: Any) -> None:
 
 
 def stack(count: int = 3, graphs: bool = True, **options: Any) -> Stack:
-    """Return a seeded stack of ``count`` layers on the device."""
+    """Return a seeded stack of ``count`` layers on the GPU."""
     torch.manual_seed(5)
     torch.cuda.manual_seed(5)
     use_graphable_rng()

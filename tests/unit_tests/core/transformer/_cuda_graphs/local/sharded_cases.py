@@ -1,6 +1,6 @@
-"""Layers with weights sharded over this rank and a simulated rank, using megatron-core's chain of weights.
+"""Layers with weights sharded across this rank and a simulated rank, using megatron-core's chain of weights.
 
-Stand-ins replace only TransformerEngine's gather and reduction. Their output holds NaN until it is waited for.
+Stand-ins replace only TransformerEngine's gather and reduction. Their output contains NaN until it is waited for.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ GROUP = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
 
 
 class Work:
-    """A pending collective; ``wait`` writes ``result`` to ``output``."""
+    """A pending collective whose ``wait`` writes ``result`` to ``output``."""
 
     def __init__(self, output: torch.Tensor, result: torch.Tensor):
         self.output, self.result = output, result
@@ -46,12 +46,12 @@ def gather(shard, group, async_op=False, quantizer=None, output_tensor=None):
 
 
 def reduce_scatter(gradient, group, async_op=False, output=None):
-    """Reduce ``gradient`` with the other rank's gradient, a quarter of it, and keep the first half."""
+    """Reduce ``gradient`` with the other rank's gradient, a quarter of this one, and keep the first half."""
     return _run((gradient * 1.25)[: gradient.shape[0] // 2], output, async_op)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make megatron-core's module run without TransformerEngine, with the state of a new process."""
+    """Set up megatron-core's module to run without TransformerEngine, and reset its global state."""
     for name, value in {
         "HAVE_TE": True,
         "gather_along_first_dim": gather,

@@ -1,4 +1,4 @@
-"""Tests arguments of graphs: descriptions, traversal and comparison."""
+"""Tests for graph arguments: metadata, traversal and comparison."""
 
 import dataclasses
 from enum import Enum

@@ -1,4 +1,4 @@
-"""Tests that replays are rejected if the module has changed since capture."""
+"""Tests that replays are rejected if the module changed since capture."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests local graphs for inference, which are captured on their first call."""
+"""Tests for local inference graphs, which are captured at their first call."""
 
 import weakref
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Tests that main gradients are equal with local graphs and in eager mode."""
+"""Tests that main gradients with local graphs equal eager main gradients."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .local_graph_cases import HIDDEN, Layer, Stack, add_to_main_grad, batch, us
 
 
 class FusedProduct(torch.autograd.Function):
-    """Adds the weight's gradient to its main gradient in backward, like fused kernels."""
+    """A product whose backward adds the weight's gradient to its main gradient, like fused kernels."""
 
     @staticmethod
     def forward(ctx, x, weight):

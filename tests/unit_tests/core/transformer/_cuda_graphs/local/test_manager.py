@@ -1,4 +1,4 @@
-"""Tests which calls CudaGraphManager replays, runs eagerly or rejects."""
+"""Tests that CudaGraphManager replays, runs eagerly or rejects calls as documented."""
 
 import copy
 
@@ -78,7 +78,7 @@ class TestManager:
         streams: list = []
         with torch.cuda.stream(default):
             model = stack()
-            assert torch.cuda.current_stream() != default  # where DistributedDataParallel accesses the parameters
+            assert torch.cuda.current_stream() != default  # DistributedDataParallel uses the parameters on this stream
             model.layers[0].linear.register_forward_hook(lambda *_: streams.append(torch.cuda.current_stream()))
             record(model)
             assert streams[0] != default

@@ -1,4 +1,4 @@
-"""Tests local graphs with packed sequences (``PackedSeqParams``), including padding between sequences."""
+"""Tests for local graphs with packed sequences (``PackedSeqParams``), including padding between sequences."""
 
 import pytest
 import torch
@@ -14,9 +14,7 @@ TOKENS = 12
 
 
 def packed(lengths, slots, **changes):
-    """Return packed sequences of ``lengths`` with ``TOKENS`` tokens in total, each at the start of one of the
-    ``slots``.
-    """
+    """Return ``TOKENS`` tokens of packed sequences with ``lengths``, each padded to its size in ``slots``."""
     real, padded = (torch.tensor([0, *each], dtype=torch.int32).cumsum(0).int().cuda() for each in (lengths, slots))
     options = {
         "qkv_format": "thd",
@@ -32,7 +30,7 @@ def packed(lengths, slots, **changes):
 
 
 class Attention(Layer):
-    """Attention among the tokens of each sequence, excluding padding."""
+    """Attention within each sequence, excluding padding."""
 
     def forward(self, hidden_states, *args, packed_seq_params=None, **kwargs):
         self.calls.count += 1
@@ -50,7 +48,7 @@ class Attention(Layer):
 
 
 def run(graphs, steps, pipeline=1):
-    """Train one step per list of packed sequences; return all losses and gradients, and the model."""
+    """Run one training step per list of packed sequences, and return all losses and gradients, and the model."""
     torch.manual_seed(5)
     use_graphable_rng()
     model, found = Stack([Attention(i + 1, graphs, pipeline) for i in range(2)]).cuda(), []

@@ -1,4 +1,4 @@
-"""Tests passes without grad next to local graphs: evaluation and log-probabilities of reinforcement learning."""
+"""Tests for passes without grad alongside local graphs: evaluation, and log-probabilities in RL training."""
 
 from unittest import mock
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 def evaluate(model, *inputs, **kwargs):
-    """Return outputs of ``model`` in evaluation mode, without grad."""
+    """Return the outputs of ``model`` in evaluation mode, without grad."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -24,7 +24,7 @@ def evaluate(model, *inputs, **kwargs):
 
 
 def step(model, number, microbatches=1, **kwargs):
-    """Run one step of plain SGD; return its losses."""
+    """Run one step of plain SGD, and return its losses."""
     losses = []
     for microbatch in range(microbatches):
         loss = model(batch(number, microbatch), **kwargs).square().mean()
@@ -66,7 +66,7 @@ class TestEvaluation:
 
 
 class TestReinforcementLearning:
-    """Alternates log-probabilities of the old policy and the reference policy with training steps."""
+    """Tests training steps alternating with log-probability passes of the old policy and the reference policy."""
 
     @pytest.mark.parametrize(("mode", "pipeline"), [("train", 1), ("eval", 2)])
     def test_training_equals_eager(self, mode, pipeline):

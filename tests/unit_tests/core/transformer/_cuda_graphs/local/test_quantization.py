@@ -1,4 +1,4 @@
-"""Tests local graphs of quantized layers with a miniature TransformerEngine; tests/gpu uses the real one."""
+"""Tests for local graphs of quantized layers with a miniature TransformerEngine; tests/gpu uses the real one."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 @pytest.fixture(autouse=True)
 def engine(cpu_backend, monkeypatch):
-    """Install the miniature TransformerEngine after deleting graphs of earlier tests."""
+    """Install the miniature TransformerEngine, and delete all graphs before and after the test."""
     small_transformer_engine.installed(monkeypatch)
     delete_cuda_graphs()
     yield
@@ -44,7 +44,10 @@ class Layer(torch.nn.Module):
 
 
 def train(graphed, quantized=(True, True), per_layer=False):
-    """Train five steps of two micro-batches; return losses, gradients and statistics, and reductions of statistics."""
+    """Train for five steps of two micro-batches.
+
+    Return losses, gradients and quantization statistics, and the reductions of statistics.
+    """
     torch.manual_seed(4)
     use_graphable_rng()
     State.reset()

@@ -1,4 +1,4 @@
-"""Tests capture, failed capture and deletion of recorded graphs."""
+"""Tests for capture, failed capture and deletion of recorded graphs."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Tests that runners record layers in the first step and replay them afterwards, with eager results."""
+"""Tests that runners record layers in the first step and replay them afterwards, with results equal to eager."""
 
 import sys
 from collections import Counter
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 def other_states() -> None:
-    """Give Megatron's RNG tracker states with a different seed, like loading a checkpoint."""
+    """Set RNG tracker states with a different seed, as loading a checkpoint does."""
     tracker = get_cuda_rng_tracker()
     states = {name: state.clone_state() for name, state in tracker.get_states().items()}
     for state in states.values():
@@ -102,7 +102,7 @@ class TestTraining:
 
 
 class DrawsWhereItIs(Layer):
-    """Draws from the current generator state."""
+    """A layer that draws from the current generator state."""
 
     def forward(self, hidden_states, *args, **kwargs):
         dropped = torch.nn.functional.dropout(hidden_states, 0.5, self.training)
@@ -132,10 +132,10 @@ def test_backward_after_deletion_is_refused():
 
 
 class TestPythonCalls:
-    """Tests host overhead: replays run for every layer in every step."""
+    """Tests the host overhead of replays, which run for every layer in every step."""
 
     def count(self, run):
-        """Return the number of calls of this package's functions in ``run``, and its result."""
+        """Return the number of calls of this package's functions during ``run``, and the result of ``run``."""
         package = str(Path(_cuda_graphs.__path__[0]))
         calls: Counter[str] = Counter()
 
@@ -157,7 +157,7 @@ class TestPythonCalls:
         model(batch(1)).sum().backward()
         forward, loss = self.count(lambda: model(batch(1, 1)).sum())
         backward, _ = self.count(lambda: loss.backward())
-        assert 0 < forward <= 4 * 62  # 16 calls look for main gradients that do not exist here
+        assert 0 < forward <= 4 * 62  # 16 of these calls check for main gradients, which do not exist here
         assert 0 < backward <= 4 * 11
 
 

@@ -1,6 +1,6 @@
-"""Tests that training with local graphs equals eager training under random schedules, although graphs share memory.
+"""Tests that training with local graphs, which share memory, equals eager training under random schedules.
 
-On the CPU backend, graph memory holds NaN before and after its use.
+On the CPU backend, graph memory contains NaN before and after its use.
 """
 
 import re
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 class Parts(torch.nn.Module):
-    """A layer of two graphs with an eager part between them, like a mixture of experts.
+    """A layer of two graphs with an eager part in between, like a mixture of experts.
 
-    The first graph also returns its input and a tensor without grad. The second one adds, so its backward pass
-    returns its incoming gradient unchanged.
+    The first graph also returns its input and a tensor without grad. The second graph is an addition, so its backward
+    pass returns the incoming gradient unchanged.
     """
 
     def __init__(self, graphs, pipeline):
@@ -51,7 +51,7 @@ class Parts(torch.nn.Module):
 
 
 class Gap(torch.nn.Module):
-    """An eager layer that saves its input for backward."""
+    """An eager layer that saves its input for the backward pass."""
 
     def forward(self, x, scale=None):
         return x * x.sigmoid(), None
@@ -78,7 +78,7 @@ class Model(torch.nn.Module):
 
 
 def train(kinds, orders, graphs, pipeline, shares_scale):
-    """Train with one schedule per step; return all losses and gradients."""
+    """Train with one schedule per step, and return all losses and gradients."""
     model = Model(kinds, graphs, pipeline).cuda()
     torch.cuda.manual_seed(9)
     trace = []
@@ -151,7 +151,7 @@ def test_other_schedule_equals_eager_or_is_refused(recorded, later):
 
 
 class TestPipeline:
-    """Tests pipelines, where each micro-batch in flight has its own runners."""
+    """Tests for pipelines, in which each micro-batch in flight has its own runners."""
 
     def run(self, graphs, order, steps=3, dropout=0.5, later=None):
         model = stack(graphs=graphs, pipeline=2, dropout=dropout)

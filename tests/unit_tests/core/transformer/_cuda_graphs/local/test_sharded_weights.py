@@ -1,4 +1,4 @@
-"""Tests local graphs of layers whose weights are sharded over ranks (``--tensor-parallel-num-weight-shards``)."""
+"""Tests for local graphs of layers with weights sharded across ranks (``--tensor-parallel-num-weight-shards``)."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def sharding(monkeypatch):
 
 @pytest.fixture
 def both(monkeypatch):
-    """Return a function that trains eagerly and with graphs, and returns both traces and the graphed model."""
+    """Return a function that trains eagerly and with graphs. It returns both traces and the graphed model."""
 
     def run(options=None, **training):
         eager = train_sharded(sharded_stack(graphs=False, **(options or {})), **training)

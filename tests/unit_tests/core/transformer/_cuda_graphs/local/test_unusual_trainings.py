@@ -1,4 +1,4 @@
-"""Tests local graphs of layers that differ from megatron-core's own."""
+"""Tests for local graphs of layers that differ from megatron-core's."""
 
 import pytest
 import torch
@@ -189,7 +189,7 @@ class TestUnusualTrainings:
 
 
 class Recomputing(Layer):
-    """Discards an activation in forward and recomputes it in backward."""
+    """A layer that discards an activation in the forward pass and recomputes it in the backward pass."""
 
     def forward(self, hidden_states, *args, **kwargs):
         self.calls.count += 1
@@ -202,7 +202,7 @@ class Recomputing(Layer):
 
 @pytest.fixture(autouse=True)
 def _share_storage_without_a_compiler(monkeypatch):
-    """Replace megatron-core's compiled function, which shares memory between storages, with a copy."""
+    """Replace megatron-core's compiled function, which shares memory between storages, with a copying function."""
 
     def share(output, recomputed):
         output.untyped_storage().resize_(recomputed.untyped_storage().nbytes())

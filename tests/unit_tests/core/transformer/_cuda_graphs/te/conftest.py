@@ -1,4 +1,4 @@
-"""Fixtures that make this process the first of one or two pipeline stages."""
+"""Fixtures that set up this process as the first of one or two pipeline stages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pipeline stages of plain layers, and functions that capture them."""
+"""Pipeline stages of simple layers, and functions that capture them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,11 +27,11 @@ from tests.support.trainings.case import Case
 
 
 class Failure(Exception):
-    """Raised to make a capture fail."""
+    """An exception that makes a capture fail."""
 
 
 class Alone(CaptureAgreement):
-    """Capture agreement of one rank, without a process group."""
+    """A ``CaptureAgreement`` for a single rank, without a process group."""
 
     def __init__(self):
         self._of_stage = self._ballots = []
@@ -47,7 +47,7 @@ class Alone(CaptureAgreement):
 
 
 class MaskedLayer(GraphableMegatronModule):
-    """A layer that adds its attention mask, and whose attention has the given mask type."""
+    """A layer that adds its attention mask to its input, and whose attention has the given mask type."""
 
     def __init__(self, attn_mask_type=AttnMaskType.causal):
         torch.nn.Module.__init__(self)
@@ -94,7 +94,7 @@ def stage_of(*layers, modules=None, stages=1, **options):
 
 
 def capture(stage, order, engine=capture_session.make_graphed_callables):  # type: ignore[attr-defined]
-    """Capture the layers of ``stage`` for one micro-batch in ``order`` with ``engine``."""
+    """Capture the layers of ``stage`` for one micro-batch in ``order``, using ``engine``."""
     graphs = CaptureState(stage, TrainingCalls(()))
     graphs.choice = Choice(Holds.LAYER)
     arguments = CaptureArguments(stage, graphs.layers_apart, 2, 1)
@@ -124,7 +124,7 @@ def engine(capture=lambda: None):
 
 
 def using(engine):
-    """Return a context in which ``engine`` captures layers."""
+    """Return a context manager in which ``engine`` captures layers."""
     return mock.patch.object(capture_session, "make_graphed_callables", engine)
 
 
@@ -145,7 +145,7 @@ class CountingChunk(torch.nn.Module):
 
 
 def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options):
-    """Return a helper of plain layers whose engine calls ``capture``."""
+    """Return a helper for simple layers, with an engine that calls ``capture``."""
     chunk = CountingChunk([MaskedLayer() for _ in range(layers)])
     real = models.transformer_config(Case(layers=2), True)
     vars(real).update(options)
@@ -156,7 +156,7 @@ def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options)
 
 @contextmanager
 def first_of_stages(count: int, microbatches: int) -> Iterator[None]:
-    """Make this process the first of ``count`` pipeline stages, with collectives that do nothing."""
+    """Set up this process as the first of ``count`` pipeline stages, with collectives that do nothing."""
     from megatron.core import parallel_state
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
@@ -171,7 +171,7 @@ def first_of_stages(count: int, microbatches: int) -> Iterator[None]:
 
 
 def set_microbatches(count: int | None) -> None:
-    """Set the number of micro-batches per step from now on."""
+    """Set the number of micro-batches per step, or unset it if ``count`` is None."""
     from megatron.core import num_microbatches_calculator
 
     num_microbatches_calculator.unset_num_microbatches_calculator()

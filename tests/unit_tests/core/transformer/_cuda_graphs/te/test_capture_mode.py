@@ -1,4 +1,4 @@
-"""Tests capture mode, failed captures, and the cleanup after a capture."""
+"""Tests for capture mode, failed captures, and the cleanup after a capture."""
 
 import gc
 import importlib
@@ -156,7 +156,7 @@ class TestCaptureMode:
 
 
 def clears(monkeypatch):
-    """Return the calls made by the cleanup after a capture, with two chunks and two optimizers, and the chunks."""
+    """Return the chunks, and the calls that the cleanup after a capture makes with two chunks and two optimizers."""
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_logging
 
@@ -171,7 +171,7 @@ def clears(monkeypatch):
     monkeypatch.setattr(moe_logging, "get_moe_metrics_tracker", lambda: tracker)
     finalize = importlib.import_module(
         "megatron.core.distributed.finalize_model_grads"
-    )  # a function of the same name hides the module
+    )  # the module is shadowed by a function of the same name
     monkeypatch.setattr(finalize, "reset_model_temporary_tensors", noting("temporary tensors"))
     monkeypatch.setattr(
         multi_token_prediction.MTPLossLoggingHelper, "clean_metrics_in_tracker", noting("metrics of MTP")

@@ -1,4 +1,4 @@
-"""Tests the report of a capture: graphs, memory pools, and the parts that run eagerly."""
+"""Tests for the capture report: graphs, memory pools, and eager parts."""
 
 import json
 import time
@@ -37,7 +37,7 @@ def graphs_of(models=(), not_model="") -> Any:
 
 
 def parts(*layers, modules=(), graphs=None):
-    """Return the parts that run eagerly, with reasons, in a stage of ``layers`` without graphs."""
+    """Return the eager parts, with reasons, of a stage of ``layers`` that were not captured."""
     stage = stage_of([], cuda_graph_modules=list(modules))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
     stage = replace(stage, chunks=[replace(stage.chunks[0], model=model)])

@@ -1,4 +1,4 @@
-"""Tests that ranks agree on a shape that differs from the captured one."""
+"""Tests that ranks agree on a new shape before a recapture."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ LAYERS = 3
 
 
 def steps_of(shapes, groups=(), microbatches=1):
-    """Yield the agreed shape after each step with one of these shapes; None is the captured shape."""
+    """Yield the agreed shape after a step with each of ``shapes``, in which None is the captured shape."""
     passes = EagerPasses()
     watch = ChangedShapes(passes, 4, LAYERS, groups, microbatches, recaptures=True)
     for shape in shapes:
@@ -24,7 +24,7 @@ def steps_of(shapes, groups=(), microbatches=1):
 
 
 def agreed(shapes, **options):
-    """Return the steps, counted from 1, after which ranks agreed on a shape, and the shape."""
+    """Return ``(step, shape)`` for each 1-based step after which ranks agreed on a shape."""
     return [(step, shape) for step, shape in enumerate(steps_of(shapes, **options), 1) if shape]
 
 
@@ -62,7 +62,7 @@ def test_partly_replayed_steps_do_not_count():
 
 
 class Group:
-    """A group of two ranks, where the other rank always has the shape ``other``."""
+    """A group of two ranks. The other rank always has the shape ``other``."""
 
     def __init__(self, other):
         self.other = torch.tensor([*other, *(-size for size in other)])

@@ -1,4 +1,4 @@
-"""Tests on which layers ``set_current_microbatch`` sets the micro-batch."""
+"""Tests that ``set_current_microbatch`` sets the micro-batch on all layers that may replay."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tests.support.replaced import replaced
 
 
 class Layer:
-    """A layer whose micro-batch is not set."""
+    """A layer without a current micro-batch."""
 
     current_microbatch: int | None = None
 
@@ -36,7 +36,7 @@ ABSENT = "absent"
 
 @st.composite
 def chunks(draw):
-    """Draw a factory of equal chunks, with or without each part, and with wrappers in between."""
+    """Draw a factory of equal chunks with random parts and wrappers."""
     parts = {
         "decoder": draw(st.sampled_from([ABSENT, None, 0, 2])),
         "mtp": draw(st.sampled_from([ABSENT, 0, 2])),

@@ -19,13 +19,14 @@ from tests.unit_tests.core.distributed.captured_training import CapturedTraining
 
 pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("side_stream")]
 
-MODEL = "model"  # unit of a graph
+MODEL = "model"  # the part captured in one graph
 PACKED: dict[str, Any] = {"packed": 3, "micro_batch": 1, "positions": "none"}
 
 
 def compared(case, between, steps=2):
-    """Check that training with graphs equals eager training, calling ``between`` before each step; return the graphs'
-    trace.
+    """Check that graphed training equals eager training, with ``between`` called before each step.
+
+    Return the trace of the graphed training run.
     """
     eager = trained(replace(case, modules=(), holds="decoder"), False, between=between, steps=steps)
     graphs = trained(case, True, between=between, steps=steps)

@@ -1,6 +1,6 @@
-"""Tests the graph usage counters: replays, eager steps, captures and memory.
+"""Tests for graph usage counters: replays, eager steps, captures and memory.
 
-One rank on the CPU backend trains three layers.
+One rank trains three layers on the CPU backend.
 """
 
 from collections import Counter
@@ -20,13 +20,13 @@ from tests.unit_tests.core.distributed.fsdp_variants import small
 
 pytestmark = pytest.mark.usefixtures("side_stream")
 
-FORWARD_REPLAYS = {"decoder": 1, "layer": 3, "model": 1}  # per micro-batch, by the unit of a graph
+FORWARD_REPLAYS = {"decoder": 1, "layer": 3, "model": 1}  # per micro-batch, by the part captured in one graph
 MICROBATCHES = 2
 
 
 @pytest.fixture
 def training(one_rank):
-    """Yield a function that captures a case, and free its graphs after the test."""
+    """Yield a function that captures a case; free the graphs after the test."""
     made = []
 
     def make(case):
@@ -39,7 +39,7 @@ def training(one_rank):
 
 
 def pools():
-    """Return the bytes of each memory pool."""
+    """Return the size in bytes of each memory pool."""
     sizes: Counter[tuple] = Counter()
     for segment in torch.cuda.memory_snapshot():
         sizes[tuple(segment["segment_pool_id"])] += segment["total_size"]

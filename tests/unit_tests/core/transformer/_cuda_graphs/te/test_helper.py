@@ -1,4 +1,4 @@
-"""Tests the helper and captures of plain layers, without a model."""
+"""Tests for the helper, and for captures of simple layers without a model."""
 
 import itertools
 from dataclasses import replace
@@ -26,7 +26,7 @@ def test_unknown_fallback_is_refused():
         TECudaGraphHelper([], config(cuda_graph_fallback="Eager"), 1, 1)
 
 
-# megatron-core asserts where these errors are raised, so its callers may expect an AssertionError.
+# megatron-core asserts instead of raising these errors, so its callers may expect an AssertionError.
 def test_other_cuda_graph_impl_is_refused():
     with pytest.raises(AssertionError, match="needs --cuda-graph-impl transformer_engine, got 'local'"):
         TECudaGraphHelper([], config(cuda_graph_impl="local"), 8, 1)
@@ -76,7 +76,7 @@ def test_discovered_layers_equal_megatron_core(one_stage, monkeypatch, graphable
 
 
 def last_layer_only(helper):
-    """Select layers like a plug-in written for megatron-core's helper."""
+    """Select only the last layer, as a plug-in for megatron-core's helper would."""
     replaced("megatron.core.transformer.cuda_graphs").TECudaGraphHelper._discover_layers(helper)
     for layers in (helper.callables_per_chunk[0], helper.flattened_callables, helper.callables_per_chunk_is_mtp[0]):
         del layers[0]
@@ -250,7 +250,7 @@ def test_pipeline_stages_fix_the_number_of_micro_batches(stages, expected):
 
 
 class Fsdp(torch.nn.Module):
-    """A wrapper with the attributes of Megatron-FSDP that the helper reads."""
+    """A wrapper with the Megatron-FSDP attributes that the helper reads."""
 
     @property
     def graphs(self):
@@ -334,7 +334,7 @@ def test_no_recapture_after_a_failed_capture(two_stages):
 
 
 def failing_at(*failures):
-    """Return a capture function for an engine that fails at the given calls, counted from 1."""
+    """Return a capture function for an engine, which fails at the given 1-based calls."""
     calls = itertools.count(1)
 
     def capture():

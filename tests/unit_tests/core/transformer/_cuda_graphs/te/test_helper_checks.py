@@ -1,4 +1,4 @@
-"""Tests that ``TECudaGraphHelper`` checks options for programs without Megatron's argument parser."""
+"""Tests that ``TECudaGraphHelper`` validates options without Megatron's argument parser."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests which layers graphs can hold, and which models contain them."""
+"""Tests for finding graphable layers, and the models that contain them."""
 
 from itertools import combinations
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ IDENTITY, ATTENTION = IdentityOp(), torch.nn.Identity()
 
 
 def bare(kind, **parts):
-    """Return a module of ``kind`` that has only these ``parts``."""
+    """Return a module of ``kind`` that has only the given ``parts``."""
     module = kind.__new__(kind)
     torch.nn.Module.__init__(module)
     for name, part in parts.items():

@@ -1,4 +1,4 @@
-"""Tests the order of passes in pipeline schedules."""
+"""Tests for the order of passes in pipeline schedules."""
 
 import doctest
 
@@ -56,7 +56,7 @@ def test_layer_order_equals_megatron_core(case, with_weight_gradients):
 
 
 def test_uncaptured_layers_take_their_turns():
-    """With the first of three layers eager, the last backward pass precedes the second forward pass in the order."""
+    """Check the order with an eager first layer, in which the last backward pass precedes the second forward pass."""
     order = get_overlap_moe_expert_parallel_comm_order([1, -1, 1, -1], [2], False, [[None, 0, 1]])
     assert order == ([1, 2, -2, 1, -1, 2, -2, -1], [[0, 0], [0, 1], None, [0, 0], None, [0, 1], None, None])
 

@@ -1,4 +1,4 @@
-"""Tests static inputs of slots, and which slots share them."""
+"""Tests for static inputs of slots, and their sharing across slots."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from ..pipeline_orders import orders
 
 
 def inputs_of(plan, width_of_callable=lambda index: 1):
-    """Return the inputs of each slot, and the callables for which inputs were created."""
+    """Return the inputs of each slot, and the callables that inputs were created for."""
     made = []
 
     def make(index):
@@ -104,7 +104,7 @@ class Layer:
 
 
 class Rotary:
-    """A rotary embedding that records its tables."""
+    """A rotary embedding that records the tables it returns."""
 
     def __init__(self):
         self.tables = []

@@ -1,4 +1,4 @@
-"""Tests TrainingCalls, which detects whether graphs match the calls that training makes."""
+"""Tests that TrainingCalls detects whether graphs match training calls."""
 
 from types import SimpleNamespace
 
@@ -140,7 +140,7 @@ class Decoder(torch.nn.Module):
 
 
 class Scaled(torch.nn.Module):
-    """Returns its output as is or in a container, depending on the key in ``kinds``."""
+    """A module that returns its output as is or in a container, depending on the key in ``kinds``."""
 
     kinds = {"tensor": lambda out: out, "tuple": lambda out: (None, out), "dict": lambda out: {"losses": [out]}}
 
@@ -203,7 +203,7 @@ class Chunk(Model):
         self.config = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2, context_parallel_size=1)
 
 
-HIDDEN = torch.zeros(2, 2, 8)  # four tokens, split over two ranks by sequence parallelism
+HIDDEN = torch.zeros(2, 2, 8)  # four tokens, sharded across two ranks by sequence parallelism
 FIRST, BETWEEN, LAST = ((True, False), (False, False), (False, True))
 
 

@@ -1,4 +1,4 @@
-"""Tests graphs of a vision encoder in one process, the first of one or two pipeline stages."""
+"""Tests for graphs of a vision encoder, in one process as the first of one or two pipeline stages."""
 
 import inspect
 import logging
@@ -44,7 +44,7 @@ def order(request):
 
 
 def new_model(graphs=True, modules=()):
-    """Return a classifier with megatron-core's CLIP encoder, two layers of which are in this stage, and its config."""
+    """Return a classifier with megatron-core's CLIP encoder, with two layers in this stage, and its configuration."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -57,7 +57,7 @@ def new_model(graphs=True, modules=()):
 
 
 def helper_for(model, config, **arguments):
-    """Return a helper for ``model`` inside two wrappers."""
+    """Return a helper for ``model`` wrapped twice."""
     chunk = torch.nn.Module()
     chunk.module = torch.nn.Module()
     chunk.module.module = model
@@ -72,7 +72,7 @@ def layers_of(model):
 
 
 def take_gradients(params, main_grads):
-    """Add gradients to ``main_grads``, like Megatron's wrappers before the next replay overwrites them."""
+    """Add gradients to ``main_grads`` before the next replay overwrites them, like Megatron's wrappers."""
     for param, main_grad in zip(params, main_grads, strict=True):
         main_grad += param.grad
         param.grad = None
@@ -82,7 +82,7 @@ def train(order, graphs, modules=(), steps=10, warmup=3, later=None, options=Non
     """Train, and return all losses, gradients and parameters, and the number of graphs per layer.
 
     Args:
-        later: Order of passes from the second step after capture on.
+        later: Order of passes starting with the second step after capture.
         options: Additional attributes of the configuration.
     """
     model, config = new_model(graphs, modules=modules)

@@ -1,4 +1,4 @@
-"""Tests ModelGraphs and DecoderGraphs: which calls replay, and static inputs."""
+"""Tests for the calls that ModelGraphs and DecoderGraphs replay, and for their static inputs."""
 
 import copy
 import logging
@@ -24,7 +24,7 @@ SHAPE = 2, 8
 
 
 class Model(torch.nn.Module):
-    """Takes a language model's arguments and counts its calls."""
+    """A module that takes a language model's arguments and counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Model(torch.nn.Module):
 
 
 class Passes:
-    """Records the inputs of replays."""
+    """Stand-in for captured graphs that records the inputs of replays."""
 
     def __init__(self, inputs):
         self.kwargs, self.owner = inputs, GraphOwner()
@@ -307,7 +307,7 @@ def chunk(monkeypatch):
 
 
 def call(chunk, microbatch, hidden_states, *args):
-    """Call a chunk like a schedule; return whether it replayed."""
+    """Call a chunk as a pipeline schedule does, and return whether it replayed."""
     vars(chunk.decoder.layers[0])["current_microbatch"] = microbatch
     chunk.decoder.input_tensor = hidden_states
     return replays(chunk, *args) if args else replays(chunk, None, None, None)
