@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 def test_signature_is_transformer_engines_plus_owners():
-    # transformer_engine.pytorch.make_graphed_callables of TransformerEngine 2.20.2.
+    # Parameters of TransformerEngine 2.20.2's make_graphed_callables.
     *of_transformer_engine, owners = inspect.signature(make_graphed_callables).parameters.values()
     assert (owners.name, owners.default) == ("owners", None)
     assert [parameter.name for parameter in of_transformer_engine] == [
