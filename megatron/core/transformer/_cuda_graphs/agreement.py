@@ -290,7 +290,7 @@ def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
 def warn_of_failure(failed: CaptureFailedError, outlook: str) -> None:
     """Warn of a failed capture and its consequences; the failed rank also logs the exception."""
     message = f"{failed}. {outlook}."
-    if isinstance(failed.__cause__, CaptureFailedError):  # another rank's
+    if isinstance(failed.__cause__, CaptureFailedError):  # from a different rank
         log_single_rank(logger, logging.WARNING, message)
     else:
         logger.warning(message, exc_info=failed.__cause__)

@@ -77,7 +77,7 @@ def is_of_ddp(hook: Callable) -> bool:
 
 
 def hooks_on(module: torch.nn.Module) -> Iterator[Callable]:
-    """Yield the hooks on ``module`` itself, of all kinds."""
+    """Yield all kinds of hooks on ``module``, excluding hooks on its submodules."""
     for name in _HOOK_DICTS:
         yield from getattr(module, name).values()
 

@@ -218,7 +218,7 @@ class Options:
 
     @property
     def modules(self) -> frozenset[str]:
-        """Parts of layers in ``--cuda-graph-modules``; empty for whole layers."""
+        """Layer modules selected by ``--cuda-graph-modules``; empty for whole layers."""
         return frozenset(str(getattr(module, "name", module)) for module in self.get("cuda_graph_modules") or ())
 
     def graphs(self, *modules: str) -> bool:
@@ -227,7 +227,7 @@ class Options:
 
     @property
     def double_buffer(self) -> bool:
-        """Whether Megatron-FSDP uses a double buffer, which several flags imply."""
+        """Whether Megatron-FSDP uses a double buffer, which several flags enable."""
         return self.any("fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer")
 
     @property
@@ -242,7 +242,7 @@ class Options:
 
     @property
     def grouped_tensor(self) -> bool:
-        """Whether token counts stay on the GPU."""
+        """Whether one grouped matrix product computes all experts, with token counts on the GPU."""
         return bool(self.get("moe_use_grouped_tensor"))
 
     @property
@@ -268,7 +268,7 @@ class Options:
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether whole layers are recomputed, which graphs of single layers do not support."""
+        """Whether whole layers are recomputed, which single-layer graphs do not support."""
         return bool(self.get("recompute_granularity") == "full")
 
     def recomputes(self, *modules: str) -> bool:

@@ -460,7 +460,7 @@ class _CudaGraphRunner(GraphOwner):
             yield
 
     def _having(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of ``params`` and of the sharded weights a pass may change whose ``attribute`` is not None."""
+        """Return all ``params``, and sharded weights that a pass may change, whose ``attribute`` is not None."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 

@@ -14,7 +14,7 @@ from ..errors import CallOrderError
 
 
 def language_model_of(chunk: torch.nn.Module) -> Any | None:
-    """Return the module with a ``decoder`` inside the wrappers of a model chunk; None in a stage without layers."""
+    """Unwrap a model chunk to the module that has a ``decoder``; return None in a stage without layers."""
     try:
         return get_attr_wrapped_model(chunk, "decoder", allow_none=False, return_model_obj=True)
     except RuntimeError:
@@ -22,7 +22,7 @@ def language_model_of(chunk: torch.nn.Module) -> Any | None:
 
 
 def vision_model_of(chunk: torch.nn.Module) -> Any | None:
-    """Return the ``vision_model`` inside the wrappers of a model chunk, or None."""
+    """Return the ``vision_model`` of a wrapped model chunk, or None."""
     try:
         return get_attr_wrapped_model(chunk, "vision_model")
     except RuntimeError:
@@ -40,7 +40,7 @@ def fsdp_of(chunk: torch.nn.Module) -> Any | None:
 
 
 def decoder_layers(model: Any | None) -> list[torch.nn.Module]:
-    """Return ``model.decoder.layers``; an empty list if the model has no such layers, or is None."""
+    """Return ``model.decoder.layers``; an empty list if ``model`` is None or has no such layers."""
     return list(getattr(getattr(model, "decoder", None), "layers", ()))
 
 
@@ -107,7 +107,7 @@ def why_not_graphable(layer: torch.nn.Module, config: Any) -> str:
 
 
 def _modules_of(layer: Any) -> Iterator[CudaGraphModule]:
-    """Yield the values of ``cuda_graph_modules`` that select a part of ``layer``."""
+    """Yield the ``cuda_graph_modules`` values that select a part of ``layer``."""
     from megatron.core.ssm.mamba_layer import MambaLayer  # these import cuda_graphs, which imports this module
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe.moe_layer import MoELayer

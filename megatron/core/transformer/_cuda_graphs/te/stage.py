@@ -85,7 +85,7 @@ class Stage:
 
     @property
     def one_graph_serves_all(self) -> bool:
-        """Whether only one micro-batch is in flight at a time, as without pipeline stages."""
+        """Whether at most one micro-batch is in flight at a time, so that all micro-batches can share one graph."""
         return self.groups.pp.size() == 1 and not self.config.overlap_moe_expert_parallel_comm
 
     @property

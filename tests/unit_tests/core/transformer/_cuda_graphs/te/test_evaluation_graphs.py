@@ -200,7 +200,7 @@ def test_output_is_not_overwritten_by_the_next_evaluation(one_rank):
 
 
 def test_evaluation_inside_a_backward_pass_runs_eagerly(one_rank):
-    """Parameters that the backward pass reads must stay gathered."""
+    """Check that evaluation does not release gathered parameters that the backward pass still reads."""
 
     def evaluate_in_backward(training):
         losses_of = training._losses
