@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer._cuda_graphs.flags.options import Options, add_arguments
-from megatron.core.transformer._cuda_graphs.flags.table import check, warn
+from megatron.core.transformer._cuda_graphs.flags.table import MODULES, check, warn
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -32,3 +32,15 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
         args.align_grad_reduce = False  # otherwise only the first stage marks the last micro-batch
     return args
+
+
+def _parse_cuda_graph_modules_arg(scope: str) -> Any:
+    """Return the value of ``--cuda-graph-modules`` for ``scope``; see megatron-core.
+
+    Raises:
+        argparse.ArgumentTypeError: ``scope`` is not a module; argparse adds the name of the flag.
+    """
+    try:
+        return _upstream._parse_cuda_graph_modules_arg(scope)
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"unknown module {scope!r}: use {', '.join(MODULES)}") from None

@@ -123,6 +123,8 @@ def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
 
     A checkpoint saved before the first step has no states, and megatron-core saves no loss scale.
     """
+    if GROUPS not in optimizer:  # several optimizers
+        return optimizer
     try:
         keys = [*FileSystemReader(checkpoint).read_metadata().state_dict_metadata]
     except FileNotFoundError:  # training starts without a checkpoint

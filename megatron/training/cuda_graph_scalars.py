@@ -1,15 +1,19 @@
 """TensorBoard and W&B scalars on CUDA graph usage in Megatron's training loop."""
 
+import time
 from collections import Counter
 from typing import Any
 
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
+PAUSE = 2.0  # least seconds between values: a call of W&B's writer may take 1.3 ms
+
 
 class CudaGraphScalars:
     """Writes scalars on the graphs of a ``TECudaGraphHelper``, which calls it between steps.
 
-    Ranks with writers log these scalars every ``--tensorboard-log-interval`` iterations:
+    Ranks with writers log these scalars every ``--tensorboard-log-interval`` iterations, but at most every ``PAUSE``
+    seconds, and when graphs are deleted:
 
     - ``cuda-graphs/replays``: replays of forward graphs since the previous value.
     - ``cuda-graphs/eager-steps/REASON``: steps that ran eagerly, fully or partly, since the previous value; a reason
@@ -20,11 +24,18 @@ class CudaGraphScalars:
 
     def __init__(self) -> None:
         self._iteration: int | None = None  # the last iteration counted
+        self._is_written = True  # whether the scalars include it
+        self._time_written = -PAUSE
         self._eager_steps: Counter[str] = Counter()
         self._replays = 0
 
-    def __call__(self, helper: Any) -> None:
-        """Count the last iteration once, and write the scalars at the log interval."""
+    def __call__(self, helper: Any, deleting: bool = False) -> None:
+        """Count the last iteration once, and write the scalars at the log interval.
+
+        Args:
+            helper: The helper.
+            deleting: Whether its graphs are about to be deleted, so that the remaining values are written.
+        """
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
         if tensorboard is None and wandb is None:
             return
@@ -33,13 +44,16 @@ class CudaGraphScalars:
         if self._iteration is None:  # curr_iteration may belong to an earlier training run
             self._iteration = max(getattr(args, "iteration", 0), ended - 1)
             return
-        if ended <= self._iteration:
+        is_due = False
+        if ended > self._iteration:
+            self._iteration, self._is_written = ended, False
+            if reason := helper.eager_reason():
+                self._eager_steps[reason] += 1
+            waited = time.monotonic() >= self._time_written + PAUSE
+            is_due = waited and ended % args.tensorboard_log_interval == 0
+        if self._is_written or not (is_due or deleting):
             return
-        self._iteration = ended
-        if reason := helper.eager_reason():
-            self._eager_steps[reason] += 1
-        if ended % args.tensorboard_log_interval:
-            return
+        self._is_written, self._time_written = True, time.monotonic()
         scalars = {f"cuda-graphs/{name}": value for name, value in self._since_last_values(helper).items()}
         if tensorboard is not None:
             for name, value in scalars.items():

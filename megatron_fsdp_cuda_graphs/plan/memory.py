@@ -51,8 +51,6 @@ def stage_memory(helper: Any, planned: Planned, args: argparse.Namespace) -> Ite
         yield "    quantized parameters are counted in 16 bits"
     if not args.use_megatron_fsdp:
         yield "    only static inputs are counted without --use-megatron-fsdp"
-    if args.overlap_moe_expert_parallel_comm:
-        yield "    not counted: gathered weights that stay in place with --overlap-moe-expert-parallel-comm"
 
 
 def fsdp_memory(helper: Any, args: argparse.Namespace) -> Counter[str]:

@@ -13,7 +13,7 @@ if not GPUS:
 
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from megatron.core.optimizer.listed_step import ListedStep
+from megatron.core.optimizer.local_shards import LocalShards
 
 SHAPES = ((64, 33), (5,), (70000,), (2, 2))
 STEPS = 5
@@ -36,7 +36,8 @@ def build(mesh, dtype, **options):
     params = [torch.nn.Parameter(shard(shape)) for shape in SHAPES]
     for param in params:
         param.grad = shard(param.shape)
-    nowhere = torch.nn.Parameter(shard((2,)))  # no gradient, like a parameter without a shard on this rank
+        param.grad.stays = True
+    nowhere = torch.nn.Parameter(shard((2,)))  # no gradient, like a parameter without a local shard
     groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5, "weight_decay": 0.0}, {"params": [nowhere]}]
     return FusedAdam(groups, lr=0.1, weight_decay=0.1, **options)
 
@@ -55,14 +56,20 @@ def tensors(optimizer):
         (torch.bfloat16, {}),
     ],
 )
-def test_listed_steps_are_bit_identical(mesh, dtype, options):
+def test_cached_steps_are_bit_identical(mesh, dtype, options):
     expected, optimizer = build(mesh, dtype, **options), build(mesh, dtype, **options)
-    listed = ListedStep(optimizer, "grad")
+    shards = None
     for step in range(STEPS):
         expected.step()
-        with listed.running():
-            assert [len(group["params"]) for group in optimizer.param_groups] == ([1, 1, 1] if step else [3, 1, 1])
+        if shards is None:
             optimizer.step()
+            shards = LocalShards(optimizer)
+        else:
+            assert shards.current()
+            with shards.in_place():
+                looked_at = [len(group["params"]) for group in optimizer.param_groups]
+                optimizer.step()
+            assert looked_at == ([3, 1, 1] if step == 1 else [1, 1, 1])
         assert [group["step"] for group in optimizer.param_groups] == [step + 1] * 3
         for one, other in zip(tensors(optimizer), tensors(expected), strict=True):
             assert torch.equal(one, other)
@@ -70,10 +77,7 @@ def test_listed_steps_are_bit_identical(mesh, dtype, options):
             group["lr"] *= 0.9
 
 
-def test_steps_with_states_in_low_precision_are_not_listed(mesh):
+def test_states_in_low_precision_are_not_cached(mesh):
     optimizer = build(mesh, torch.float32, exp_avg_dtype=torch.bfloat16)
-    listed = ListedStep(optimizer, "grad")
-    for _ in range(2):
-        with listed.running():
-            assert [len(group["params"]) for group in optimizer.param_groups] == [3, 1, 1]
-            optimizer.step()
+    optimizer.step()
+    assert not LocalShards.eligible(optimizer, (FusedAdam,))

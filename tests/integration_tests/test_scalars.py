@@ -1,4 +1,4 @@
-"""Test that Megatron's training loop writes CUDA graph scalars to TensorBoard and W&B at its logging interval.
+"""Test that Megatron's loop writes CUDA graph scalars to TensorBoard and W&B at its interval and at the end.
 
 The last of two CPU ranks has the writers.
 """
@@ -15,6 +15,7 @@ from tests.support.pretraining.pretrain import pretrain
 TRAIN = "--train-iters 9 --cuda-graph-warmup-steps 3 --eval-interval 4 --eval-iters 1"
 WRITERS = "--tensorboard-log-interval 2 --wandb-project project --wandb-exp-name name"
 EVERY = [2, 4, 6, 8]
+LAST = 9
 MICROBATCHES = 2
 
 
@@ -38,10 +39,11 @@ def scalars(tmp_path_factory):
 def test_scalars_of_graphs_follow_megatrons_interval(scalars, writer):
     assert [iteration for iteration, _ in scalars[writer, "learning-rate"]] == EVERY
     own = {name.removeprefix("cuda-graphs/"): each for (by, name), each in scalars.items() if by == writer}
-    replays = [MICROBATCHES * steps for steps in (0, 1, 2, 2)]
-    assert own["replays"] == list(zip(EVERY, replays, strict=True))
-    assert own["eager-steps/before-capture"] == list(zip(EVERY, [2, 1, 0, 0], strict=True))
-    assert own["captures"] == list(zip(EVERY, [0, 1, 1, 1], strict=True))
+    replays = [MICROBATCHES * steps for steps in (0, 1, 2, 2, 1)]
+    written = [*EVERY, LAST]
+    assert own["replays"] == list(zip(written, replays, strict=True))
+    assert own["eager-steps/before-capture"] == list(zip(written, [2, 1, 0, 0, 0], strict=True))
+    assert own["captures"] == list(zip(written, [0, 1, 1, 1, 1], strict=True))
     memory = dict(own["memory-mib"])
-    assert memory.keys() == {*EVERY}
+    assert memory.keys() == {*written}
     assert memory[2] == 0 < memory[4] <= memory[8]

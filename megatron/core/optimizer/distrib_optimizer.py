@@ -1,5 +1,7 @@
 """The distributed optimizer under Megatron-FSDP: fewer host operations per step, and complete checkpoints."""
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -13,7 +15,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 from ..distributed.fsdp.global_names import by_global_name
 from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from . import clip_grads
-from .listed_step import LAUNCH, ListedStep
+from .local_shards import KeptGradients, LocalShards, gradients_of, local_tensor, stay
 from .repeated_work import RepeatedWork
 
 _upstream: Any = extend(__name__)
@@ -25,7 +27,8 @@ GROUPS = "param_to_group_meta"  # in checkpoints: the options of each parameter'
 class DistributedOptimizer(_upstream.DistributedOptimizer):
     """megatron-core's ``DistributedOptimizer``, adapted to graphs and to empty shards under Megatron-FSDP."""
 
-    _listed: ListedStep | None = None
+    _local_shards: LocalShards | None = None
+    _kept: KeptGradients | None = None
     _clipping: RepeatedWork | None = None
     _clips_beside: Any = None  # the graphs of the whole model that produce the gradients
 
@@ -40,10 +43,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return scale
 
     def _gradients(self) -> list[Any]:
-        """Return the gradients of the parameters with a shard on this rank, as ``DTensor``."""
-        name = gradient_name(self.config.use_precision_aware_optimizer)
-        grads = (getattr(param, name, None) for param in self.get_parameters())
-        return [grad for grad in grads if grad is not None]
+        """Return the gradient of each parameter as ``DTensor``, or None without a shard on this rank."""
+        return gradients_of(self.get_parameters(), gradient_name(self.config.use_precision_aware_optimizer))
 
     def clip_grad_norm(self, clip_grad: float) -> Any:
         """Clip the gradients and return their norm; see megatron-core.
@@ -52,13 +53,13 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """
         clip = super().clip_grad_norm
         passes = self._whole_model_passes()
-        if passes is None:
+        self._kept = kept = None if passes is None else self._kept_gradients()
+        if kept is None:
             return clip(clip_grad)
         if self._clipping is None or passes is not self._clips_beside:
             self._clipping, self._clips_beside = RepeatedWork("Gradient clipping"), passes
             passes.on_forget.append(self._free_clipping)  # before the communicators of its collectives
-        key = [clip_grad, *(grad._local_tensor.data_ptr() for grad in self._gradients())]
-        return self._clipping.run(key, lambda: clip(clip_grad))
+        return self._clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
 
     def _free_clipping(self) -> None:
         if self._clipping is not None:
@@ -68,17 +69,27 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _whole_model_passes(self) -> Any:
         """Return the graphs of the whole model if clipping can be captured beside them, else None.
 
-        Clipping cannot be captured inside another capture, if it synchronizes, if it also sets norms of parameter
-        groups as Python values, or if the optimizer has several model chunks.
+        Clipping cannot be captured inside another capture, if it synchronizes, or if the optimizer has several model
+        chunks.
         """
         if not self.ddp_config.use_megatron_fsdp or len(self.model_chunks) != 1 or self.is_stub_optimizer:
             return None
         if clip_grads.multi_tensor_scale_tensor_impl is None or torch.cuda.is_current_stream_capturing():
             return None
+        return self.model_chunks[0].module.graphs.model_passes
+
+    def _kept_gradients(self) -> KeptGradients | None:
+        """Return a snapshot of the gradients, or None if they do not stay or if parameter groups have own norms.
+
+        A replay would omit norms of groups, which are Python values.
+        """
+        grads = self._gradients()
+        if self._kept is not None and self._kept.are(grads):
+            return self._kept
         from .optimizer import _get_param_grad_norm_group
 
-        passes = self.model_chunks[0].module.graphs.model_passes
-        return None if passes is None or any(map(_get_param_grad_norm_group, self.get_parameters())) else passes
+        one_norm = not any(map(_get_param_grad_norm_group, self.get_parameters()))
+        return KeptGradients(grads) if one_norm and stay(grads) else None
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         """Return the gradients to divide by the loss scale, as local tensors; see megatron-core.
@@ -86,7 +97,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         Under Megatron-FSDP, parameters without a shard on this rank have no gradient.
         """
         if self.ddp_config.use_megatron_fsdp:
-            return [grad._local_tensor for grad in self._gradients()]
+            return [local_tensor(grad) for grad in self._gradients() if grad is not None]
         return super()._collect_main_grad_data_for_unscaling()
 
     def get_grad_stats_parallel_group(self) -> dist.ProcessGroup:
@@ -111,9 +122,12 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         if not self._is_unsharded():
             return params
         first = {expert: dist.get_rank(self._dist_index().get_dp_group(expert)) == 0 for expert in (False, True)}
+        return [param for param in params if first[param.orig_param in self._expert_params]]
+
+    @cached_property
+    def _expert_params(self) -> set[Any]:
         groups = [g for chunk in self.model_chunks for g in chunk.module.param_and_grad_buffer.parameter_groups]
-        experts = {param for group in groups if group.is_expert_param for param in group.params}
-        return [param for param in params if first[param.orig_param in experts]]
+        return {param for group in groups if group.is_expert_param for param in group.params}
 
     def _filter_grads_for_norm(self, params: list[Any], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         """Return the gradients that count on this rank; see megatron-core."""
@@ -128,7 +142,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
     def offload_to_cpu(self) -> None:
         """Move the optimizer's states to the host; see megatron-core."""
-        self._listed = None  # it holds states on the device
+        self._local_shards = None  # it holds states on the device
         super().offload_to_cpu()
 
     def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
@@ -151,7 +165,6 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         Capturable steps, and learning rates in tensors for them, depend on this run and not on the checkpoint.
         """
         if self.ddp_config.use_megatron_fsdp:
-            self._listed = None  # it holds the former states
             if LOSS_SCALE in state_dict:
                 self.grad_scaler.load_state_dict(state_dict.pop(LOSS_SCALE))
             if state_dict.get(GROUPS):
@@ -188,25 +201,24 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         """Run the optimizer's step and start gathering parameters; see megatron-core."""
-        if not self._lists_steps():
-            return super().step_with_ready_grads()
-        if self._listed is None:
-            name = gradient_name(getattr(self.optimizer, "use_decoupled_grad", False))
-            self._listed = ListedStep(self.optimizer, name)
-        with self._listed.running():
+        if not (self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp or self.optimizer.state):
+            impls = {getattr(chunk.config, "cuda_graph_impl", "none") for chunk in self.model_chunks}
+            if impls != {"none"}:  # see Megatron-FSDP's ``update_main_grads``
+                torch.cuda.empty_cache()
+        with self._on_local_shards():
             return super().step_with_ready_grads()
 
-    def _lists_steps(self) -> bool:
-        """Return whether later steps can reuse a step's lists: gradients stay, and no state is cast."""
-        return (
-            not self.is_stub_optimizer
-            and self.ddp_config.use_megatron_fsdp
-            and self.ddp_config.megatron_fsdp_cuda_graph_mode
-            and type(self.optimizer) is _upstream.Adam
-            and LAUNCH in vars(self.optimizer)
-            and not getattr(self.optimizer, "master_weights", False)
-            and not getattr(self.optimizer, "_scales", None)  # of states in low precision
-        )
+    def _on_local_shards(self) -> AbstractContextManager[None]:
+        """Return a context that gives the optimizer local shards if the step stays bit-identical."""
+        if self.is_stub_optimizer or not self.ddp_config.use_megatron_fsdp:
+            return nullcontext()
+        if self._local_shards is None or not self._local_shards.current():
+            kinds = (_upstream.Adam, torch.optim.Adam, torch.optim.AdamW)
+            eligible = LocalShards.eligible(self.optimizer, kinds)
+            self._local_shards = LocalShards(self.optimizer) if eligible else None
+            if self._local_shards is None or not self._local_shards.current():
+                return nullcontext()
+        return self._local_shards.in_place()
 
 
 def _item_of_one(scale: torch.Tensor) -> float:

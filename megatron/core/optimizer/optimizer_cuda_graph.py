@@ -9,7 +9,7 @@ from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
-from .listed_step import Inputs, changed_input, step_inputs
+from .local_shards import gradients_of, hooks_of, same
 
 _upstream: Any = extend(__name__)
 _logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -28,18 +28,15 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
 
     def __init__(self, optimizer_step_func: Any, *args: Any, **kwargs: Any):
         super().__init__(optimizer_step_func, *args, **kwargs)
-        optimizer = optimizer_step_func.__self__
-        chained = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._optimizers = [each for each in chained if each.optimizer is not None]  # None without parameters
-        self._captured: tuple[Inputs, dict[Any, Any]] | None = None  # None if another step was captured
-        self._told = set[str]()
+        optimizer = getattr(optimizer_step_func, "__self__", None)
         sharded = [chunk for chunk in getattr(optimizer, "model_chunks", ()) if chunk.ddp_config.use_megatron_fsdp]
         for chunk in sharded:
             chunk.ddp_config.megatron_fsdp_cuda_graph_mode = True
             chunk.param_and_grad_buffer.keep_gradients_in_place()
-        self._keeps_gradients = bool(sharded)
+        self._optimizer, self._told = optimizer, set[str]()
+        self._captured: dict[tuple[str, int], Any] = {}  # read by the captured step; empty if another was captured
         self._sharded = [chunk for chunk in sharded if chunk.ddp_config.fsdp_all_gather_in_start_param_sync]
-        for group in optimizer.param_groups:
+        for group in getattr(optimizer, "param_groups", ()):
             if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cuda")
 
@@ -58,40 +55,53 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
                 chunk.start_param_sync()
         return result
 
-    def _read_by_step(self) -> tuple[Inputs, dict[Any, Any]]:
-        """Return the objects that the host reads in a step, and the numbers, both by name."""
-        objects: Inputs = {}
-        numbers: dict[Any, Any] = {}
-        for number, each in enumerate(self._optimizers):
-            name = gradient_name(each.config.use_precision_aware_optimizer)
+    def _read_by_step(self) -> dict[tuple[str, int], Any]:
+        """Return the values that the host reads in a step by name; tensors and states compare by identity."""
+        read: dict[tuple[str, int], Any] = {}
+        for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
+            for name, value in group.items():
+                if name == "params":
+                    read["parameters", number] = _Same(*value)
+                else:
+                    read[name, number] = _Same(value) if isinstance(value, torch.Tensor) else value
+        optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        for number, each in enumerate(optimizers):
+            stepping, config = getattr(each, "optimizer", each), getattr(each, "config", None)
+            states = getattr(stepping, "state", {})
+            values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+            read["states", number] = _Same(states, *values)
+            read["clip_grad", number] = getattr(config, "clip_grad", None)
+            if isinstance(stepping, torch.optim.Optimizer):
+                read["step hooks", number] = _Same(*hooks_of(stepping))
+            name = gradient_name(getattr(config, "use_precision_aware_optimizer", False))
+            params = [param for group in getattr(each, "param_groups", ()) for param in group["params"]]
             # Without Megatron-FSDP, gradients are attached within the step.
-            params = each.get_parameters() if self._keeps_gradients else []
-            read = step_inputs(each.optimizer, [getattr(param, name, None) for param in params])
-            numbers["clip_grad", number] = each.config.clip_grad
-            for place, group in enumerate(each.param_groups):
-                for option, value in group.items():
-                    if isinstance(value, torch.Tensor):
-                        read.setdefault(option, []).append(value)
-                    elif option != "params":
-                        numbers[option, number, place] = value
-            for kind, found in read.items():
-                objects[kind] = objects.get(kind, []) + found
-        return objects, numbers
+            grads = [grad for grad in gradients_of(params, name) if getattr(grad, "stays", False)]
+            read["gradients", number] = _Same(*grads)
+        return read
 
     def _has_changed(self) -> bool:
         """Return whether the graph would differ from the step, and log each reason once."""
-        reason = "another optimizer was captured"
-        if self._captured is not None:
-            objects, numbers = self._read_by_step()
-            known, known_numbers = self._captured
-            differing = [key[0] for key in numbers if numbers[key] != known_numbers.get(key)]
-            changed = changed_input(objects, known) or next(iter(differing), None)
-            if changed is None:
-                return False
-            reason = f"{changed} changed after capture"
+        now = self._read_by_step()
+        if now == self._captured:
+            return False
+        names = [key[0] for key in now if now[key] != self._captured.get(key)]
+        reason = (
+            f"{(names or ['a group'])[0]} changed after capture" if self._captured else "another optimizer was captured"
+        )
         if reason not in self._told:
             self._told.add(reason)
             log_single_rank(
                 _logger, logging.WARNING, f"The optimizer's step runs eagerly (--optimizer-cuda-graph): {reason}"
             )
         return True
+
+
+class _Same:
+    """Compares objects by identity, and keeps them alive because the graph reads them."""
+
+    def __init__(self, *values: Any):
+        self._values = list(values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and same(other._values, self._values)

@@ -11,10 +11,11 @@ from megatron.core.transformer._cuda_graphs.engine.graph import Capture, pause_g
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 EAGER_STEPS = 2  # before the capture: allocators and communicators initialize, and addresses settle
+CAPTURES = 3  # then the work runs eagerly if its inputs change again
 
 
 class RepeatedWork:
-    """Work that is captured once, and runs eagerly if the capture fails or its memory moves afterwards.
+    """Work that is recaptured when its inputs change, and runs eagerly after ``CAPTURES`` captures or a failed one.
 
     Attributes:
         replays: How often the graph was replayed.
@@ -23,8 +24,7 @@ class RepeatedWork:
     def __init__(self, name: str):
         self._name = name
         self._key: list[Any] | None = None
-        self._steps = self.replays = 0
-        self._is_eager = False
+        self._steps = self._captures = self.replays = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: torch.Tensor | None = None
 
@@ -36,12 +36,13 @@ class RepeatedWork:
             work: Enqueues the same work for equal keys, without other side effects: a replay does not call it.
         """
         if key != self._key:
-            if self._graph is not None:
-                self._run_eagerly("its memory has moved")
+            if self._graph is not None and self._captures == CAPTURES:
+                self._warn(f"its inputs have changed {CAPTURES} times")
+            self.reset()
             self._key, self._steps = key, 0
         if self._graph is None:
             self._steps += 1
-            if self._is_eager or self._steps <= EAGER_STEPS or not self._capture(work):
+            if self._captures == CAPTURES or self._steps <= EAGER_STEPS or not self._capture(work):
                 return work()
         assert self._graph is not None and self._result is not None
         self._graph.replay()
@@ -50,6 +51,7 @@ class RepeatedWork:
 
     def _capture(self, work: Callable[[], Any]) -> bool:
         """Record the graph; return whether it succeeded."""
+        self._captures += 1
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         try:
@@ -59,19 +61,19 @@ class RepeatedWork:
                 with capture.recording(graph):
                     result = work()
         except Exception as error:
-            self._run_eagerly(f"{type(error).__name__}: {error}")
+            self._captures = CAPTURES
+            self._warn(f"{type(error).__name__}: {error}")
             return False
         if not isinstance(result, torch.Tensor):
-            self._run_eagerly(f"it returns {type(result).__name__}, not a tensor")
+            self._captures = CAPTURES
+            self._warn(f"it returns {type(result).__name__}, not a tensor")
             return False
         current.wait_stream(stream)
         self._graph, self._result = graph, result
         return True
 
-    def _run_eagerly(self, reason: str) -> None:
+    def _warn(self, reason: str) -> None:
         logger.warning(f"{self._name} runs without a CUDA graph: {reason}")
-        self.reset()
-        self._is_eager = True
 
     def reset(self) -> None:
         """Free the graph, which must happen before its communicators are destroyed."""

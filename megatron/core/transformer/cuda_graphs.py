@@ -136,7 +136,8 @@ class TECudaGraphHelper:
               ``eager`` warns and trains without graphs.
             - ``cuda_graph_max_captures``: The maximum number of captures, including recaptures.
             - ``cuda_graph_report``: The directory for capture reports.
-            - ``cuda_graph_step_log``: Factory for a callback ``(helper)``, called before each step.
+            - ``cuda_graph_step_log``: Factory for a callback ``(helper, deleting)``, called before each step and before
+              graphs are deleted.
         seq_length: Tokens per sequence.
         micro_batch_size: Sequences per micro-batch.
         optimizers: Optimizers whose gradients are zeroed after capture.
@@ -337,9 +338,9 @@ class TECudaGraphHelper:
         if gathering and self.graphs_created():
             self.cuda_graph_set_manual_hooks()
 
-    def _log_step(self) -> None:
+    def _log_step(self, deleting: bool = False) -> None:
         if self._step_log is not None:
-            self._step_log(self)
+            self._step_log(self, deleting)
 
     # -------------------------------------------------------------------------------------------- capture
 
@@ -518,6 +519,7 @@ class TECudaGraphHelper:
         """
         if not self.graphs_created():
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
+        self._log_step(deleting=True)
         self._replays_before = self.graph_use().replays
         self._drop_graphs()
         self.stage.log(logging.INFO, "deleted all CUDA graphs")

@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from unittest import mock
 
+from megatron.training import cuda_graph_scalars
 from tests.support.pretraining.pretrain import SCRIPT
 
 
@@ -46,6 +47,7 @@ def install():
 
 def main():
     install()
+    cuda_graph_scalars.PAUSE = 0  # steps are short here
     sys.path.insert(0, str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

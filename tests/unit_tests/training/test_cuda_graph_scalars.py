@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core.transformer._cuda_graphs.te.capture_state import GraphUse
 from megatron.training import global_vars
-from megatron.training.cuda_graph_scalars import CudaGraphScalars
+from megatron.training.cuda_graph_scalars import PAUSE, CudaGraphScalars
 
 CAPTURED_AFTER, REPLAYS = 3, 4  # steps before capture, replays per step
 MIB = 2**20
@@ -50,6 +50,8 @@ class Loop:
     def __init__(self, monkeypatch, interval=1, tensorboard=None, wandb=None):
         self.args = SimpleNamespace(iteration=0, curr_iteration=0, tensorboard_log_interval=interval)
         self.helper, self.scalars = Helper(), CudaGraphScalars()
+        self.now, self.seconds = 100.0, PAUSE  # of a step
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
         monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", self.args)
         monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", tensorboard)
         monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", wandb)
@@ -59,6 +61,7 @@ class Loop:
             self.scalars(self.helper)
             self.args.curr_iteration = iteration
             self.helper.steps += 1
+            self.now += self.seconds
         self.scalars(self.helper)
 
 
@@ -96,6 +99,17 @@ def test_an_iteration_counts_once(loop):
     training.train(1)
     training.scalars(training.helper)
     assert writer.values["eager-steps/before-capture"] == [(1, 1)]
+
+
+def test_short_steps_share_values_until_the_end(loop):
+    training, writer = loop()
+    training.seconds = PAUSE / 2
+    training.train(6)
+    assert writer.values["replays"] == [(1, 0), (3, 0), (5, 8)]
+    assert writer.values["eager-steps/before-capture"] == [(1, 1), (3, 2), (5, 0)]
+    for _ in range(2):
+        training.scalars(training.helper, deleting=True)
+    assert writer.values["replays"][3:] == [(6, 4)]
 
 
 def test_both_writers_get_the_same_values(monkeypatch):

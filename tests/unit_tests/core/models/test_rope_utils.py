@@ -34,6 +34,11 @@ def test_each_rank_gets_megatron_cores_pieces(module, seq_dim):
             assert module.get_pos_emb_on_this_cp_rank(whole.to("meta"), seq_dim, rank).shape == pieces.shape
 
 
+def test_a_missing_group_is_megatron_cores_error(module):
+    with pytest.raises(ValueError, match="cp_group must be provided"):
+        module.get_pos_emb_on_this_cp_rank(torch.rand(4, 1), 0, None)
+
+
 def test_pieces_of_unequal_length_are_an_error(module):
     with pytest.raises(RuntimeError):
         module.get_pos_emb_on_this_cp_rank(torch.rand(6, 1), 0, ranks()[0])

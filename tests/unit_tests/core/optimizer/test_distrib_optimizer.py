@@ -1,5 +1,6 @@
 """The distributed optimizer under Megatron-FSDP: gradients, clipping in a graph, checkpoints."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -43,6 +44,27 @@ def test_unscaling_divides_the_shards_of_this_rank(optimizer, name):
     assert [id(grad) for grad in made._collect_main_grad_data_for_unscaling()] == [id(shard) for shard in shards]
 
 
+@pytest.mark.parametrize(
+    ("impl", "states", "fsdp", "releases"),
+    [
+        ("transformer_engine", {}, False, 1),
+        ("none", {}, False, 0),
+        ("transformer_engine", {1: {}}, False, 0),
+        ("transformer_engine", {}, True, 0),
+    ],
+)
+def test_first_states_do_not_use_cached_memory(optimizer, monkeypatch, impl, states, fsdp, releases):
+    made = optimizer([None], fsdp=fsdp)
+    made.optimizer.state, made.model_chunks = states, [SimpleNamespace(config=SimpleNamespace(cuda_graph_impl=impl))]
+    upstream = next(kind for kind in type(made).__mro__[1:] if "step_with_ready_grads" in vars(kind))
+    empty_cache = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(type(made), "_on_local_shards", lambda self: nullcontext())
+    monkeypatch.setattr(upstream, "step_with_ready_grads", lambda self: empty_cache.call_count == releases)
+    assert made.step_with_ready_grads()
+    assert empty_cache.call_count == releases
+
+
 class Passes:
     """A stand-in for whole-model graphs; ``keys`` records the keys of the repeated work."""
 
@@ -58,6 +80,8 @@ def clipping(optimizer, monkeypatch, mesh):
 
     def make():
         grads = [DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) for _ in range(2)]
+        for grad in grads:
+            grad.stays = True
         made = optimizer([grads[0], None, grads[1]])
         upstream = next(kind for kind in type(made).__mro__[1:] if "clip_grad_norm" in vars(kind))
         monkeypatch.setattr(upstream, "clip_grad_norm", lambda self, clip_grad: ("norm", clip_grad))
@@ -97,6 +121,7 @@ CHANGES = {
     "no parameters": lambda made, patch: setattr(made, "is_stub_optimizer", True),
     "another capture": lambda made, patch: patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True),
     "a norm on the host": lambda made, patch: patch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None),
+    "gradients that do not stay": lambda made, patch: setattr(made.get_parameters()[0].grad, "stays", False),
     "norms of groups": lambda made, patch: setattr(
         made.get_parameters()[1], core_optimizer.GRAD_NORM_GROUP_ATTR, core_optimizer.MTP_GRAD_NORM_GROUP
     ),

@@ -26,6 +26,7 @@ class Optimizer(torch.optim.Optimizer):
         self.model_chunks = [mock.Mock(ddp_config=SimpleNamespace(**defaults | config)) for _ in range(2)]
         self.weight = torch.zeros(1, device="cuda")
         self.weight.grad = torch.zeros(1, device="cuda")
+        self.weight.grad.stays = True  # as under Megatron-FSDP
         first = {"params": [self.weight], "lr": 0.5, "capturable": capturable, "weight_decay": 0.0}
         super().__init__([first, {"params": [torch.zeros(1, device="cuda")], "lr": 0.25}], {})
         self.state[self.weight] = {"momentum": torch.zeros(1, device="cuda")}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.optimizer.repeated_work import EAGER_STEPS, RepeatedWork
+from megatron.core.optimizer.repeated_work import CAPTURES, EAGER_STEPS, RepeatedWork
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
@@ -50,15 +50,23 @@ def test_work_is_replayed_after_the_eager_steps(work, doubling):
     assert work.replays == 3
 
 
-def test_work_runs_eagerly_after_its_memory_moved(work, doubling, caplog):
+def test_changed_inputs_are_recaptured(work, doubling):
     run(work, doubling, EAGER_STEPS + 1)
     doubling.vector, old = torch.ones(3, device="cuda"), doubling.vector
-    calls = doubling.calls
-    sums = run(work, doubling, EAGER_STEPS + 2)
-    assert [total.item() for total in sums] == [6.0, 12.0, 24.0, 48.0]
-    assert doubling.calls == calls + EAGER_STEPS + 2
+    sums = run(work, doubling, EAGER_STEPS + 1)
+    assert [total.item() for total in sums] == [6.0, 12.0, 24.0]
     assert old.tolist() == [2.0 ** (EAGER_STEPS + 1)] * 3
-    assert [record.getMessage() for record in caplog.records if "its memory has moved" in record.getMessage()]
+    assert work.replays == 2
+
+
+def test_inputs_that_keep_changing_run_eagerly(work, doubling, caplog):
+    for _ in range(CAPTURES + 1):
+        doubling.vector = torch.ones(3, device="cuda")
+        sums = run(work, doubling, EAGER_STEPS + 2)
+        assert [total.item() for total in sums] == [6.0, 12.0, 24.0, 48.0]
+    assert work.replays == 2 * CAPTURES
+    (warning,) = [record.getMessage() for record in caplog.records if "without a CUDA graph" in record.getMessage()]
+    assert warning == "doubling runs without a CUDA graph: its inputs have changed 3 times"
 
 
 def read_on_the_host(doubling):

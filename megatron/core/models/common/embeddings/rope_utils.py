@@ -19,7 +19,10 @@ def get_pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: A
 
     Raises:
         RuntimeError: The sequence length is not divisible by the number of chunks.
+        ValueError: ``cp_group`` is None.
     """
+    if cp_group is None:
+        return _upstream.get_pos_emb_on_this_cp_rank(pos_emb, seq_dim, cp_group)  # raises the error
     pieces, rank = 2 * cp_group.size(), cp_group.rank()
     split = pos_emb.unflatten(seq_dim, (pieces, -1))
     return torch.cat([split.select(seq_dim, piece) for piece in (rank, pieces - 1 - rank)], seq_dim)

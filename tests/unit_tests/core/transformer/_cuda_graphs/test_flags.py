@@ -284,6 +284,12 @@ def test_parser_accepts_modules_of_megatron_core(name):
     assert len(parsed(f"--cuda-graph-modules {name}").cuda_graph_modules) == 1
 
 
+def test_an_unknown_module_is_an_error_that_names_the_flag(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--cuda-graph-modules atn")
+    assert "argument --cuda-graph-modules: unknown module 'atn': use attn, mlp, moe" in capsys.readouterr().err
+
+
 # --------------------------------------------------------------------------------------------- flags of this patch
 
 

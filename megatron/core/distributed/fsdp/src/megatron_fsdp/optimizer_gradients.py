@@ -48,6 +48,7 @@ class OptimizerGradients:
             grad = buffer.dist_main_grad[name]
             if not grad._local_tensor.numel():  # the optimizer skips it
                 continue
+            grad.stays = True  # the same object in every step; see ``local_shards.stay``
             self._attached.append((param, grad))
             if grad._local_tensor.dtype != main_grads.data.dtype:
                 shard = main_grads.get_item(main_grads.param_idx[param.orig_param], only_shard=sharded)
