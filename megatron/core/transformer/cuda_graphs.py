@@ -599,7 +599,8 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
 
     def _order(self) -> PassOrder:
         passes = super()._order()
-        # With virtual stages, more micro-batches are in flight than the schedule of this chunk alone implies.
+        # With virtual stages, more micro-batches are in flight than this chunk's own schedule implies: run all forward
+        # passes first, so that every micro-batch keeps its memory.
         return replace(passes, order=sorted(passes.order, reverse=True)) if self._interleaved else passes
 
     def _reset_after_capture(self) -> None:

@@ -105,7 +105,7 @@ class TrainingCalls:
         self._blockers = dict.fromkeys(models, _UNCALLED)
         self._passes = 0
         self._orders = {model: list(inspect.signature(model.forward).parameters) for model in self._blockers}
-        # A forward hook, because forward-pre hooks may change the arguments. It does not rule out a graph.
+        # A forward hook, because forward-pre hooks may change the arguments. This hook does not prevent a capture.
         observe = runs_outside_graphs(calls_weakly(self._observe))
         self._handles = [model.register_forward_hook(observe, with_kwargs=True) for model in self._blockers]
 
