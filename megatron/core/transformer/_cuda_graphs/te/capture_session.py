@@ -69,9 +69,8 @@ class CaptureSession:
                     for kept in self.graphs.kept.values():
                         stack.enter_context(kept.gathered())
                     self._capture_layers(input_data)
-        for chunk, graphs in zip(
-            self.stage.chunks, self.graphs.models, strict=False
-        ):  # evaluation is captured at its first call
+        # The first evaluation is captured when it begins.
+        for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):
             prepare = partial(capture_for_evaluation, self.stage, chunk, graphs)
             chunk.fsdp.graphs.before_evaluation.append(prepare)
         self.graphs.follow_rng_tracker()
