@@ -143,7 +143,7 @@ def test_a_checkpoint_without_a_loss_scale_loads(loads_optimizer, caplog, scale)
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """Return a function that prepares a stage's state dict, and returns it with the model that names its layers."""
+    """Return a function that prepares a stage's state dict, and returns it and the model passed to megatron-core."""
 
     def prepare(chunks, stages=2, bf16=True, **others):
         keys = ["model"] if len(chunks) == 1 else ["model0", "model1"]

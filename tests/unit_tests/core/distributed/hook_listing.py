@@ -42,7 +42,7 @@ def hooks_of(fsdp: torch.nn.Module) -> dict[str, list]:
 
 
 def translated(listed: dict[str, list]) -> dict[str, list]:
-    """Translate the result of ``hooks_of`` for megatron-core's own wrapper to our names."""
+    """Translate the hooks of megatron-core's own wrapper, from ``hooks_of``, to our names."""
     return {
         name: [(kind, METHODS.get(hook, hook), flags) for kind, hook, flags in hooks] for name, hooks in listed.items()
     }

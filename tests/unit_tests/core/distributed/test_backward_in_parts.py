@@ -1,7 +1,7 @@
-"""Parameters that get gradients from several autograd passes, under a schedule that runs layers in parts.
+"""Parameters with gradients from several autograd passes, under a schedule that runs layers in parts.
 
-``--overlap-moe-expert-parallel-comm`` uses such a schedule: the embedding and an output layer that shares its weights
-have one pass each. A reduction before the last pass would read memory that the pass writes.
+``--overlap-moe-expert-parallel-comm`` uses such a schedule: the embedding and a tied output layer have separate autograd
+passes. A reduction before the last pass would read memory that this pass writes.
 """
 
 from unittest import mock
@@ -32,7 +32,7 @@ def test_shared_gradients_are_reduced_once_after_all_parts(fsdp):
     fsdp.is_last_microbatch = True
     with mock.patch.object(pipeline, "_bucket_group_gradient_reduce", note):
         fsdp.pre_backward()
-        run_backward(fsdp, small())  # the pass of the layers, and one of the embedding
+        run_backward(fsdp, small())  # a pass through the layers, and one through the embedding
         assert shared not in reduced
         once = embedding.grad.clone()
         embedding.sum().backward()

@@ -1,4 +1,4 @@
-"""Reset of router statistics after each step, and reduction of shared embedding gradients."""
+"""Router statistics are reset after each step, and shared embedding gradients are reduced."""
 
 import gc
 import importlib

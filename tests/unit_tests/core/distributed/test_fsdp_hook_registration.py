@@ -65,7 +65,7 @@ def test_gradient_hooks_match_megatron_core(pair):
     assert {*counts[0].values()} >= {1}
 
 
-# ------------------------------------------------------------------------------------------- the sentinels' contract
+# --------------------------------------------------------------------------------------------------------- sentinels
 
 
 @pytest.fixture(scope="module")

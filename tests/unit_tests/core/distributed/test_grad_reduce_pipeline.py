@@ -7,7 +7,7 @@ from .fsdp_variants import Variant, small
 
 
 class Reduction:
-    """The event of a reduction, which records the streams that wait for it."""
+    """A stand-in for a reduction's event that records the streams waiting for it."""
 
     def __init__(self):
         self.waiting: list[torch.cuda.Stream] = []

@@ -7,7 +7,7 @@ import pytest
 from .fsdp_variants import Variant, small
 
 GRAPH_MODE = {"megatron_fsdp_cuda_graph_mode": True}
-CALLS_OF_A_BUCKET = 60  # to reset its status and zero its gradients; a layer of 12 parameters has one bucket
+CALLS_OF_A_BUCKET = 60  # reset its status and zero its gradients; a layer of 12 parameters has one bucket
 
 
 class Calls:

@@ -248,7 +248,7 @@ def test_a_graphed_layer_gathers_for_its_children(ranks, strategy, direction):
     }
 
 
-# --------------------------------------------------------------------------------------------- what replays gather
+# ---------------------------------------------------------------------------------------------- gathers of replays
 
 
 ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder.BACKWARD_PASS_ORDER}
@@ -290,7 +290,7 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
 
 
 def has_sinks(variant):
-    """Check that layer graphs write gradients if and only if their collectives are recorded."""
+    """Return whether layer graphs write gradients, which must be the case only if their collectives are recorded."""
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
     with fsdp.graphs.capture_graphs(layers):

@@ -1,4 +1,4 @@
-"""Cleanup of both pipelines after a failure, without communication."""
+"""Both pipelines are cleaned up after a failure without communication."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -11,7 +11,7 @@ from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureErr
 
 from ..fsdp_variants import Variant, small
 
-RANKS = 4  # each scales its gradients; nothing is communicated
+RANKS = 4  # each rank scales its gradients; collectives do nothing
 FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 
 
