@@ -102,7 +102,7 @@ def agreement_of_all_ranks() -> HostAgreement | None:
     ``--inprocess-restart``, which can interrupt waits on devices but not on hosts.
     """
     group = parallel_state._DATA_PARALLEL_GROUP_WITH_CP_GLOO
-    if group is None or group not in dist.distributed_c10d._world.pg_map:  # left over from an earlier world
+    if group is None or group not in dist.distributed_c10d._world.pg_map:  # left over from a destroyed world
         return None
     if dist.get_backend(group) != "gloo" or group.size() < dist.get_world_size():
         return None

@@ -206,7 +206,7 @@ class FsdpHooks:
             self.backward.note_beside_graphs(param)
         self.graphs.gradients.handle([param])
 
-    # ---------------------------------------------------------------------------------------- the whole model's pass
+    # ------------------------------------------------------------------------------------- passes of the whole model
 
     @_hook
     def start_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
@@ -242,7 +242,7 @@ class FsdpHooks:
             for prepare in expecting:
                 prepare(args, kwargs)
 
-    # ------------------------------------------------------------------------------- around a module, into autograd
+    # ------------------------------------------------------------------------------- autograd hooks around a module
 
     @torch.compiler.disable
     @runs_outside_graphs

@@ -271,7 +271,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
 
     def _gather_across_replicas(self) -> None:
         buffer = self.buffer
-        # Parameters outside of units are needed first.
+        # The next pass needs parameters outside of units first.
         order = sorted(enumerate(buffer.parameter_groups), key=lambda each: each[1].fsdp_unit_id is not None)
         for bucket, params in order:
             group = buffer.dist_index.get_outer_fsdp_group(is_expert_parallel=params.is_expert_param)

@@ -40,7 +40,7 @@ class ParameterSwap:
         pair_of = {id(param): pair for pair in pairs for param in pair} | {id(None): (None, None)}
         modules = list(model.modules())
         self._own = [module._parameters for module in modules]
-        # The raw parameters of each module, and the optimizer's.
+        # The raw parameters of each module, then the optimizer's parameters.
         self._sets = [
             [{name: pair_of[id(param)][kind] for name, param in own.items()} for own in self._own] for kind in (0, 1)
         ]

@@ -63,7 +63,7 @@ class FsdpGraphs:
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self.reduced_once: set[Any] = set()
 
-    # ------------------------------------------------------------------------------------------------ who runs a pass
+    # -------------------------------------------------------------------------------------------------------- runners
 
     def runner_of(self, module: torch.nn.Module) -> Eager:
         """Return the runner for the current forward pass of ``module``.

@@ -182,7 +182,7 @@ def take_back_unlaunched(fsdp: Any) -> None:
             gathers.get_fsdp_buffer(*key).free_bucket_storage()
             gathers.bucket_status[key] = BucketStatus.EMPTY
             gathers.bucket_can_be_released[key] = False
-        elif event is None:  # waiting for it failed
+        elif event is None:  # the wait failed
             gathers.bucket_status[key] = BucketStatus.READY_TO_USE
 
 

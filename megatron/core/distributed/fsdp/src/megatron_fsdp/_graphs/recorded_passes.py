@@ -56,7 +56,7 @@ class RecordedPasses(GraphOwner):
         in_units = {bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is not None}
         self._holds_all_units = in_units == set(self._buckets)
         self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if whole else []
-        self._all_buckets = [*self._buckets, *self._outside]  # whose shards the graphs read or write
+        self._all_buckets = [*self._buckets, *self._outside]  # the graphs read or write their shards
         self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
         self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # the last one for parameters outside of units
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
@@ -304,7 +304,7 @@ def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:
 
     def glance() -> Any:
         if not fixed or any(map(in_use, pools)):
-            return math.nan  # unequal to anything
+            return math.nan  # never equal to a snapshot
         memory = get_global_memory_buffer().buffer
         return [memory[key].data_ptr() for key in keys if key in memory] + [len(pool.idle_buffer) for pool in pools]
 

@@ -151,7 +151,7 @@ class Replayed(Eager, GraphOwner):
         super().__init__(graphs, module)
         self._guards: dict[Direction, Snapshot] = {}
         self._fused: dict[torch.nn.Parameter, None] = {}  # fused kernels in the graph update their main gradients
-        self._main_grads = Snapshot(ADVICE)  # of ``_fused``
+        self._main_grads = Snapshot(ADVICE)  # for ``_fused``
         self._written: dict[int, dict[Any, None]] = {}  # parameters whose gradients the graph writes, by bucket
         self._claimed: list[RecordedReduction] = []
         self._ahead: dict[Direction, list[int]] = {}  # buckets in megatron-core's order, if gathers are recorded
