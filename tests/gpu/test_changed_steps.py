@@ -14,9 +14,8 @@ from tests.support.trainings.compared import assert_as_eager
 from tests.support.trainings.gpus import SIZES
 
 CAPTURED_AFTER = 3
-CAPTURED_AGAIN_AFTER = (
-    2 * STEPS + 1
-)  # steps from a capture to the recapture, if the shape changes in the step after the capture
+# Steps from a capture to the recapture if the shape changes in the step after the capture.
+CAPTURED_AGAIN_AFTER = 2 * STEPS + 1
 TURN = CAPTURED_AGAIN_AFTER + 2
 TWICE: dict[str, Any] = SIZES | {
     "dtype": "bf16",

@@ -127,9 +127,7 @@ def test_graphs_are_bit_identical_to_eager(train, layout, case):
     assert_as_eager(result)
     pattern = case.get("pattern", "").replace("/", "")
     layers = len(pattern) or case.get("layers", 4) * (2 if case.get("model") == "captions" else 1)
-    of_a_pass = (
-        layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)
-    )  # graphs of the layers of a stage, or of all layers
+    of_a_pass = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # layers of a stage or of the model
     if case.get("holds", "decoder") in (None, "model"):  # graphs of the whole model
         assert result["graphs"] == 0
         assert result["replays"] == 2 * case.get("microbatches", 1)

@@ -91,7 +91,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
 FAILURES: list[tuple[str, dict[str, Any]]] = [
     ("PP2", FAILURE),
-    ("PP2 DP2", FAILURE | CHUNK),  # falls back to graphs of layers
+    ("PP2 DP2", FAILURE | CHUNK),  # then attempts graphs of layers
     ("PP2 DP2", FAILURE | {"virtual": 2, "holds": "model"}),
 ]
 FAILED_EVALUATION: list[dict[str, Any]] = [

@@ -43,9 +43,8 @@ class ForkedRanks:
         context.set_forkserver_preload([PRELOADED])
         variables = os.environ | OWN | (environment or {})
         self._launcher = context.Process(target=_launch, args=(list(arguments), variables, log, ranks))
-        with mock.patch.dict(
-            os.environ, OWN
-        ):  # environment for the imports of the server, which starts with the first process
+        # Environment for the imports of the server, which starts with the first process.
+        with mock.patch.dict(os.environ, OWN):
             self._launcher.start()
 
     def running(self) -> bool:

@@ -307,9 +307,8 @@ def run(
         for number, at in enumerate(range(stride // 2, len(names), stride)):
             ranks = list(range(dist.get_world_size()))
             if dist.get_rank() == 0:
-                print(
-                    f"{kind} at {at} of {len(names)}: {names[at]}", flush=True
-                )  # last line of output if the run hangs
+                # The last line of the log if the run hangs.
+                print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)
             attempts.fail(kind, at, ranks)
             if len(ranks) > 1:
                 attempts.fail(kind, at, [ranks[number % len(ranks)]])

@@ -205,10 +205,8 @@ def wrapped(case: Case, config, model):
         "grad_reduce_in_fp32": True,
     }
     if case.wrapper == "ddp":
-        values |= {
-            "align_param_gather": case.virtual is not None,
-            "bucket_size": 10_000,
-        }  # small enough for several buckets
+        # The size is small enough for several buckets.
+        values |= {"align_param_gather": case.virtual is not None, "bucket_size": 10_000}
     else:
         values |= {
             "use_megatron_fsdp": True,

@@ -218,9 +218,8 @@ class Training:
 
         layers = [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for chunk in self.chunks if self.case.mtp else ():
-            from megatron.core.transformer._cuda_graphs.te.layers import (
-                mtp_layers,
-            )  # does not exist if the patch is disabled
+            # Absent if the patch is disabled.
+            from megatron.core.transformer._cuda_graphs.te.layers import mtp_layers
 
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             layers += mtp_layers(model)
@@ -231,9 +230,8 @@ class Training:
         first_step_done = bool(self.losses)
         if first_step_done:
             self._gather_in_hooks(False)
-        self.config.cuda_graph_layers_per_graph = (
-            self.case.cuda_graph_layers_per_graph
-        )  # a recapture may use a different one
+        # A recapture may change this attribute.
+        self.config.cuda_graph_layers_per_graph = self.case.cuda_graph_layers_per_graph
         with torch.cuda.stream(self.stream):
             capture(self)
         if first_step_done:

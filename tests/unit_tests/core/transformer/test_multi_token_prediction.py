@@ -88,9 +88,8 @@ def test_ranks_roll_shared_sequences_as_whole_ones(ends, ranks, behind):
     packed = SimpleNamespace(cu_seqlens_q=offsets)
     whole = torch.arange(1, 1 + tokens * ranks).expand(2, -1).contiguous()
     expected, _ = _roll_tensor_packed_seq(whole, -1, -1, packed)
-    covering = torch.cat(
-        (offsets, torch.tensor([tokens * ranks], dtype=torch.int32))
-    )  # adds a sequence for the tokens behind
+    # Adds a sequence for the tokens after the last one.
+    covering = torch.cat((offsets, torch.tensor([tokens * ranks], dtype=torch.int32)))
     places = [places_on_rank(covering, tokens, rank, ranks) for rank in range(ranks)]
 
     def gather(parts, tensor, group):

@@ -64,9 +64,8 @@ class Ranks:
     def __init__(self, maps):
         self.maps, self.size = maps, len(maps)
         self.experts, self.top_k = EXPERTS // self.size, int(maps[0][0].sum())
-        self.counts = torch.stack(
-            [each.sum(0).view(self.size, self.experts) for each in maps]
-        )  # source rank, destination rank, expert
+        # Source rank, destination rank, expert.
+        self.counts = torch.stack([each.sum(0).view(self.size, self.experts) for each in maps])
         self.capacity = TOKENS * min(self.top_k, self.experts)
         self.sent = [places(each.sum(1, keepdim=True), self.capacity, TOKENS * self.top_k) for each in self.counts]
         rows = self.size * self.capacity

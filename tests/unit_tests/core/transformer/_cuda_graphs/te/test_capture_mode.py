@@ -169,9 +169,8 @@ def clears(monkeypatch):
     optimizers = [SimpleNamespace(zero_grad=noting(f"gradients of optimizer {i}")) for i in range(2)]
     tracker = SimpleNamespace(clear=noting("MoE metrics"))
     monkeypatch.setattr(moe_logging, "get_moe_metrics_tracker", lambda: tracker)
-    finalize = importlib.import_module(
-        "megatron.core.distributed.finalize_model_grads"
-    )  # the module is shadowed by a function of the same name
+    # A function of the same name shadows the module.
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     monkeypatch.setattr(finalize, "reset_model_temporary_tensors", noting("temporary tensors"))
     monkeypatch.setattr(
         multi_token_prediction.MTPLossLoggingHelper, "clean_metrics_in_tracker", noting("metrics of MTP")
