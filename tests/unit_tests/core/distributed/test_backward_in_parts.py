@@ -1,7 +1,7 @@
 """Parameters with gradients from several autograd passes, under a schedule that runs layers in parts.
 
-``--overlap-moe-expert-parallel-comm`` uses such a schedule: the embedding and a tied output layer have separate autograd
-passes. A reduction before the last pass would read memory that this pass writes.
+``--overlap-moe-expert-parallel-comm`` uses such a schedule: the embedding and a tied output layer have separate
+autograd passes. A reduction before the last pass would read memory that this pass writes.
 """
 
 from unittest import mock
