@@ -89,7 +89,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         return global_input_tokens, tokens_per_expert, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Restore the row order of the arguments of ``dispatch_postprocess`` in the experts' output."""
+        """Reorder the experts' output to the row order of the arguments of ``dispatch_postprocess``."""
         if not grouped_tensor(self.config):
             return super().combine_preprocess(hidden_states)
         received, self._received = self._received, None

@@ -76,7 +76,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.param_and_grad_buffer.zero_grad()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start to gather parameters for the next forward pass; see megatron-core.
+        """Start gathering parameters for the next forward pass; see megatron-core.
 
         Does nothing during a capture (of the optimizer step, for example): later passes could not wait for a gather
         inside a graph, and replays would not swap parameters. Callers of a replay call this method; forward gathers
@@ -124,7 +124,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         gradients.progress = Progress.REPLAYED
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start to reduce gradients, unless backward passes do so; see megatron-core.
+        """Start reducing gradients, unless backward passes do so; see megatron-core.
 
         Pipeline schedules call this after the last backward pass if it is their ``grad_sync_func``. Only the first
         stage then marks that pass as the last.

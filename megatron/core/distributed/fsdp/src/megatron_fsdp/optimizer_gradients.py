@@ -1,4 +1,4 @@
-"""Copy gradients and weights around the optimizer step with plans made once; source and target dtypes may differ."""
+"""Planned copies of gradients and weights before and after the optimizer step; dtypes may differ."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -69,7 +69,7 @@ class OptimizerGradients:
         )
 
     def update(self) -> None:
-        """Attach a gradient with the current main gradient to every parameter that has a shard."""
+        """Attach current gradients to all parameters that have a shard on this rank."""
         self.in_place |= torch.cuda.is_current_stream_capturing()
         self.storages.allocate()
         self._casts.run()

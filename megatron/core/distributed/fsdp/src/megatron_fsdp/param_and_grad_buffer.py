@@ -228,7 +228,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
             self.bucket_status.update(others)
 
     def start_gather(self, bucket: int) -> None:
-        """Start to gather a bucket and its group, unless already gathered; replay a recorded all-gather if possible."""
+        """Start gathering a bucket and its group, unless already gathered; replay a recorded all-gather if possible."""
         if self.bucket_status[bucket, False] not in TO_GATHER:
             return
         recorded = self.recorded.get(bucket)

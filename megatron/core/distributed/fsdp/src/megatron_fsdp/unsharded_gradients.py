@@ -78,7 +78,7 @@ class UnshardedGradients:
             grads.mul_(self._unscaled[bucket][1])
 
     def scale(self) -> None:
-        """Scale the gradients once per step, after all micro-batches; with HSDP the reduction has scaled them."""
+        """Scale the gradients once per step, after all micro-batches; under HSDP the reduction scales them instead."""
         if self._unscaled and not self._buffer.dist_index.use_hybrid_fsdp:
             main_grads, factors = zip(*self._unscaled.values(), strict=True)
             torch._foreach_mul_([each.data for each in main_grads], factors)

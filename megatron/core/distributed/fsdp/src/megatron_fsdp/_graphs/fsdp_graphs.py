@@ -90,7 +90,7 @@ class FsdpGraphs:
 
     @contextmanager
     def capturing(self, runners: Mapping[torch.nn.Module, Replayed]) -> Iterator[None]:
-        """Mark a capture as in progress in this context; ``runners`` are those of modules with their own graphs."""
+        """Mark a capture as in progress in this context; ``runners`` has an entry per module with its own graphs."""
         self.captured = runners
         try:
             yield

@@ -52,7 +52,7 @@ def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def prepared(fsdp: Any) -> Iterator[None]:
-    """Yield with raw parameters in the model, no unit gathered and no collective in flight.
+    """Run this context with raw parameters in the model, no unit gathered and no collective in flight.
 
     On exit, even after an exception, all gathered parameters are released, and the model has its previous parameters
     again (raw, or the optimizer's ``DTensor``). Parameters outside of units keep their memory and values.

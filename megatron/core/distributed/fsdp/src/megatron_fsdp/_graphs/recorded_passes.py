@@ -158,7 +158,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
-        """Gather ``module`` for an eager pass in the same order as ranks that replay the pass."""
+        """Gather ``module`` for an eager pass in this context, in the same order as ranks that replay the pass."""
         if self.whole or module not in self.units:
             yield
             return
@@ -169,13 +169,13 @@ class RecordedPasses(GraphOwner):
             yield
 
     def gather_first_unit(self, phase: Direction) -> None:
-        """Start to gather the first unit of a phase before its hook runs, which would gather the next unit first."""
+        """Start gathering the first unit of a phase before its hook runs, which would gather the next unit first."""
         self._fsdp.all_gather_and_wait_parameters_ready(
             self._first[phase].params, prefetch=False, wait_bucket_ready=False, bwd=phase == "backward"
         )
 
     def start_gather(self) -> None:
-        """Start to gather the parameters outside of units, unless they are already gathered."""
+        """Start gathering the parameters outside of units, unless they are already gathered."""
         gathers = self._fsdp.all_gather_pipeline
         if self._fsdp.dist_index.hsdp_outer_dp_shard:  # graphs wait for their units, the current stream for the rest
             gathers.gather_across_replicas(replayed=self._buckets)
