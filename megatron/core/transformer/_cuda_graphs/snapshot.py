@@ -119,7 +119,7 @@ class Aspect:
         then: Sequence[Any] | None = None,
         show: Callable[[Any], str] | None = repr,
     ):
-        self._names, self._read, self._show = list(names), read, show
+        self.names, self._read, self._show = list(names), read, show
         self._then = read() if then is None else then
         self._glance = glance or read
         self._seen = glance() if glance else self._then
@@ -138,14 +138,14 @@ class Aspect:
         try:
             now = self._read()
         except Exception:  # something is gone, or a mode of torch intercepts the comparison
-            return self._names[0]
-        entries = zip(self._names, now, self._then, strict=False)
+            return self.names[0]
+        entries = zip(self.names, now, self._then, strict=False)
         for name, one, other in compress(entries, map(is_not, now, self._then)):  # skips identical objects in C
             if _differ(one, other):
                 plain = all(isinstance(value, (bool, int, float, str, torch.dtype)) for value in (other, one))
                 values = f" ({self._show(other)} at capture, {self._show(one)} now)" if self._show and plain else ""
                 return name + values
-        return "" if len(now) == len(self._then) else f"the number of values like {self._names[0]}"
+        return "" if len(now) == len(self._then) else f"the number of values like {self.names[0]}"
 
 
 class _Values(Aspect):
@@ -369,7 +369,7 @@ def module_aspects(
     own = {name: vars(module) for module, name in modules.items() if module is not replaced}
     current, params = _reader(others), _reader(trained)()
     requires_grad = [param.requires_grad for param in params]
-    return [
+    aspects = [
         Aspect([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force, then=contexts),
         Aspect(_names(parts), _reader(parts)),
         _Values(_names(others), current, then=list(map(_copied, current()))),
@@ -383,6 +383,7 @@ def module_aspects(
             lambda: [param.requires_grad for param in params] if torch.is_grad_enabled() else requires_grad,
         ),
     ]
+    return [aspect for aspect in aspects if aspect.names]
 
 
 def memory_aspects(modules: Mapping[torch.nn.Module, str], *, main_grads: bool) -> list[Aspect]:
