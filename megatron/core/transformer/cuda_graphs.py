@@ -175,9 +175,10 @@ class TECudaGraphHelper:
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         # For subclasses written for megatron-core's helper.
         self.tp_group, self.dp_cp_group = self.pg_collection.tp, self.pg_collection.dp_cp
+        self.pp_group = self.pg_collection.pp
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # imports this module
 
-        self.p2p_communicator = P2PCommunicator(pp_group=self.pg_collection.pp, config=config)
+        self.p2p_communicator = P2PCommunicator(pp_group=self.pp_group, config=config)
         self.num_model_chunks = len(model)
         self.num_microbatches: int | None = None
         make_log = getattr(config, "cuda_graph_step_log", None) if self._role.language else None
@@ -299,7 +300,7 @@ class TECudaGraphHelper:
         log_single_rank(
             logger,
             logging.WARNING,
-            f"steps of {microbatches} micro-batches, and all that follow, run eagerly{self._recaptures.why_none()}",
+            f"steps of {microbatches} micro-batches and all later steps run eagerly{self._recaptures.why_none()}",
         )
         if self.graphs_created():
             self.delete_cuda_graphs()
@@ -391,7 +392,7 @@ class TECudaGraphHelper:
         except CaptureFailedError as failed:
             if not state.captures_layers_instead():
                 raise
-            warn_of_failure(failed, "Now its layers are captured")
+            warn_of_failure(failed, "Capturing its layers instead")
         release_cached_memory()
         self._state = self._new_state(not_model="its capture failed")
         self._capture()
@@ -595,6 +596,8 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         with_vision = [chunk for chunk in model if vision_model_of(chunk) is not None] or list(model)
         super().__init__(with_vision[:1], vision_config, vision_seq_length, 1, pg_collection=pg_collection)
         self.num_microbatches = num_microbatches
+        self.vision_model = vision_model_of(self.model[0]) if self.model else None
+        self.callables, self.num_layers = self.flattened_callables, len(self.flattened_callables)
         self._interleaved = len(model) > 1
 
     def _order(self) -> PassOrder:

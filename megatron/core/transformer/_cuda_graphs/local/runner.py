@@ -90,7 +90,7 @@ class LocalGraphs(GraphedCallable):
         self.static_inputs = ()
 
 
-class _CudaGraphRunner(GraphOwner):
+class _CudaGraphRunner(torch.nn.Module, GraphOwner):
     """Runs ``func`` of ``base_module`` eagerly while a step is recorded, and as CUDA graphs afterwards.
 
     A runner serves one micro-batch at a time: it is busy from a forward pass until its backward pass. A
@@ -120,6 +120,8 @@ class _CudaGraphRunner(GraphOwner):
         ArgumentTypeError: An argument has a type that graphs do not support.
     """
 
+    __setattr__ = object.__setattr__  # torch.nn.Module's looks for parameters, which takes time in every replay
+
     def __init__(
         self,
         base_module: Any,
@@ -130,6 +132,7 @@ class _CudaGraphRunner(GraphOwner):
         need_backward: bool,
         cache_key: Hashable | None = None,
     ):
+        super().__init__()
         for value in (*fwd_graph_input_args, *fwd_graph_input_kwargs.values()):
             _check_supported_type(ArgMetadata(value))
         self.base_module, self.mempool, self.cache_key = base_module, mempool, cache_key

@@ -77,7 +77,7 @@ def detach_graphs(chunks: Sequence[Chunk]) -> None:
     """Free the graphs of all layers, and switch Megatron-FSDP's units back to eager mode."""
     for chunk in chunks:
         for layer in chunk.layers:
-            for graph in layer.cuda_graphs:
+            for graph in getattr(layer, "cuda_graphs", ()):
                 graph.reset()
             layer.cuda_graphs = []
             layer.cuda_graph_manual_hooks = []
