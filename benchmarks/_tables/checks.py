@@ -1,5 +1,6 @@
 """Tables of comparisons with eager training."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -10,6 +11,7 @@ from benchmarks._step_time.variants import parts
 from .steps import Results, Row, commit, gpus
 
 ENGINES = {"native": "ours", "transformer_engine": "TransformerEngine's"}
+FLAG = re.compile(r"~?--\S+(?: (?!~?--)\S+)*")  # with its values; ~ removes it
 MUST_DIFFER = "control=dead_"  # in the name of a negative control
 
 
@@ -90,11 +92,11 @@ def repeated(results: Results) -> Iterator[Row]:
         by_model: dict[str, list[list[str]]] = {}
         for row in found["rows"]:
             name, _, flags = row["configuration"].partition(":")
-            by_model.setdefault(name, []).append(flags.split())
+            by_model.setdefault(name, []).append(FLAG.findall(flags))
         for row in found["rows"]:
             name, _, flags = row["configuration"].partition(":")
             common = set.intersection(*map(set, by_model[name]))
-            own = " ".join(flag for flag in flags.split() if flag not in common)
+            own = " ".join(flag for flag in FLAG.findall(flags) if flag not in common)
             variant, _, variant_flags = parts(row["variant"])
             yield (
                 *(f"{name}, `{own}`" if own else name, gpus(found)),

@@ -163,7 +163,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file of the results, JSON; written as they come")
     parser.add_argument("--logs", type=Path, help="folder for what processes write")
-    parser.add_argument("--processes", type=int, default=12, help="launches at a time, each on all GPUs")
+    parser.add_argument(
+        "--processes", type=int, default=6, help="launches at a time, each on all GPUs; many more block each other"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="no launch begins in the last 75 of them")
     parser.add_argument("--share", default="1/1", metavar="PART/PARTS", help="every so many'th launch, from which on")
     known = [*jobs()]
