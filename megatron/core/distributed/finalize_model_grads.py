@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron.core import parallel_state
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -52,3 +53,20 @@ def _allreduce_embedding_grad(
         return SimpleNamespace(grad=gradient) if isinstance(gradient, DTensor) else weight
 
     _upstream._allreduce_embedding_grad(model, embd_group, pp_group, gradient_of, *args, **kwargs)
+
+
+def _allreduce_replicated_grads_over_gtp_remat_group(
+    model: Sequence[torch.nn.Module], *args: Any, **kwargs: Any
+) -> None:
+    """Reduce gradients over ranks that share weights, if there are any; see megatron-core.
+
+    megatron-core builds a collection of all process groups in each step to find out. From 0.20 on, it is passed the two
+    groups it needs.
+    """
+    groups = (
+        parallel_state.get_gtp_weight_remat_group(check_initialized=False),
+        parallel_state.get_expert_gtp_weight_remat_group(check_initialized=False),
+    )
+    if len(args) + len(kwargs) <= 1 and not any(group is not None and group.size() > 1 for group in groups):
+        return
+    _upstream._allreduce_replicated_grads_over_gtp_remat_group(model, *args, **kwargs)

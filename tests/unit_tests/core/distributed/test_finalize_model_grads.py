@@ -92,3 +92,17 @@ def test_shared_embedding_gradients_are_reduced_in_place(monkeypatch, attribute)
     module._allreduce_embedding_grad([Chunk(weight)], group, group, lambda chunk: chunk.weight)
     assert getattr(weight, attribute) is gradient
     assert gradient.to_local().tolist() == [6, 8]
+
+
+@pytest.mark.parametrize(("sizes", "calls"), [((None, None), 0), ((1, None), 0), ((2, None), 1), ((1, 2), 1)])
+def test_gradients_are_reduced_over_ranks_sharing_weights(monkeypatch, sizes, calls):
+    from megatron.core import parallel_state
+
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # the package has the function
+    groups = [None if size is None else SimpleNamespace(size=lambda size=size: size) for size in sizes]
+    for name, group in zip(("gtp", "expert_gtp"), groups, strict=True):
+        monkeypatch.setattr(parallel_state, f"get_{name}_weight_remat_group", lambda group=group, **kwargs: group)
+    reduce = mock.Mock()
+    monkeypatch.setattr(module._upstream, "_allreduce_replicated_grads_over_gtp_remat_group", reduce)
+    module._allreduce_replicated_grads_over_gtp_remat_group(["model"], True)
+    assert reduce.mock_calls == [mock.call(["model"], True)] * calls
