@@ -127,9 +127,9 @@ def commit(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 
 def _trained(
-    results: Results, *, described: bool = False, needed: Sequence[str] = ("eager", "native")
-) -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any]]]:
-    """Yield the file, content, model and variants by name of each configuration with all ``needed`` variants.
+    results: Results, *, needed: Sequence[str] = ("eager", "native")
+) -> Iterator[tuple[Mapping[str, Any], str, dict[str, Any]]]:
+    """Yield the content, model and variants by name of each configuration with all ``needed`` variants.
 
     Variants with a suffix in ``FLAGS`` count as a separate model, and their names omit the suffix.
     """

@@ -78,7 +78,8 @@ class Own(torch.nn.Module):
         self.limits, self.by_length = {"low": [0.0]}, {2: torch.zeros(2)}
         self.on_host, self.on_device, self._offset = torch.tensor(1.0), torch.zeros(2), 0
         self.recent, self.name, self.group, self.mask = deque([0.0]), "own", object(), None
-        self.counts, self.pair, self.parts = Counter(), ([0], torch.tensor(1.0)), [torch.zeros(1)]
+        self.counts: Counter[str] = Counter()
+        self.pair, self.parts = ([0], torch.tensor(1.0)), [torch.zeros(1)]
         self.array, self.step, self.span = np.zeros(2), np.int64(1), range(2)
         self.cycle: list = [1]
         self.cycle += [self.cycle, self.cycle]
