@@ -42,7 +42,7 @@ class Report:
 
 
 def find_transformer_engine() -> tuple[str | None, str | None]:
-    """Return TransformerEngine's version, None if missing, and its import error, None if it imports."""
+    """Return TransformerEngine's version (None if not installed) and its import error (None if it imports)."""
     try:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:

@@ -178,7 +178,7 @@ class _CoreLoader(Loader):
 
 
 class RefusingLoader(_CoreLoader):
-    """Makes an untested megatron-core's ``validate_args`` reject graphs that need the patch; ``what`` is the reason."""
+    """Loader that makes ``validate_args`` of an untested megatron-core reject graphs; ``what`` is the reason."""
 
     def exec_module(self, module: Any) -> None:
         _warn(f"{self.what}. It is left unpatched, without CUDA graphs of sharded models. {REMEDY}")

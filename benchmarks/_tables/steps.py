@@ -98,7 +98,7 @@ def recomputation(results: Results) -> Iterator[Row]:
 
 
 def growth(results: Results) -> Iterator[Row]:
-    """Yield a row for each number of layers and micro-batches."""
+    """Yield step times by number of layers and micro-batches."""
     yield (
         *("layers", "micro-batches", "GPUs", "eager: ms", "graphs: ms", "eager: MiB reserved", "graphs: MiB reserved"),
         *("capture: s", "steps equal to eager's", "commit"),

@@ -146,7 +146,7 @@ class Pool:
 
 
 def _is_abandoned(key: int, wholes: list[torch.Tensor]) -> bool:
-    """Return whether only the pool, with the tensors ``wholes``, references the storage ``key``."""
+    """Return whether the storage ``key`` is referenced only by the pool, through the tensors ``wholes``."""
     # The count includes the tensors and the Python object of the storage.
     return bool(torch._C._storage_Use_Count(key) <= 1 + len(wholes))
 

@@ -1,4 +1,4 @@
-"""Test that CPU-backend recipes equal their eager cases and golden values, and that changed training is detected."""
+"""Test that CPU-backend recipes match eager runs and golden values, and that deviations are detected."""
 
 import dataclasses
 import json

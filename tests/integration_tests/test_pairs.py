@@ -1,4 +1,4 @@
-"""Test that every pair of working rows of the flag table is bit-identical to eager and accepted by ``plan``.
+"""Test that every pair of supported flags is bit-identical to eager and accepted by ``plan``.
 
 Each run combines as many pairs as possible.
 """

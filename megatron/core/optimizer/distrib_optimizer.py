@@ -222,5 +222,5 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
 
 def _item_of_one(scale: torch.Tensor) -> float:
-    """Return the value of a tensor that was created as 1, without a synchronization if it has not changed."""
+    """Return the value of ``scale``, without a synchronization if it still has its initial value 1."""
     return torch.Tensor.item(scale) if scale._version else 1.0

@@ -44,7 +44,7 @@ def _described(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any] | None:
-    """Return ``model``, or if it is None that of a rank with other shards of ``param``."""
+    """Return ``model``; if it is None, the one of another rank that shards ``param``."""
     for dim, placement in enumerate(param.placements):
         if not isinstance(placement, Replicate):
             group = param.device_mesh.get_group(dim)

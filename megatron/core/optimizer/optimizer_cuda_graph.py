@@ -56,7 +56,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         return result
 
     def _read_by_step(self) -> dict[tuple[str, int], Any]:
-        """Return the values that the host reads in a step by name; tensors and states compare by identity."""
+        """Return the values that the host reads during a step, by name; tensors and states compare by identity."""
         read: dict[tuple[str, int], Any] = {}
         for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
             for name, value in group.items():

@@ -322,7 +322,7 @@ class TECudaGraphHelper:
         self._capture_again(f"sequences of {seq_length} tokens, {micro_batch_size} in a micro-batch")
 
     def _capture_again(self, steps: str) -> None:
-        """Recapture between two steps; ``steps`` describes the new ones in logs."""
+        """Recapture between two steps; ``steps`` describes the new steps in the log."""
         log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
         self._recaptures.begin()
         with ExitStack() as stack:

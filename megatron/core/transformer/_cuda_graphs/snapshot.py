@@ -595,5 +595,5 @@ def _differ(now: Any, then: Any) -> bool:
 
 
 def _is_on_device(value: Any) -> bool:
-    """Return whether ``value`` is a tensor that operations read in memory: any but a number on the host."""
+    """Return whether ``value`` is a tensor other than a scalar on the host."""
     return isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.ndim > 0)

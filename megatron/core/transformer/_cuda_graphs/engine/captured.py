@@ -68,7 +68,7 @@ class GraphOwner:
         """Run right before each replay of the forward graph, on the stream of the forward pass."""
 
     def before_eager_forward(self) -> None:
-        """Run right before an eager forward pass with grad, if callers choose between replays and eager passes."""
+        """Run before an eager forward pass with grad of a caller that can either replay or run eagerly."""
 
     def before_backward(self) -> None:
         """Run right before each replay of the backward graph, on the stream of the backward pass."""
@@ -655,7 +655,7 @@ class GraphedCallable:
 
 
 def _places_of(tensors: Sequence[torch.Tensor | None]) -> _Places:
-    """Return static tensors with their addresses and strides, because looking these up takes time."""
+    """Return static tensors with their addresses and strides, which are slow to look up."""
     return [(each, 0, ()) if each is None else (each, each.data_ptr(), each.stride()) for each in tensors]
 
 

@@ -177,7 +177,7 @@ class TestBallot:
 @pytest.mark.usefixtures("store")
 class TestCaptures:
     def capture(self, layout="one group", fails_on=None, error: BaseException = A_FAULT, objecting=()):
-        """Capture two layers on all ranks; return the agreed objections or the errors."""
+        """Capture two layers on all ranks; return the objections that all ranks agreed on, or the errors."""
         undone = []
 
         def run(rank):
@@ -296,7 +296,7 @@ def test_ctrl_c_during_a_vote_leaves_no_rank_waiting(store, layout, ballot, at, 
 
 
 class Fault(Exception):
-    """Raised in place of a vote."""
+    """Error that a rank raises instead of voting."""
 
 
 @pytest.fixture

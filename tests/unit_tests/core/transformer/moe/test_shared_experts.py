@@ -1,4 +1,4 @@
-"""Tests overlapped shared experts if a graph ends after their first step."""
+"""Test overlapped shared experts when a graph ends after their first stage."""
 
 from types import SimpleNamespace
 

@@ -14,7 +14,7 @@ LAYERS = 3
 
 
 def steps_of(shapes, groups=(), microbatches=1):
-    """Yield the agreed shape after a step with each of ``shapes``, in which None is the captured shape."""
+    """Run one step per entry of ``shapes`` (None: the captured shape); yield the shape that the ranks agree on."""
     passes = EagerPasses()
     watch = ChangedShapes(passes, 4, LAYERS, groups, microbatches, recaptures=True)
     for shape in shapes:
