@@ -82,9 +82,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             raise ValueError(
                 f"graphs were captured for steps of {expected} micro-batches, and this step has "
                 f"{max(microbatch + 1, get_num_microbatches())}: under pipeline parallelism, and with "
-                "--overlap-moe-expert-parallel-comm, another number (--step-batch-size-schedule) needs other graphs. "
-                "Call before_step() of each TECudaGraphHelper and VisionTECudaGraphHelper before each step to capture "
-                "them"
+                "--overlap-moe-expert-parallel-comm, graphs fit one number only (see --step-batch-size-schedule). "
+                "Call before_step() of each TECudaGraphHelper and VisionTECudaGraphHelper before each step to recapture"
             )
         if not args and "hidden_states" in kwargs and not self.config.fine_grained_activation_offloading:
             args = (kwargs.pop("hidden_states"),)  # as in megatron-core, without copying kwargs

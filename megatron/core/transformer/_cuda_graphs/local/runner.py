@@ -342,8 +342,8 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             graphs.backward(Capture(self.mempool, order=self._recording.order), lambda outputs: tuple(grads))
         if self._output_addresses != [output.data_ptr() for output in outputs]:
             raise ValueError(
-                f"{self.name} returns memory that is taken away before its backward pass and computed again "
-                "elsewhere, where replays would look for it. Leave layernorm out of --recompute-modules."
+                f"{self.name}: recomputation frees its output and allocates it at another address, but replays read "
+                "the captured one. Leave layernorm out of --recompute-modules."
             )
         self._escaping = buffers.lend_grads(self.inputs, graphs.grad_inputs)
         buffers.grads_of_outputs_read(metas, grads)  # last, as a gradient may be returned unchanged
