@@ -44,6 +44,28 @@ def test_unscaling_divides_the_shards_of_this_rank(optimizer, name):
     assert [id(grad) for grad in made._collect_main_grad_data_for_unscaling()] == [id(shard) for shard in shards]
 
 
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_megatron_fsdp_steps_on_local_shards(optimizer, monkeypatch, mesh, fsdp):
+    made = optimizer([None], fsdp=fsdp)
+    param = torch.nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Shard(0)]))
+    made.optimizer = torch.optim.Adam([param])
+    made.model_chunks = []
+    param.grad = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
+    made.optimizer.step()  # creates the states
+    upstream = next(kind for kind in type(made).__mro__[1:] if "step_with_ready_grads" in vars(kind))
+    seen: list[bool] = []
+
+    def step(self):
+        seen.extend(isinstance(each, DTensor) for group in self.optimizer.param_groups for each in group["params"])
+        self.optimizer.step()
+
+    monkeypatch.setattr(upstream, "step_with_ready_grads", step)
+    made.step_with_ready_grads()
+    assert seen == [not fsdp]
+    assert made.optimizer.param_groups[0]["params"] == [param]
+    assert made.optimizer.state[param]["step"].item() == 2
+
+
 @pytest.mark.parametrize(
     ("impl", "states", "fsdp", "releases"),
     [
