@@ -51,6 +51,6 @@ def _padded(offsets: torch.Tensor, sequences: int) -> torch.Tensor:
     if missing < 0:
         raise ValueError(
             f"a micro-batch has {len(offsets) - 1} packed sequences, more than --cuda-graph-packed-sequences "
-            f"{sequences}: raise it"
+            f"{sequences}: raise the flag's value"
         )
     return torch.cat((offsets, offsets[-1:].expand(missing)))

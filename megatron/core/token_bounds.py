@@ -75,7 +75,8 @@ class TokenBounds:
         if not self.in_force and self._suspension is None:
             raise RuntimeError(
                 "--moe-alltoall-capacity-factor requires a training loop that calls RerunStateMachine's "
-                "should_run_forward_backward before and after the passes of a step: use Megatron's, or leave it out"
+                "should_run_forward_backward before and after the passes of a step: use Megatron's training loop, or "
+                "remove the flag"
             )
         self._on_host.copy_(self._too_small, non_blocking=True)
         self._copied.record()
@@ -101,9 +102,9 @@ class TokenBounds:
         self._warned = True
         factor = max(router.config.moe_alltoall_capacity_factor for router in self._routers)
         return (
-            "The step is repeated eagerly with room for all tokens: a rank had more for another than "
-            f"--moe-alltoall-capacity-factor {factor:g} leaves room for. No token is dropped. If steps stay slow, "
-            "raise the factor. This message is logged once"
+            "The step is repeated eagerly with room for all tokens: a rank sent another rank more tokens than "
+            f"--moe-alltoall-capacity-factor {factor:g} allows. No token is dropped. If steps stay slow, raise the "
+            "factor. This message is logged once"
         )
 
     def end(self) -> None:

@@ -80,10 +80,10 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             microbatch >= expected or (microbatch == 0 and get_num_microbatches() != expected)
         ):
             raise ValueError(
-                f"graphs were captured for steps of {expected} micro-batches, and this step has "
-                f"{max(microbatch + 1, get_num_microbatches())}: under pipeline parallelism, and with "
-                "--overlap-moe-expert-parallel-comm, graphs fit one number only (see --step-batch-size-schedule). "
-                "Call before_step() of each TECudaGraphHelper and VisionTECudaGraphHelper before each step to recapture"
+                f"graphs were captured for steps of {expected} micro-batches, but this step has "
+                f"{max(microbatch + 1, get_num_microbatches())} (see --step-batch-size-schedule). Under pipeline "
+                "parallelism, and with --overlap-moe-expert-parallel-comm, graphs support only one number: call "
+                "before_step() of each TECudaGraphHelper and VisionTECudaGraphHelper before each step to recapture"
             )
         if not args and "hidden_states" in kwargs and not self.config.fine_grained_activation_offloading:
             args = (kwargs.pop("hidden_states"),)  # as in megatron-core, without copying kwargs

@@ -237,7 +237,7 @@ def test_captured_micro_batches_replay(layer, monkeypatch, captured):
 @pytest.mark.parametrize(("captured", "given"), [(3, 2), (3, 4)])
 def test_other_number_of_micro_batches_is_refused(layer, monkeypatch, captured, given):
     layer.cuda_graphs = layer_graphs(captured, captured)
-    with pytest.raises(ValueError, match=f"for steps of {captured} micro-batches, and this step has {given}:"):
+    with pytest.raises(ValueError, match=f"for steps of {captured} micro-batches, but this step has {given}\\b"):
         next(replays(layer, given, monkeypatch))
 
 
@@ -246,7 +246,7 @@ def test_extra_micro_batch_is_refused(layer, monkeypatch, captured):
     monkeypatch.setattr(module, "get_num_microbatches", lambda: captured)
     layer.cuda_graphs = layer_graphs(captured, captured)
     layer.current_microbatch = captured
-    with pytest.raises(ValueError, match=f"for steps of {captured} micro-batches, and this step has {captured + 1}:"):
+    with pytest.raises(ValueError, match=f"for steps of {captured} micro-batches, but this step has {captured + 1}\\b"):
         layer(X)
 
 
