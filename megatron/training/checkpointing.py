@@ -149,7 +149,7 @@ def _warn(message: str) -> None:
 def _expect_tensors(state_dict: dict[str, Any]) -> None:
     """Replace the generators of a graph-safe RNG tracker by their states.
 
-    A checkpoint may contain generators or tensors, and is read into tensors; the tracker converts them as needed.
+    Checkpoints contain generators or tensors, and are loaded as tensors; the tracker converts them as needed.
     """
     saved = state_dict.get("rng_state")
     by_rank = saved.values() if isinstance(saved, dict) else [saved]  # fsdp_dtensor, torch_dcp

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
-PAUSE = 2.0  # least seconds between values: a call of W&B's writer may take 1.3 ms
+PAUSE = 2.0  # minimum seconds between values: one call of W&B's writer can take 1.3 ms
 
 
 class CudaGraphScalars:
@@ -34,7 +34,7 @@ class CudaGraphScalars:
 
         Args:
             helper: The helper.
-            deleting: Whether its graphs are about to be deleted, so that the remaining values are written.
+            deleting: Whether its graphs are about to be deleted; if so, write the remaining values.
         """
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
         if tensorboard is None and wandb is None:

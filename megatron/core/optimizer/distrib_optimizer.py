@@ -20,8 +20,8 @@ from .repeated_work import RepeatedWork
 
 _upstream: Any = extend(__name__)
 
-LOSS_SCALE = "grad_scaler"  # in checkpoints
-GROUPS = "param_to_group_meta"  # in checkpoints: the options of each parameter's group
+LOSS_SCALE = "grad_scaler"  # key in checkpoints
+GROUPS = "param_to_group_meta"  # key in checkpoints: the options of each parameter's group
 
 
 class DistributedOptimizer(_upstream.DistributedOptimizer):
@@ -35,7 +35,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def get_loss_scale(self) -> torch.Tensor:
         """Return the loss scale, float32, shape (1,); see megatron-core.
 
-        Without a scaler it is 1, and ``item``, which the training loop calls in each step, does not synchronize.
+        Without a scaler it is 1, and its ``item``, called by the training loop in each step, does not synchronize.
         """
         scale: torch.Tensor = super().get_loss_scale()
         if self.grad_scaler is None and "item" not in vars(scale):
@@ -43,13 +43,13 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return scale
 
     def _gradients(self) -> list[Any]:
-        """Return the gradient of each parameter as ``DTensor``, or None without a shard on this rank."""
+        """Return each parameter's gradient, a ``DTensor``; None if this rank has no shard of the parameter."""
         return gradients_of(self.get_parameters(), gradient_name(self.config.use_precision_aware_optimizer))
 
     def clip_grad_norm(self, clip_grad: float) -> Any:
         """Clip the gradients and return their norm; see megatron-core.
 
-        If graphs hold the whole model, norm and clipping run as a graph too.
+        With graphs of the whole model, a graph computes the norm and clips.
         """
         clip = super().clip_grad_norm
         passes = self._whole_model_passes()
@@ -58,7 +58,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             return clip(clip_grad)
         if self._clipping is None or passes is not self._clips_beside:
             self._clipping, self._clips_beside = RepeatedWork("Gradient clipping"), passes
-            passes.on_forget.append(self._free_clipping)  # before the communicators of its collectives
+            passes.on_forget.append(self._free_clipping)  # before its communicators are destroyed
         return self._clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
 
     def _free_clipping(self) -> None:
@@ -67,10 +67,9 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         self._clipping = self._clips_beside = None
 
     def _whole_model_passes(self) -> Any:
-        """Return the graphs of the whole model if clipping can be captured beside them, else None.
+        """Return the graphs of the whole model if clipping can be captured, else None.
 
-        Clipping cannot be captured inside another capture, if it synchronizes, or if the optimizer has several model
-        chunks.
+        Clipping is not captured if it synchronizes, inside another capture, or for several model chunks.
         """
         if not self.ddp_config.use_megatron_fsdp or len(self.model_chunks) != 1 or self.is_stub_optimizer:
             return None
@@ -79,9 +78,9 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return self.model_chunks[0].module.graphs.model_passes
 
     def _kept_gradients(self) -> KeptGradients | None:
-        """Return a snapshot of the gradients, or None if they do not stay or if parameter groups have own norms.
+        """Return a snapshot of the gradients; None if each step allocates new ones or parameter groups have own norms.
 
-        A replay would omit norms of groups, which are Python values.
+        Norms of groups are Python values, which a replay would not update.
         """
         grads = self._gradients()
         if self._kept is not None and self._kept.are(grads):
@@ -103,8 +102,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def get_grad_stats_parallel_group(self) -> dist.ProcessGroup:
         """Return the group that sums the gradient norm and detects infinities; see megatron-core.
 
-        megatron-core's group lacks shards if HSDP replicas shard the optimizer among them. If nothing is sharded, it
-        lacks the experts of other ranks, and replicas would clip the same weights by different norms.
+        megatron-core's group misses shards if HSDP also shards optimizer states across replicas. Without sharding, it
+        misses the experts of other ranks, and replicas would clip the same weights by different norms.
         """
         if self.ddp_config.use_megatron_fsdp and (self._is_unsharded() or self._dist_index().hsdp_outer_dp_shard):
             return dist.group.WORLD
@@ -118,7 +117,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return bool(config.use_megatron_fsdp and config.data_parallel_sharding_strategy == "no_shard")
 
     def _counted(self, params: list[Any]) -> list[Any]:
-        """Return the parameters whose gradients count on this rank: all, or if unsharded those of the first replica."""
+        """Return the parameters to count on this rank: all, or without sharding only on the first replica."""
         if not self._is_unsharded():
             return params
         first = {expert: dist.get_rank(self._dist_index().get_dp_group(expert)) == 0 for expert in (False, True)}
@@ -148,8 +147,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
         """Return the states and groups of the parameters, both by parameter name, and the loss scale.
 
-        megatron-core omits states of empty shards, although saving and loading run collectives for each state, and the
-        loss scale. Learning rates are floats, also if ``--optimizer-cuda-graph`` keeps them in tensors.
+        megatron-core omits the loss scale and the states of empty shards, although saving and loading run collectives
+        for each state. Learning rates are floats, even if ``--optimizer-cuda-graph`` keeps them in tensors.
         """
         saved: dict[str, Any] = super().sharded_param_state_fsdp_dtensor(is_loading)
         if not self.is_stub_optimizer:
@@ -162,7 +161,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states and the loss scale of a checkpoint; see megatron-core.
 
-        Capturable steps, and learning rates in tensors for them, depend on this run and not on the checkpoint.
+        ``capturable`` and the type of learning rates (float or tensor) come from this run, not from the checkpoint.
         """
         if self.ddp_config.use_megatron_fsdp:
             if LOSS_SCALE in state_dict:
@@ -172,7 +171,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         super().load_state_dict(state_dict)
 
     def _as_own(self, groups: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return the options of a checkpoint's groups with this run's kind of learning rates."""
+        """Return a checkpoint's ``groups`` with this run's ``capturable`` and type of learning rates."""
         own = self.optimizer.param_groups[0]
         is_tensor = isinstance(own["lr"], torch.Tensor)
         rates = {float(group["lr"]) for group in groups.values()}
@@ -183,7 +182,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Copy the model's parameters to the optimizer's after a checkpoint without states; see megatron-core.
 
-        Under Megatron-FSDP, checkpoints are read into the optimizer's parameters, and the model's are copies of them.
+        Under Megatron-FSDP this does nothing: checkpoints are loaded into the optimizer's parameters.
         """
         if not self.ddp_config.use_megatron_fsdp or isinstance(self.optimizer, _upstream.HybridDeviceOptimizer):
             super()._copy_model_params_to_main_params(state_dict)
@@ -191,7 +190,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _param_name(self, param: torch.nn.Parameter) -> str:
         """Return a parameter's name in checkpoints; see megatron-core.
 
-        Under Megatron-FSDP, layers are numbered in the whole model, not in a pipeline stage.
+        Under Megatron-FSDP, names have global layer numbers instead of a pipeline stage's.
         """
         if self.ddp_config.use_megatron_fsdp and not hasattr(self, "param_to_name"):
             params = by_global_name(self.model_chunks, [dict(chunk.named_parameters()) for chunk in self.model_chunks])
@@ -222,5 +221,5 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
 
 def _item_of_one(scale: torch.Tensor) -> float:
-    """Return the value of ``scale``, without a synchronization if it still has its initial value 1."""
+    """Return ``scale.item()``, without synchronizing while ``scale`` has its initial value 1."""
     return torch.Tensor.item(scale) if scale._version else 1.0

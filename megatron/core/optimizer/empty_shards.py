@@ -1,4 +1,4 @@
-"""Optimizer states of empty shards.
+"""Create optimizer states for empty shards.
 
 Megatron-FSDP gives an empty shard no gradient, and torch's optimizers create states at a parameter's first gradient.
 """
@@ -14,17 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate
 def state_of_every_parameter(
     optimizer: torch.optim.Optimizer, states: dict[Any, dict[str, Any]], name_of: Callable[[torch.Tensor], Hashable]
 ) -> dict[Any, dict[str, Any]]:
-    """Return ``states`` and the states of parameters whose local shard is empty.
+    """Return ``states`` plus states for parameters whose local shard is empty; call this on all ranks with shards.
 
-    The order is that of the optimizer's parameters, which all ranks share, because megatron-core runs collectives for
-    one state after another. Values that are not sharded, for example step counts, are copied from another parameter,
-    possibly on another rank: without a gradient they do not advance, and any rank's value may be saved.
-
-    This is a collective of all ranks that share the optimizer's shards.
+    States are in the order of the optimizer's parameters, which is the same on all ranks, because megatron-core runs
+    collectives for one state after another. Values that are not sharded (step counts, for example) are copied from
+    another parameter, if necessary on another rank: without gradients they do not advance, and any rank may save them.
 
     Args:
         optimizer: The optimizer, with ``DTensor`` parameters.
-        states: Its states by parameter name; not changed.
+        states: Its states by parameter name; not modified.
         name_of: Returns a parameter's name.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
@@ -39,12 +37,12 @@ def state_of_every_parameter(
 
 
 def _described(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the dtype of each sharded value, and each other value."""
+    """Return ``state`` with each sharded value replaced by its dtype."""
     return {name: value.dtype if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
 def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any] | None:
-    """Return ``model``; if it is None, the one of another rank that shards ``param``."""
+    """Return ``model``, or if it is None, the ``model`` of another rank that shards ``param``."""
     for dim, placement in enumerate(param.placements):
         if not isinstance(placement, Replicate):
             group = param.device_mesh.get_group(dim)
@@ -55,7 +53,7 @@ def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any]
 
 
 def _like(model: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return the states that ``model`` describes, for an empty shard of ``param``."""
+    """Return states for the empty shard ``param``, with the values and dtypes in ``model``."""
     return {
         name: torch.zeros_like(param, dtype=value, requires_grad=False)
         if isinstance(value, torch.dtype)

@@ -22,7 +22,7 @@ from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_na
 
 _LOCAL, _GRAD, _ADDRESS = attrgetter("_local_tensor"), attrgetter("grad"), methodcaller("data_ptr")
 Lists = list[list[torch.Tensor]]
-LAUNCH = "multi_tensor_adam"  # FusedAdam's attribute: a function of a chunk size, a flag, lists of tensors and numbers
+LAUNCH = "multi_tensor_adam"  # FusedAdam's launch function: (chunk size, flag, tensor lists, *numbers)
 
 
 class KeptGradients:
@@ -33,7 +33,7 @@ class KeptGradients:
     """
 
     def __init__(self, grads: list[Any]):
-        """Keep ``grads``, which must satisfy ``stay``; None for a parameter without a gradient."""
+        """Store ``grads``, which must satisfy ``stay``; None for a parameter without a gradient."""
         self._grads = grads
         self._present = [grad for grad in grads if grad is not None]
         self._present_local: list[torch.Tensor] = list(map(_LOCAL, self._present))
@@ -41,10 +41,7 @@ class KeptGradients:
         self._memory = [local for local in self.local if local is not None]
 
     def are(self, grads: list[Any]) -> bool:
-        """Return whether ``grads`` are the same objects with the same local tensors and storages.
-
-        ``UntypedStorage.resize_`` may have moved the storages.
-        """
+        """Return whether ``grads`` are the stored objects, with the same local tensors at the same addresses."""
         return (
             same(grads, self._grads)
             and same(list(map(_LOCAL, self._present)), self._present_local)
@@ -59,24 +56,23 @@ class KeptGradients:
 class ListedStep(KeptGradients):
     """A step of TransformerEngine's ``FusedAdam`` that reuses the tensor lists of an earlier step.
 
-    ``FusedAdam`` inspects every parameter, its gradient and its states in each step, to list them for one launch per
-    group. A replayed step runs on one parameter of each group, and every launch gets the lists of the whole group. The
-    optimizer still computes all numbers.
+    In each step, ``FusedAdam`` lists all parameters, gradients and states for one launch per group. A replayed step
+    runs on one parameter of each group, and each launch gets the recorded lists of its whole group. Learning rates and
+    other numbers still come from the optimizer.
 
     Attributes:
-        complete: Whether the recorded launches hold every gradient, and only tensors that the optimizer owns. A step
-            that casts its states is incomplete, for example.
-        leaders: One parameter of each group, in a list: the first with a gradient if there is one. Some versions of
-            ``FusedAdam`` do not count the steps of an empty group.
+        complete: Whether the recorded launches hold every gradient, and only tensors that the optimizer owns (unlike
+            casts of its states).
+        leaders: A list with one parameter for each group: the first with a gradient, else the first, because some
+            versions of ``FusedAdam`` do not count the steps of an empty group.
         led: The leaders with a gradient, each with the local tensor of its gradient.
     """
 
     def __init__(self, optimizer: Any, params: Sequence[list[torch.Tensor]], grads: list[Any]):
-        """Prepare to record.
+        """Prepare to record a step of ``optimizer``, which must satisfy ``possible``.
 
         Args:
-            optimizer: The optimizer, which must satisfy ``possible``.
-            params: The local tensors of the parameters of each group.
+            params: The local tensors of each group's parameters.
             grads: The ``DTensor`` gradients of all parameters in this order, which must satisfy ``stay``.
         """
         super().__init__(grads)
@@ -88,16 +84,16 @@ class ListedStep(KeptGradients):
         self.led = [group[0] for group in given if group]
         self.leaders = [[param for param, _ in (some or all_)[:1]] for some, all_ in zip(given, pairs, strict=True)]
         self._counts = [len(group) for group in given if group]
-        self._launches: list[list[Lists]] = []  # of each group with gradients
+        self._launches: list[list[Lists]] = []  # one list per group with gradients
 
     @staticmethod
     def possible(optimizer: Any) -> bool:
-        """Return whether ``optimizer`` launches like ``FusedAdam``. Step hooks must not inspect its parameters."""
+        """Return whether ``optimizer`` launches like ``FusedAdam``."""
         return LAUNCH in vars(optimizer)
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record the launches of a step on all parameters, which the caller runs within this context."""
+        """Record the launches of the caller's step on all parameters within this context."""
         seen: list[Lists] = []
 
         def launch(chunk_size: int, flag: torch.Tensor, lists: Lists, *numbers: Any) -> Any:
@@ -113,7 +109,7 @@ class ListedStep(KeptGradients):
         used = {tensor.data_ptr() for lists in seen for tensor in chain(*lists)}
         self.complete = self._divide(seen) and used <= owned
         if not self.complete:
-            self._launches = []  # which may hold more than the optimizer does
+            self._launches = []  # may keep temporary tensors alive
 
     def _divide(self, seen: list[Lists]) -> bool:
         """Assign the launches to groups; return whether they hold exactly one tensor per gradient."""
@@ -128,10 +124,10 @@ class ListedStep(KeptGradients):
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Update all parameters in a step on ``leaders``, which the caller runs within this context.
+        """Make the caller's step on ``leaders`` within this context update all parameters.
 
         Raises:
-            RuntimeError: the step did not launch once for each group with gradients.
+            RuntimeError: The step did not launch once for each group with gradients.
         """
         launched = 0
 
@@ -145,14 +141,17 @@ class ListedStep(KeptGradients):
         with replaced_attribute([self._optimizer], LAUNCH, lambda _: launch):
             yield
         if launched != len(self._launches):
-            raise RuntimeError(f"{type(self._optimizer).__name__}.step did not call {LAUNCH} as in the recorded step")
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__}.step did not call {LAUNCH} as in the recorded step ({launched} "
+                f"calls, {len(self._launches)} expected), so not all parameters were updated: load the last checkpoint"
+            )
 
 
 class LocalShards:
     """Local tensors of an optimizer's parameters and states.
 
-    They alias the optimizer's tensors, and updates are in place, so nothing is copied back. As soon as the optimizer
-    releases one state, for example to offload or to load states, all states are released here to free their memory.
+    They alias the optimizer's tensors, which are updated in place, so nothing is copied back. As soon as the optimizer
+    releases one state (to offload or to load states, for example), this object releases all of them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -194,7 +193,7 @@ class LocalShards:
         return (
             type(optimizer) in kinds
             and not getattr(optimizer, "master_weights", False)
-            and not getattr(optimizer, "_scales", None)  # of states in low precision, by parameter
+            and not getattr(optimizer, "_scales", None)  # FusedAdam's scales of low-precision states
             and bool(params)
             and not hooks_of(optimizer)
             and all(isinstance(param, DTensor) for param in params)
@@ -202,9 +201,10 @@ class LocalShards:
         )
 
     def current(self) -> bool:
-        """Return whether parameters and states are unchanged, and every parameter with a gradient has states.
+        """Return whether a step can run on these tensors.
 
-        Step hooks would see the local tensors, so there must be none.
+        Parameters and states must be unchanged, every parameter with a gradient must have states, and the optimizer
+        must have no step hooks, which would see local tensors.
         """
         groups, states = self._optimizer.param_groups, self._optimizer.state
         values = _values(states)
@@ -253,7 +253,7 @@ class LocalShards:
                 setattr(local, name, None)
 
     def _listed_step(self, grads: list[Any]) -> ListedStep | None:
-        """Return the listed step for ``grads``, to record or to replay; None if the lists cannot be reused."""
+        """Return the ``ListedStep`` of ``grads`` to record or to replay; None if its lists cannot be reused."""
         if not ListedStep.possible(self._optimizer):
             return None
         if self._listed is not None and self._listed.are(grads):
@@ -289,18 +289,14 @@ def local_tensor(value: Any) -> Any:
 
 
 def gradients_of(params: Sequence[Any], name: str) -> list[Any]:
-    """Return the gradient of each parameter, or None.
+    """Return each parameter's gradient, or None.
 
     Args:
-        params: The parameters.
         name: The attribute that holds a gradient: ``grad``, or ``decoupled_grad``, which a parameter may lack.
     """
     return list(map(_GRAD, params)) if name == "grad" else [getattr(param, name, None) for param in params]
 
 
 def stay(grads: Iterable[Any]) -> bool:
-    """Return whether these gradients are the same objects in the next step, so that keeping them costs no memory.
-
-    ``OptimizerGradients`` marks them.
-    """
+    """Return whether ``OptimizerGradients`` keeps all ``grads`` from step to step; a snapshot then costs no memory."""
     return all(getattr(grad, "stays", False) for grad in grads if grad is not None)

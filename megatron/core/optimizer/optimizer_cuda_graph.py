@@ -1,4 +1,4 @@
-"""The CUDA graph of the optimizer's step, also under Megatron-FSDP."""
+"""The CUDA graph of the optimizer's step, including under Megatron-FSDP."""
 
 import logging
 from typing import Any
@@ -16,14 +16,14 @@ _logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
-    """megatron-core's wrapper, which also does what a graph of the step omits.
+    """megatron-core's ``OptimizerCudaGraphWrapper``, extended to Megatron-FSDP and to changes after capture.
 
     Under Megatron-FSDP, parameters are gathered after each replay instead of inside the graph (see
-    ``MegatronFSDP.start_param_sync``), and gradients keep their addresses, also if layers run eagerly. torch's
-    capturable optimizers get learning rates in tensors, as a graph would bake in numbers.
+    ``MegatronFSDP.start_param_sync``), and gradients keep their addresses, even if layers run eagerly. torch's
+    capturable optimizers get learning rates in tensors, because a graph would bake in numbers.
 
-    The step runs eagerly while parameters, gradients, states, hooks of the step or numbers (weight decay, for example)
-    differ from those at capture, or if another optimizer's step was captured.
+    The step runs eagerly while parameters, gradients, states, step hooks or numbers (weight decay, for example) differ
+    from capture, or if another optimizer's step was captured.
     """
 
     def __init__(self, optimizer_step_func: Any, *args: Any, **kwargs: Any):
@@ -41,7 +41,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cuda")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step, as a graph once it is captured; see megatron-core."""
+        """Run the step, or replay its graph once it is captured; see megatron-core."""
         if type(self).cuda_graph is not None:
             if self._has_changed():
                 self.next_iter()
@@ -56,7 +56,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         return result
 
     def _read_by_step(self) -> dict[tuple[str, int], Any]:
-        """Return the values that the host reads during a step, by name; tensors and states compare by identity."""
+        """Return the values that the host reads during a step, by name and group; tensors compare by identity."""
         read: dict[tuple[str, int], Any] = {}
         for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
             for name, value in group.items():
@@ -75,13 +75,13 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
                 read["step hooks", number] = _Same(*hooks_of(stepping))
             name = gradient_name(getattr(config, "use_precision_aware_optimizer", False))
             params = [param for group in getattr(each, "param_groups", ()) for param in group["params"]]
-            # Without Megatron-FSDP, gradients are attached within the step.
+            # Without Megatron-FSDP, the step itself attaches the gradients.
             grads = [grad for grad in gradients_of(params, name) if getattr(grad, "stays", False)]
             read["gradients", number] = _Same(*grads)
         return read
 
     def _has_changed(self) -> bool:
-        """Return whether the graph would differ from the step, and log each reason once."""
+        """Return whether a replay could differ from an eager step, and log each reason once."""
         now = self._read_by_step()
         if now == self._captured:
             return False

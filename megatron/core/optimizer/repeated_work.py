@@ -1,4 +1,4 @@
-"""Work that repeats in every step and runs as a CUDA graph once its memory has settled."""
+"""Capture work that every step repeats, once its memory has settled."""
 
 import logging
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from megatron.core.transformer._cuda_graphs.engine.graph import Capture, pause_g
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
-EAGER_STEPS = 2  # before the capture: allocators and communicators initialize, and addresses settle
-CAPTURES = 3  # then the work runs eagerly if its inputs change again
+EAGER_STEPS = 2  # before a capture: allocators and communicators initialize, and addresses settle
+CAPTURES = 3  # at most; the work runs eagerly if its inputs change again
 
 
 class RepeatedWork:
     """Work that is recaptured when its inputs change, and runs eagerly after ``CAPTURES`` captures or a failed one.
 
     Attributes:
-        replays: How often the graph was replayed.
+        replays: Number of replays.
     """
 
     def __init__(self, name: str):
@@ -29,7 +29,7 @@ class RepeatedWork:
         self._result: torch.Tensor | None = None
 
     def run(self, key: list[Any], work: Callable[[], Any]) -> Any:
-        """Run ``work`` on the current stream and return its result; a replay returns a tensor of its own.
+        """Run ``work`` on the current stream and return its result; a replay returns a copy of the graph's output.
 
         Args:
             key: Addresses and numbers that the graph bakes in.
@@ -50,7 +50,7 @@ class RepeatedWork:
         return self._result.clone()
 
     def _capture(self, work: Callable[[], Any]) -> bool:
-        """Record the graph; return whether it succeeded."""
+        """Capture ``work`` and return whether this succeeded; later failures are not retried."""
         self._captures += 1
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
@@ -76,7 +76,7 @@ class RepeatedWork:
         logger.warning(f"{self._name} runs without a CUDA graph: {reason}")
 
     def reset(self) -> None:
-        """Free the graph, which must happen before its communicators are destroyed."""
+        """Free the graph. Call this before its communicators are destroyed."""
         if self._graph is not None:
             self._graph.reset()
         self._graph = self._result = None

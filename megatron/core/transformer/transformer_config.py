@@ -11,7 +11,7 @@ _upstream: Any = extend(__name__)
 class TransformerConfig(_upstream.TransformerConfig):
     """megatron-core's ``TransformerConfig``, which allows full recomputation with graphs.
 
-    ``recompute_granularity="full"`` works with ``cuda_graph_impl="transformer_engine"``, because a graph can contain
+    ``recompute_granularity="full"`` works with ``cuda_graph_impl="transformer_engine"``, because one graph can hold
     all layers and their recomputation.
     """
 
