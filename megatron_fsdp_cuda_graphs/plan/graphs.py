@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.transformer._cuda_graphs.engine.plan import Plan
 from megatron.core.transformer._cuda_graphs.flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
-from megatron.core.transformer._cuda_graphs.te.capture_state import Choice, Holds, blocker, choose
+from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, Holds, blocker, largest_scope
 from megatron.core.transformer._cuda_graphs.te.layers import _modules_of, decoder_layers
 from megatron.core.transformer._cuda_graphs.te.model import inputs_of_slots
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -40,7 +40,7 @@ class Planned:
     why_nothing: str = ""
 
 
-def choice_of(helper: TECudaGraphHelper, elsewhere: str) -> Choice:
+def scope_of(helper: TECudaGraphHelper, elsewhere: str) -> CaptureScope:
     """Choose between graphs of the model, the decoder and layers, as a run of ``pretrain_gpt.py`` would.
 
     Args:
@@ -54,21 +54,21 @@ def choice_of(helper: TECudaGraphHelper, elsewhere: str) -> Choice:
     def ruled_out(holds: Holds) -> str:
         return (not_model if holds is Holds.MODEL else "") or blocker(helper.stage, holds)
 
-    return choose(helper.stage, ruled_out)
+    return largest_scope(helper.stage, ruled_out)
 
 
-def planned(helper: TECudaGraphHelper, choice: Choice) -> Planned:
-    """Return the graphs that ``helper`` would capture with ``choice``."""
-    if reason := _why_nothing(helper, choice):
+def planned(helper: TECudaGraphHelper, scope: CaptureScope) -> Planned:
+    """Return the graphs that ``helper`` would capture with ``scope``."""
+    if reason := _why_nothing(helper, scope):
         return Planned(why_nothing=reason)
     stage, shape = helper.stage, (helper.seq_length, helper.micro_batch_size)
-    if choice.holds is Holds.MODEL:
+    if scope.holds is Holds.MODEL:
         models = [chunk.model for chunk in stage.chunks]
         passes = CaptureArguments(stage, [[model] for model in models], *shape).order()
         names = [f"chunk {number} as a whole" for number in range(1, len(models) + 1)]
         graphs = _graphs(passes.plan, ["the whole model"] if stage.one_graph_serves_all else names)
         return Planned(graphs, passes.order, inputs_of_slots(models, passes.plan, *shape))
-    together = decoder_layers(stage.chunks[0].model) if choice.holds is Holds.DECODER else []
+    together = decoder_layers(stage.chunks[0].model) if scope.holds is Holds.DECODER else []
     apart = [[layer for layer in chunk.layers if layer not in together] for chunk in stage.chunks]
     result = Planned(order=(1, -1))
     if any(apart):
@@ -86,7 +86,7 @@ def planned(helper: TECudaGraphHelper, choice: Choice) -> Planned:
     return Planned(graphs, result.order, (inputs, result.static_inputs))
 
 
-def parts_of(helper: TECudaGraphHelper, choice: Choice) -> Iterator[str]:
+def parts_of(helper: TECudaGraphHelper, scope: CaptureScope) -> Iterator[str]:
     """Yield a line for each kind of module in execution order, with the reason if graphs exclude it."""
     models = [chunk.model for chunk in helper.stage.chunks if chunk.model is not None]
     decoders = [model.decoder for model in models]
@@ -94,17 +94,17 @@ def parts_of(helper: TECudaGraphHelper, choice: Choice) -> Iterator[str]:
     def outside(name: str, owners: Sequence[Any], *attributes: str) -> Iterator[str]:
         count = sum(getattr(owner, attribute, None) is not None for owner in owners for attribute in attributes)
         if count:
-            yield _part(name, count, "" if choice.holds is Holds.MODEL else "outside of layers")
+            yield _part(name, count, "" if scope.holds is Holds.MODEL else "outside of layers")
 
     yield from outside("embedding", models, "embedding")
-    yield from _parts_of_layers(helper, choice)
+    yield from _parts_of_layers(helper, scope)
     yield from outside("multi-token prediction outside of its layers", models, "mtp")
     yield from outside("final norm", decoders, "final_layernorm", "final_norm")  # second name: hybrid models
     yield from outside("output layer and losses", models, "output_layer")
 
 
-def _parts_of_layers(helper: TECudaGraphHelper, choice: Choice) -> Iterator[str]:
-    options, nothing = Options(helper.config), _why_nothing(helper, choice)
+def _parts_of_layers(helper: TECudaGraphHelper, scope: CaptureScope) -> Iterator[str]:
+    options, nothing = Options(helper.config), _why_nothing(helper, scope)
     every: list[Any] = [layer for chunk in helper.stage.chunks for layer in chunk.every_layer]
     for module, name in _NAMES.items():
         layers = [layer for layer in every if module in [each.name for each in _modules_of(layer)]]
@@ -125,8 +125,8 @@ def _part(name: str, count: int, why_eager: str) -> str:
     return f"    {'eager' if why_eager else 'graph'}  {name} ({count}){why_eager and f': {why_eager}'}"
 
 
-def _why_nothing(helper: TECudaGraphHelper, choice: Choice) -> str:
-    return choice.why_nothing if helper.flattened_callables else "no layer has a module named in --cuda-graph-modules"
+def _why_nothing(helper: TECudaGraphHelper, scope: CaptureScope) -> str:
+    return scope.why_nothing if helper.flattened_callables else "no layer has a module named in --cuda-graph-modules"
 
 
 def _graphs(plan: Plan, names: Sequence[str]) -> list[str]:

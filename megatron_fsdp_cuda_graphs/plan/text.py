@@ -9,7 +9,7 @@ from megatron.core.transformer._cuda_graphs.te.capture_state import Holds
 from .command import quietly
 from .dry_stage import blocker_of_pipeline, dry_stage
 from .flags import Flags, message_of, read_flags
-from .graphs import choice_of, parts_of, planned
+from .graphs import parts_of, planned, scope_of
 from .memory import stage_memory
 
 SHOWN = 12  # graphs per stage without --every-graph
@@ -50,9 +50,9 @@ def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
     elsewhere = blocker_of_pipeline(args)
     for stage in range(args.pipeline_model_parallel_size):
         with quietly(), dry_stage(args, stage) as helper:
-            choice = choice_of(helper, elsewhere)
-            graphs = planned(helper, choice)
-            parts = list(parts_of(helper, choice))
+            scope = scope_of(helper, elsewhere)
+            graphs = planned(helper, scope)
+            parts = list(parts_of(helper, scope))
             memory = list(stage_memory(helper, graphs, args))
         yield from ("", f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}")
         if graphs.why_nothing:
@@ -64,11 +64,11 @@ def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
             yield from (f"    {graph}" for graph in graphs.graphs[:shown])
             if count > shown:
                 yield f"    and {count - shown} more (--every-graph lists them)"
-        if choice.holds is not Holds.MODEL:
-            why = choice.not_model or f"--cuda-graph-layers-per-graph is {args.cuda_graph_layers_per_graph}"
+        if scope.holds is not Holds.MODEL:
+            why = scope.not_model or f"--cuda-graph-layers-per-graph is {args.cuda_graph_layers_per_graph}"
             yield f"  No graph of the whole model: {why}"
-        if choice.not_decoder:
-            yield f"  No graph of all layers: {choice.not_decoder}"
+        if scope.not_decoder:
+            yield f"  No graph of all layers: {scope.not_decoder}"
         yield from ("  Parts of the model:", *parts)
         yield from ("  Memory per rank, MiB:", *memory)
     yield from ("", NOT_COUNTED)

@@ -1,6 +1,6 @@
 """Replacement of ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper`` and the names of ``_cuda_graphs``.
 
-Assigning or patching a name affects every function in ``_cuda_graphs`` that uses it (see ``_Face``).
+Assigning or patching a name affects every function in ``_cuda_graphs`` that uses it (see ``_ForwardingModule``).
 """
 
 import gc
@@ -403,15 +403,15 @@ class TECudaGraphHelper:
         agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language)
         with agreement.together(self._drop_graphs), self._capture_mode() as start_time:
             shape = self.seq_length, self.micro_batch_size
-            graphs.choose(agreement)  # stages without layers also vote
+            graphs.select_scope(agreement)  # stages without layers also vote
             if not stage.layers:
                 logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                 graphs.eager_because = NO_LAYERS
-            elif graphs.choice.holds:
+            elif graphs.scope.holds:
                 session = CaptureSession(stage, graphs, agreement, self._recaptures, shape)
                 session.capture(self._get_cuda_graph_input_data)
             else:
-                graphs.eager_because = graphs.choice.eager_because
+                graphs.eager_because = graphs.scope.eager_because
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
         self._captures += self.graphs_created()
@@ -627,7 +627,7 @@ _VARIABLES = {
 _FOLDER = f"{__package__}._cuda_graphs."
 
 
-class _Face(ModuleType):
+class _ForwardingModule(ModuleType):
     """Forwards assignments to every module of ``_cuda_graphs`` that has the same object under the same name.
 
     This covers plain assignment, ``mock.patch`` and ``monkeypatch.setattr``, including their undo.
@@ -643,13 +643,13 @@ class _Face(ModuleType):
 
 def _variable_of(file: ModuleType, name: str) -> property:
     return property(
-        lambda face: getattr(file, name),
-        lambda face, value: setattr(file, name, value),
-        lambda face: delattr(file, name),
+        lambda module: getattr(file, name),
+        lambda module, value: setattr(file, name, value),
+        lambda module: delattr(file, name),
     )
 
 
 for _name, _file in _VARIABLES.items():
-    setattr(_Face, _name, _variable_of(_file, _name))
+    setattr(_ForwardingModule, _name, _variable_of(_file, _name))
 del _name, _file
-sys.modules[__name__].__class__ = _Face
+sys.modules[__name__].__class__ = _ForwardingModule

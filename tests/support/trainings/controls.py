@@ -226,7 +226,7 @@ def hook_on_one_rank(training: Training) -> None:
     last = dist.get_world_size() - 1
     reason = "embedding has hooks, which do not run in replays"
     expected = reason if dist.get_rank() == last else f"{reason} (on rank {last})"
-    assert training.helper._state.choice.not_model == expected, training.helper._state.choice.not_model
+    assert training.helper._state.scope.not_model == expected, training.helper._state.scope.not_model
 
 
 @control
@@ -280,7 +280,7 @@ def refused_on_one_stage(training: Training) -> None:
     training.helper.create_cudagraphs()
     assert training.helper.model_graphs is None
     reason = "output_layer has hooks, which do not run in replays"
-    assert training.helper._state.choice.not_model == (
+    assert training.helper._state.scope.not_model == (
         reason if last else f"{reason} (on rank {dist.get_world_size() - 1})"
     )
 

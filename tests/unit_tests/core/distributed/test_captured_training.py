@@ -186,7 +186,7 @@ def test_training_and_capture_continue_after_a_failed_capture(one_rank, in_backw
         ):
             training.capture(lambda training: training.helper.create_cudagraphs())
         graphs = training.fsdp.graphs
-        assert (graphs.layers, graphs.passes, graphs.captured) == ({}, None, None)
+        assert (graphs.layers, graphs.whole_passes, graphs.captured) == ({}, None, None)
         assert in_use(training.fsdp) == [{}, {}]
         training.step()
         assert training.replayed == []

@@ -96,8 +96,8 @@ def eager_parts(stage: Stage, graphs: CaptureState) -> Iterator[tuple[str, str]]
     if graphs.models:
         yield "calls without labels or with tensors of other shapes", "graphs of the whole model do not fit them"
         return
-    if graphs.choice.not_model:
-        yield "the model as a whole", graphs.choice.not_model
+    if graphs.scope.not_model:
+        yield "the model as a whole", graphs.scope.not_model
     yield "modules outside of layers", "graphs hold layers only"
     if modules := " ".join(module.name for module in stage.config.cuda_graph_modules or ()):
         yield "everything else in layers", f"--cuda-graph-modules names only {modules}"

@@ -51,18 +51,18 @@ class CaptureSession:
     shape: tuple[int, int]
 
     def capture(self, input_data: Callable[[], InputData]) -> None:
-        """Capture the graphs selected by ``graphs.choice``.
+        """Capture the graphs selected by ``graphs.scope``.
 
         Args:
             input_data: Returns the positional inputs and keyword arguments of ``make_graphed_callables`` for layers
                 that are captured individually.
         """
-        choice = self.graphs.choice
-        if choice.holds is Holds.MODEL:
+        scope = self.graphs.scope
+        if scope.holds is Holds.MODEL:
             self._capture_model()
         else:
             self.graphs.kept = kept_parameters(self.stage.chunks)
-            if choice.holds is Holds.DECODER:
+            if scope.holds is Holds.DECODER:
                 self._capture_decoder()
             if any(self.graphs.layers_apart):
                 with ExitStack() as stack:
@@ -156,7 +156,7 @@ class CaptureSession:
                     self.agreement.naming(own, name) for own, name in zip(hooks, names, strict=True)
                 ]
                 if all(chunk.fsdp is not None for chunk in stage.chunks):
-                    arguments["owners"] = self._gradient_sinks()
+                    arguments["owners"] = self._gradient_owners()
                 graphs = make_graphed_callables(layers, sample_args, **arguments)
             held = [
                 named(layer, name, layer._get_submodules_under_cudagraphs())
@@ -179,13 +179,13 @@ class CaptureSession:
             return self.graphs.shapes.passes
         return self._watch_shapes(tokens, len(self.stage.layers)) if self.stage.may_change_shape else None
 
-    def _gradient_sinks(self) -> list[Any]:
-        """Return the gradient sinks of the layers captured under Megatron-FSDP; see ``gradient_sinks``."""
+    def _gradient_owners(self) -> list[Any]:
+        """Return the gradient owners of the layers captured under Megatron-FSDP; see ``gradient_owners``."""
         whole = not self.stage.config.cuda_graph_modules
-        sinks: list[Any] = []
+        owners: list[Any] = []
         for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
-            sinks += chunk.fsdp.graphs.gradient_sinks(layers, whole)
-        return sinks
+            owners += chunk.fsdp.graphs.gradient_owners(layers, whole)
+        return owners
 
     @contextmanager
     def _fsdp_capture(self) -> Iterator[None]:
@@ -193,7 +193,7 @@ class CaptureSession:
         with ExitStack() as stack:
             for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
                 if chunk.fsdp is not None:
-                    stack.enter_context(chunk.fsdp.graphs.capture_graphs(layers))
+                    stack.enter_context(chunk.fsdp.graphs.layer_capture(layers))
             yield
 
     def _free_gradients(self) -> None:

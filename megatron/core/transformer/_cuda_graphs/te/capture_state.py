@@ -142,7 +142,7 @@ def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CaptureScope:
     """The part of a model captured in each graph of a pipeline stage, and the reasons against larger parts.
 
     Attributes:
@@ -160,8 +160,8 @@ class Choice:
     eager_because: str = ""
 
 
-def choose(stage: Stage, blocker_of: Callable[[Holds], str]) -> Choice:
-    """Choose the largest possible graphs of ``stage`` that ``--cuda-graph-layers-per-graph`` allows.
+def largest_scope(stage: Stage, blocker_of: Callable[[Holds], str]) -> CaptureScope:
+    """Return the scope of the largest possible graphs of ``stage`` that ``--cuda-graph-layers-per-graph`` allows.
 
     Args:
         blocker_of: Returns why a part cannot be captured in one graph; empty if it can.
@@ -170,14 +170,14 @@ def choose(stage: Stage, blocker_of: Callable[[Holds], str]) -> Choice:
     if wanted in (None, WHOLE_MODEL):
         not_model = blocker_of(Holds.MODEL)
         if not not_model:
-            return Choice(Holds.MODEL)
+            return CaptureScope(Holds.MODEL)
     not_decoder = f"{LAYERS_FLAG} is 1" if wanted == 1 else blocker_of(Holds.DECODER)
     if not not_decoder:
-        return Choice(Holds.DECODER, not_model)
+        return CaptureScope(Holds.DECODER, not_model)
     if not Options(stage.config).recomputes_layers:
-        return Choice(Holds.LAYER, not_model, not_decoder)
+        return CaptureScope(Holds.LAYER, not_model, not_decoder)
     why_nothing = f"layers are recomputed in their backward pass, and {not_decoder}"
-    return Choice(None, not_model, not_decoder, why_nothing, RECOMPUTED_LAYERS)
+    return CaptureScope(None, not_model, not_decoder, why_nothing, RECOMPUTED_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class CaptureState:
         not_model: Why the whole model is not captured by default; empty if there is no reason yet.
 
     Attributes:
-        choice: The captured part of the model; an empty choice before ``choose``.
+        scope: The captured part of the model; empty before ``select_scope``.
         eager_because: The argument; empty once graphs exist.
         whole: The whole-pass graphs: one object per model chunk, or one for the decoder's layers.
         kept: By chunk, the FSDP2 parameters kept in memory for the layers' graphs.
@@ -215,7 +215,7 @@ class CaptureState:
 
     def __init__(self, stage: Stage, calls: TrainingCalls, eager_because: str = BEFORE_CAPTURE, not_model: str = ""):
         self._stage, self._calls, self._not_model = stage, calls, not_model
-        self.choice = Choice(None)
+        self.scope = CaptureScope(None)
         self.eager_because = eager_because
         self.whole: Sequence[PassGraphs] = ()
         self.kept: Mapping[torch.nn.Module, KeptParameters] = {}
@@ -229,12 +229,12 @@ class CaptureState:
     @property
     def models(self) -> Sequence[Any]:
         """The graphs of each chunk of the model; empty if the model was not captured as a whole."""
-        return self.whole if self.choice.holds is Holds.MODEL else ()
+        return self.whole if self.scope.holds is Holds.MODEL else ()
 
     @property
     def decoder(self) -> Any:
         """The graphs that hold all decoder layers; None if the whole model or single layers were captured."""
-        return next(iter(self.whole), None) if self.choice.holds is Holds.DECODER else None
+        return next(iter(self.whole), None) if self.scope.holds is Holds.DECODER else None
 
     @property
     def layers_apart(self) -> list[Layers]:
@@ -244,10 +244,10 @@ class CaptureState:
 
     # ---------------------------------------------------------------------------------------------------- decision
 
-    def choose(self, agreement: CaptureAgreement) -> None:
-        """Set ``choice``, which is the same on all ranks, and log the reasons against larger graphs.
+    def select_scope(self, agreement: CaptureAgreement) -> None:
+        """Set ``scope``, which is the same on all ranks, and log the reasons against larger graphs.
 
-        All pipeline stages make the same choice so that they also fall back together if a capture fails on one stage.
+        All pipeline stages use the same scope so that they also fall back together if a capture fails on one stage.
         """
         stage, wanted = self._stage, layers_per_graph(self._stage.config)
         self._calls.stop()
@@ -255,21 +255,21 @@ class CaptureState:
         own = {holds.name: self._blocker(holds) if candidate else "" for holds, candidate in candidates.items()}
         agreed = agreement.objections({"INTERLEAVED": self._interleaved(), **own})
         if reason := agreed["INTERLEAVED"]:
-            choice = Choice(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
+            scope = CaptureScope(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
         else:
-            choice = choose(stage, lambda holds: agreed[holds.name])
-        self.choice = choice
-        if choice.not_model:
+            scope = largest_scope(stage, lambda holds: agreed[holds.name])
+        self.scope = scope
+        if scope.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
-            stage.log(level, f"layers are captured instead of the whole model, because {choice.not_model}")
-        if reason := choice.why_nothing:
+            stage.log(level, f"layers are captured instead of the whole model, because {scope.not_model}")
+        if reason := scope.why_nothing:
             stage.log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {reason}")
-        elif choice.holds is Holds.LAYER and wanted != 1 and choice.not_decoder != choice.not_model:
-            stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {choice.not_decoder}")
+        elif scope.holds is Holds.LAYER and wanted != 1 and scope.not_decoder != scope.not_model:
+            stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {scope.not_decoder}")
 
     def captures_layers_instead(self) -> bool:
         """Return whether the whole model was chosen by default, so that layers are captured if its capture fails."""
-        return self.choice.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
+        return self.scope.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
 
     def _interleaved(self) -> str:
         if not (self._stage.one_graph_serves_all and self._calls.interleaved):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import release_all
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Eager, PartOfModule, Replayed
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import EagerRunner, PartOfModule, ReplayedRunner
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import PrefetchOrder
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_PRE_HANDLER
@@ -61,7 +61,7 @@ def backward_of(hooks, layer, *, fused=()):
 def capture(fsdp, layers, *, fused=()):
     """Run the hooks of all layers as in a capture."""
     hooks = fsdp.fsdp_hooks
-    with fsdp.graphs.capture_graphs(layers):
+    with fsdp.graphs.layer_capture(layers):
         for layer in layers:
             forward_of(hooks, layer)
         for layer in reversed(layers):
@@ -88,7 +88,7 @@ def replaying(fsdp, layers, direction="backward"):
 def outcome(fsdp, error):
     """Run a capture, and raise ``error`` in it if given."""
     try:
-        with fsdp.graphs.capture_graphs(fsdp.module.decoder.layers):
+        with fsdp.graphs.layer_capture(fsdp.module.decoder.layers):
             for layer in fsdp.module.decoder.layers:
                 fsdp.fsdp_hooks.unshard_for_forward(layer)
                 fsdp.fsdp_hooks.release_after_forward(layer)
@@ -121,11 +121,11 @@ def test_backward_uses_the_runner_of_its_forward_pass(fsdp, layers):
     fsdp._replace_param_with_raw_if_needed()
     hooks, x = fsdp.fsdp_hooks, torch.ones(2, requires_grad=True)
     (attach,) = [hook for hook in layers[3]._forward_hooks.values() if hasattr(hook, BACKWARD_PRE_HANDLER)]
-    for expected in (Replayed, Eager):
-        if expected is Replayed:
+    for expected in (ReplayedRunner, EagerRunner):
+        if expected is ReplayedRunner:
             layers[3].replaying = fsdp.graphs.layers[layers[3]]
         output = attach(layers[3], (), x * 2)
-        if expected is Replayed:
+        if expected is ReplayedRunner:
             del layers[3].replaying
         else:
             layers[3].replaying = fsdp.graphs.layers[layers[3]]
@@ -141,11 +141,11 @@ def test_mixing_a_replay_and_an_eager_pass_is_refused(fsdp, layers):
     with replaying(fsdp, layers) as hooks:
         hooks.unshard_for_backward(layers[3])
         with pytest.raises(RuntimeError, match="graphs replayed and one that ran eagerly"):
-            hooks.unshard_for_backward(layers[3], runner=Eager(hooks.graphs, layers[3]))
+            hooks.unshard_for_backward(layers[3], runner=EagerRunner(hooks.graphs, layers[3]))
 
 
 def test_gradients_computed_during_capture_are_ignored(fsdp, layers):
-    with fsdp.graphs.capture_graphs(layers):
+    with fsdp.graphs.layer_capture(layers):
         param = layers[0].mlp.linear_fc1.weight
         param.grad = torch.ones_like(param)
         fsdp.fsdp_hooks.handle_gradient(param)
@@ -236,7 +236,7 @@ def test_a_graphed_layer_gathers_for_its_children(ranks, strategy, direction):
     )
     fsdp = variant.build(graphs=True).module
     layer = fsdp.module.decoder.layers[0]
-    with fsdp.graphs.capture_graphs([layer]):
+    with fsdp.graphs.layer_capture([layer]):
         pass
     layer.replaying = fsdp.graphs.layers[layer]
     fsdp.start_param_sync()
@@ -286,19 +286,19 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
         assert gathered(fsdp, replay) == expected
 
 
-# ------------------------------------------------------------------------------------------------- gradient sinks
+# ------------------------------------------------------------------------------------------------- gradient owners
 
 
 def has_sinks(variant):
     """Return whether collectives are recorded; layer graphs must write gradients exactly in that case."""
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
-    with fsdp.graphs.capture_graphs(layers):
-        sinks = fsdp.graphs.gradient_sinks(layers, whole=True)
-        parts = fsdp.graphs.gradient_sinks(layers, whole=False)
+    with fsdp.graphs.layer_capture(layers):
+        owners = fsdp.graphs.gradient_owners(layers, whole=True)
+        parts = fsdp.graphs.gradient_owners(layers, whole=False)
     has = bool(fsdp.graphs.recorded_collectives())
-    kinds = [Replayed, PartOfModule] if has else [type(None)] * 2
-    assert [{type(sink) for sink in of} for of in (sinks, parts)] == [{kind} for kind in kinds]
+    kinds = [ReplayedRunner, PartOfModule] if has else [type(None)] * 2
+    assert [{type(owner) for owner in of} for of in (owners, parts)] == [{kind} for kind in kinds]
     return has
 
 
@@ -323,16 +323,16 @@ def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch,
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """Return the names of the first layer's parameters whose gradients its sink handles in a capture."""
+    """Return the names of the first layer's parameters whose gradients its owner handles in a capture."""
     layer = fsdp.module.decoder.layers[0]
-    with fsdp.graphs.capture_graphs([layer]):
-        (sink,) = fsdp.graphs.gradient_sinks([layer], whole)
+    with fsdp.graphs.layer_capture([layer]):
+        (owner,) = fsdp.graphs.gradient_owners([layer], whole)
         fsdp.fsdp_hooks.unshard_for_backward(layer)
         names, params = zip(*layer.named_parameters(), strict=True)
         grads = [
             None if name in unused else torch.full_like(param, 5.0) for name, param in zip(names, params, strict=True)
         ]
-        left = sink.consume_gradients(params, grads)
+        left = owner.consume_gradients(params, grads)
         values = {}
         for name, param, grad, back in zip(names, params, grads, left, strict=True):
             if getattr(param, "main_grad", None) is None:

@@ -21,14 +21,14 @@ def fsdp(ranks):
     fsdp = Variant(small(layers=3)).build(graphs=True).module
     layers = list(fsdp.module.decoder.layers)
     hooks = fsdp.fsdp_hooks
-    with fsdp.graphs.capture_graphs(layers):
+    with fsdp.graphs.layer_capture(layers):
         for layer in layers:
             hooks.unshard_for_forward(layer)
             hooks.release_after_forward(layer)
         for layer in reversed(layers):
             hooks.unshard_for_backward(layer)
-            (sink,) = fsdp.graphs.gradient_sinks([layer], whole=True)
-            sink.consume_gradients(list(layer.parameters()), [torch.zeros_like(param) for param in layer.parameters()])
+            (owner,) = fsdp.graphs.gradient_owners([layer], whole=True)
+            owner.consume_gradients(list(layer.parameters()), [torch.zeros_like(param) for param in layer.parameters()])
             hooks.release_after_backward(layer)
     for layer in layers:
         layer.replaying = fsdp.graphs.layers[layer]

@@ -35,7 +35,7 @@ from megatron.core.utils import is_submodule
 from ._graphs.backward_pass import Phase
 from ._graphs.fsdp_graphs import FsdpGraphs
 from ._graphs.pipelines import TrainingState, release_units, shown_in_profiles
-from ._graphs.runners import Eager
+from ._graphs.runners import EagerRunner
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 
 LAYERS = (TransformerLayer, MambaLayer)
@@ -83,7 +83,7 @@ class FsdpHooks:
         for name, module in root.named_modules():
             last = module
             self.module_names[module] = name
-            self.graphs.eager[module] = runner = Eager(self.graphs, module)
+            self.graphs.eager[module] = runner = EagerRunner(self.graphs, module)
             if fsdp.enable_fine_grained_param_gather_hook:
                 self._register_forward_unshard(module)
             if fsdp.enable_fine_grained_param_gather_backward_hook:
@@ -162,7 +162,7 @@ class FsdpHooks:
 
     @_hook
     def unshard_for_backward(
-        self, module: torch.nn.Module, grad: torch.Tensor | None = None, *, runner: Eager | None = None
+        self, module: torch.nn.Module, grad: torch.Tensor | None = None, *, runner: EagerRunner | None = None
     ) -> None:
         """Gather the parameters of ``module`` for its backward pass; ``runner`` ran its forward pass."""
         (runner or self.graphs.runner_of(module)).before_backward()
@@ -235,8 +235,8 @@ class FsdpHooks:
             self.forward_failed = False
             release_units(self.fsdp)  # the same on all ranks, even if only this one failed
         graphs = self.graphs
-        if graphs.passes is not None and torch.is_grad_enabled():
-            graphs.passes.replayed = False
+        if graphs.whole_passes is not None and torch.is_grad_enabled():
+            graphs.whole_passes.replayed = False
         if graphs.before_evaluation and not (self.fsdp.training or self.backward.is_open) and may_replay_evaluation():
             expecting, graphs.before_evaluation = graphs.before_evaluation, []
             for prepare in expecting:

@@ -14,7 +14,7 @@ from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session, changed_shapes
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
-from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureState, Choice, Holds
+from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, CaptureState, Holds
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import Recaptures
 from megatron.core.transformer._cuda_graphs.te.order import PassOrder
 from megatron.core.transformer._cuda_graphs.te.stage import Chunk, Role, Stage
@@ -96,7 +96,7 @@ def stage_of(*layers, modules=None, stages=1, **options):
 def capture(stage, order, engine=capture_session.make_graphed_callables):  # type: ignore[attr-defined]
     """Capture the layers of ``stage`` for one micro-batch in ``order``, using ``engine``."""
     graphs = CaptureState(stage, TrainingCalls(()))
-    graphs.choice = Choice(Holds.LAYER)
+    graphs.scope = CaptureScope(Holds.LAYER)
     arguments = CaptureArguments(stage, graphs.layers_apart, 2, 1)
 
     def input_data():

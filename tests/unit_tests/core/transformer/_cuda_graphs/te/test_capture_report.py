@@ -33,7 +33,7 @@ class Graphable(GraphableMegatronModule):
 
 
 def graphs_of(models=(), not_model="") -> Any:
-    return SimpleNamespace(models=models, choice=SimpleNamespace(not_model=not_model))
+    return SimpleNamespace(models=models, scope=SimpleNamespace(not_model=not_model))
 
 
 def parts(*layers, modules=(), graphs=None):

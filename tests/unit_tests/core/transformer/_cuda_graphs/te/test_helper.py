@@ -258,7 +258,7 @@ class Fsdp(torch.nn.Module):
 
     fsdp_hooks = graphs
 
-    def capture_graphs(self, layers):
+    def layer_capture(self, layers):
         raise NotImplementedError
 
     def forget_graphs(self, layers):

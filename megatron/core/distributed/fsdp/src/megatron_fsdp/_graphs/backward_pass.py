@@ -41,7 +41,7 @@ class Gradients:
 
         This keeps the order of reductions equal on ranks that replayed the pass and ranks that ran it eagerly.
         """
-        if self._graphs.passes is not None and self._graphs.captured is None:
+        if self._graphs.whole_passes is not None and self._graphs.captured is None:
             self.final = self._is_final()
             if self.final:
                 self._fsdp.grad_reduce_pipeline.reduce_all_across_replicas()
@@ -103,7 +103,7 @@ class Gradients:
         self.progress = max(Progress.REDUCED if reduces else Progress.ACCUMULATED, self.progress)
         self.accumulate(params)
         if reduces:
-            across_replicas = fsdp.dist_index.use_hybrid_fsdp and self.final and self._graphs.passes is None
+            across_replicas = fsdp.dist_index.use_hybrid_fsdp and self.final and self._graphs.whole_passes is None
             fsdp.grad_reduce_pipeline.reduce_gradients(
                 params,
                 suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,

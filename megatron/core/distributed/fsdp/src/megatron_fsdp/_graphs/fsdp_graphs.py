@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
+
 from . import collectives
 from .backward_pass import BackwardPass, Gradients
 from .pipelines import prepared, release_captured, take_places
 from .recorded_passes import EvaluatedModel, RecordedPasses
-from .runners import Eager, PartOfModule, Replayed
+from .runners import EagerRunner, PartOfModule, ReplayedRunner
 
 COLLECTIVES_STAY_OUTSIDE = (
     "its collectives cannot be in graphs (that needs --data-parallel-sharding-strategy optim_grads_params, "
@@ -43,7 +45,7 @@ class FsdpGraphs:
         eager: The eager runner of each module; filled during hook registration.
         units: The eager runner of each FSDP unit, in forward order; filled during hook registration.
         layers: The runners of modules that have their own training graphs.
-        passes: The owner of graphs that contain several layers or the whole model; set from the start of their capture.
+        whole_passes: The owner of graphs of the whole model or of several layers; set from the start of their capture.
         captured: The runners of modules whose own graphs are being captured; empty during a capture of whole passes,
             None outside of captures.
         before_evaluation: Functions called once, before the next forward pass in evaluation mode without grad, with its
@@ -55,41 +57,42 @@ class FsdpGraphs:
         self.fsdp = fsdp
         self.shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
         self.gradients, self.backward = Gradients(self), BackwardPass(self)
-        self.eager: dict[torch.nn.Module, Eager] = {}
-        self.units: dict[torch.nn.Module, Eager] = {}
-        self.layers: dict[torch.nn.Module, Replayed] = {}
-        self.passes: RecordedPasses | None = None
-        self.captured: Mapping[torch.nn.Module, Replayed] | None = None
+        self.eager: dict[torch.nn.Module, EagerRunner] = {}
+        self.units: dict[torch.nn.Module, EagerRunner] = {}
+        self.layers: dict[torch.nn.Module, ReplayedRunner] = {}
+        self.whole_passes: RecordedPasses | None = None
+        self.captured: Mapping[torch.nn.Module, ReplayedRunner] | None = None
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self.reduced_once: set[Any] = set()
 
     # -------------------------------------------------------------------------------------------------------- runners
 
-    def runner_of(self, module: torch.nn.Module) -> Eager:
+    def runner_of(self, module: torch.nn.Module) -> EagerRunner:
         """Return the runner for the current forward pass of ``module``.
 
         This is the runner of the capture in progress, or of the graphs that this call of the module replays
         (``module.replaying``); otherwise an eager runner.
         """
         replayed = module.__dict__.get("replaying") if self.captured is None else self.captured.get(module)
-        return replayed or self.eager.get(module) or Eager(self, module)  # copied modules have hooks but no runner
+        # Copied modules have hooks but no runner.
+        return replayed or self.eager.get(module) or EagerRunner(self, module)
 
     @property
     def model_passes(self) -> RecordedPasses | None:
         """The owner of the whole-model graphs; None if there are none."""
-        return self.passes if self.passes is not None and self.passes.whole else None
+        return self.whole_passes if self.whole_passes is not None and self.whole_passes.holds_model else None
 
     @property
     def has_graphs(self) -> bool:
         """Whether training graphs exist or a capture is in progress."""
-        return bool(self.layers) or self.passes is not None or self.captured is not None
+        return bool(self.layers) or self.whole_passes is not None or self.captured is not None
 
     def hold(self, module: torch.nn.Module) -> bool:
         """Return whether training graphs contain the unit ``module``."""
-        return module in self.layers or (self.passes is not None and module in self.passes.units)
+        return module in self.layers or (self.whole_passes is not None and module in self.whole_passes.units)
 
     @contextmanager
-    def capturing(self, runners: Mapping[torch.nn.Module, Replayed]) -> Iterator[None]:
+    def capturing(self, runners: Mapping[torch.nn.Module, ReplayedRunner]) -> Iterator[None]:
         """Mark a capture as in progress in this context; ``runners`` has an entry per module with its own graphs."""
         self.captured = runners
         try:
@@ -111,7 +114,7 @@ class FsdpGraphs:
         return self._blocker([*self.units.values()] or [None], self.backward.trainable, _OF_PARAMETERS[:-1])
 
     def _blocker(
-        self, units: Iterable[Eager | None], params: Iterable[torch.nn.Parameter], reasons: Sequence[Any]
+        self, units: Iterable[EagerRunner | None], params: Iterable[torch.nn.Parameter], reasons: Sequence[Any]
     ) -> str:
         if not all(unit is not None and self._collectives_can_be_recorded(unit) for unit in units):
             return COLLECTIVES_STAY_OUTSIDE
@@ -121,7 +124,7 @@ class FsdpGraphs:
                     return str(reason.format(self.fsdp.param_to_name[param]))
         return ""
 
-    def _collectives_can_be_recorded(self, unit: Eager) -> bool:
+    def _collectives_can_be_recorded(self, unit: EagerRunner) -> bool:
         """Return whether the unit's buffers are sharded and fixed, and NCCL allows collectives in graphs."""
         fsdp = self.fsdp
         if os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0" or not self.shards_params:
@@ -139,17 +142,17 @@ class FsdpGraphs:
         For ``begin`` see ``RecordedPasses``.
         """
         units = self.units if layers is None else {layer: self.units[layer] for layer in layers}
-        return RecordedPasses(self, units, begin, whole=layers is None)
+        return RecordedPasses(self, units, begin, holds_model=layers is None)
 
     def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:
         """Create the owner of the whole model's evaluation graph, in addition to its training graphs."""
-        assert self.passes is not None
-        return EvaluatedModel(self.passes, begin)
+        assert self.whole_passes is not None
+        return EvaluatedModel(self.whole_passes, begin)
 
     # -------------------------------------------------------------------------------------------------- single layers
 
     @contextmanager
-    def capture_graphs(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    def layer_capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         """Capture graphs of individual ``modules`` in this context.
 
         Inside the context the model uses raw parameters, and gradients are not reduced. No collective is in flight
@@ -163,7 +166,7 @@ class FsdpGraphs:
         fsdp = self.fsdp
         with prepared(fsdp):
             take_places(fsdp)
-            captured = {module: Replayed(self, module) for module in modules}
+            captured = {module: ReplayedRunner(self, module) for module in modules}
             recorded = [runner for runner in captured.values() if self._has_recorded_collectives(runner)]
             buckets = [bucket for runner in recorded for bucket in runner.buckets]
             try:
@@ -178,31 +181,31 @@ class FsdpGraphs:
                     release_captured(fsdp)
                     collectives.record(fsdp, buckets, reductions=True)
                     for runner in recorded:
-                        runner.follow_hooks()
+                        runner.select_collectives()
             except BaseException:
                 fsdp.param_and_grad_buffer.leave_graphs()
                 collectives.forget(fsdp, buckets)
                 raise
         self.layers.update(captured)
 
-    def _has_recorded_collectives(self, runner: Eager) -> bool:
+    def _has_recorded_collectives(self, runner: EagerRunner) -> bool:
         return runner.module in self.units and self._collectives_can_be_recorded(runner) and not runner.float8_params
 
-    def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Replayed | PartOfModule | None]:
+    def gradient_owners(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[GraphOwner | None]:
         """Return, per module, the owner that handles gradients within its backward graph, or None if autograd does.
 
         Args:
-            modules: The modules being captured, in the context of ``capture_graphs``.
+            modules: The modules being captured, in the context of ``layer_capture``.
             whole: Whether the graphs contain each module's entire computation.
         """
-        sinks: list[Replayed | PartOfModule | None] = []
+        owners: list[GraphOwner | None] = []
         for module in modules:
             assert self.captured is not None
             runner = self.captured[module]
             takes = self._has_recorded_collectives(runner) and not any(map(has_gradient_hooks, runner.params))
             runner.frames_backward = takes and whole
-            sinks.append(None if not takes else runner if whole else PartOfModule(runner))
-        return sinks
+            owners.append(None if not takes else runner if whole else PartOfModule(runner))
+        return owners
 
     def recorded_collectives(self) -> int:
         """Return the number of graphs that contain only all-gathers or reductions."""

@@ -15,7 +15,7 @@ from megatron.core.transformer._cuda_graphs.snapshot import Aspect, Snapshot, ad
 from ..param_and_grad_buffer import TO_GATHER
 from . import collectives
 from .pipelines import ADVICE, Direction, TrainingState, drop_collectives, prepared, release_all, take_back_unlaunched
-from .runners import Eager
+from .runners import EagerRunner
 
 
 class RecordedPasses(GraphOwner):
@@ -34,7 +34,7 @@ class RecordedPasses(GraphOwner):
         units: The runner of each unit, by module, in forward order.
         begin: Called with the name of each part of the capture: ``before forward``, then ``forward`` or ``backward``
             for each pass.
-        whole: Whether the units make up the whole model.
+        holds_model: Whether the units make up the whole model.
 
     Attributes:
         replayed: Whether the last forward pass with gradients was a replay.
@@ -44,18 +44,22 @@ class RecordedPasses(GraphOwner):
     _last: Direction = "backward"  # the last phase that is recorded
 
     def __init__(
-        self, graphs: Any, units: Mapping[torch.nn.Module, Eager], begin: Callable[[str], object], whole: bool
+        self,
+        graphs: Any,
+        units: Mapping[torch.nn.Module, EagerRunner],
+        begin: Callable[[str], object],
+        holds_model: bool,
     ):
         self._graphs, self._fsdp = graphs, graphs.fsdp
         self._backward, self._gradients = graphs.backward, graphs.gradients
-        self._begin, self.whole, self.units = begin, whole, units
+        self._begin, self.holds_model, self.units = begin, holds_model, units
         runners = list(units.values())
-        self._first: dict[Direction, Eager] = {"forward": runners[0], "backward": runners[-1]}
+        self._first: dict[Direction, EagerRunner] = {"forward": runners[0], "backward": runners[-1]}
         groups = self._fsdp.param_and_grad_buffer.parameter_groups
         self._buckets = [bucket for runner in runners for bucket in runner.buckets]
         in_units = {bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is not None}
         self._holds_all_units = in_units == set(self._buckets)
-        self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if whole else []
+        self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if holds_model else []
         self._all_buckets = [*self._buckets, *self._outside]  # the graphs read or write their shards
         self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
         self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # the last one for parameters outside of units
@@ -77,7 +81,7 @@ class RecordedPasses(GraphOwner):
         with prepared(fsdp):
             if fsdp.dist_index.hsdp_outer_dp_shard:
                 fsdp.all_gather_pipeline.gather_across_replicas()
-            self._graphs.passes = self
+            self._graphs.whole_passes = self
             try:
                 self.gather()
                 yield
@@ -159,7 +163,7 @@ class RecordedPasses(GraphOwner):
     @contextmanager
     def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
         """Gather ``module`` for an eager pass in this context, in the same order as ranks that replay the pass."""
-        if self.whole or module not in self.units:
+        if self.holds_model or module not in self.units:
             yield
             return
         if module is self._first[direction].module:
@@ -220,7 +224,7 @@ class RecordedPasses(GraphOwner):
             ChangedSinceCaptureError: An address changed since capture, or a double buffer is in use.
             RuntimeError: This backward pass also covers an eager forward pass of the same units.
         """
-        if self.whole:
+        if self.holds_model:
             self._backward.start(replayed=True)
         self._backward.begin(self.units, self)
         reductions = self._fsdp.grad_reduce_pipeline
@@ -244,8 +248,8 @@ class RecordedPasses(GraphOwner):
         for free in self.on_forget:
             free()
         self.on_forget.clear()
-        if self._graphs.passes is self:
-            self._graphs.passes = None
+        if self._graphs.whole_passes is self:
+            self._graphs.whole_passes = None
             collectives.forget(self._fsdp, self._outside)
 
 
@@ -259,7 +263,7 @@ class EvaluatedModel(RecordedPasses):
     _last = "forward"
 
     def __init__(self, training: RecordedPasses, begin: Callable[[str], object]):
-        super().__init__(training._graphs, training.units, begin, whole=True)
+        super().__init__(training._graphs, training.units, begin, holds_model=True)
         self._training = training
 
     @contextmanager

@@ -1,7 +1,8 @@
 """Runners, which gather and release the parameters of one module and handle its gradients.
 
-``Eager`` works like megatron-core, even while whole passes are recorded. ``Replayed`` is for modules with their own
-graphs, including during capture. The forward pass stores its runner in autograd's graph for the backward pass.
+``EagerRunner`` works like megatron-core, even while whole passes are recorded. ``ReplayedRunner`` is for modules with
+their own graphs, including during capture. The forward pass stores its runner in autograd's graph for the backward
+pass.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ _ORDERS: dict[Direction, PrefetchOrder] = {
 }
 
 
-class Eager:
+class EagerRunner:
     """Runs a module's eager passes.
 
     Args:
@@ -66,7 +67,7 @@ class Eager:
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
         """Gather the parameters and wait for them; optionally prefetch the next units' parameters."""
-        params, passes = self._gathered[direction], self._graphs.passes
+        params, passes = self._gathered[direction], self._graphs.whole_passes
         if not params:
             return
         alone = (
@@ -139,7 +140,7 @@ class Eager:
         self._backward.collected[self].append(param)
 
 
-class Replayed(Eager, GraphOwner):
+class ReplayedRunner(EagerRunner, GraphOwner):
     """Runs a module's replays and its capture, and owns the graphs of the whole module.
 
     Gradients computed during capture are meaningless.
@@ -187,7 +188,7 @@ class Replayed(Eager, GraphOwner):
         for bucket in self.buckets:
             gathers.wait_bucket_ready(bucket, False)
 
-    def follow_hooks(self) -> None:
+    def select_collectives(self) -> None:
         """Determine which recorded collectives to replay, with all-gathers in the order of megatron-core's hook.
 
         No bucket is gathered before or after.
@@ -284,6 +285,6 @@ class PartOfModule(GraphOwner):
 
     notifies_autograd = False
 
-    def __init__(self, runner: Replayed):
+    def __init__(self, runner: ReplayedRunner):
         self.consume_gradients = runner.consume_gradients  # type: ignore[method-assign]
         self.after_backward = runner.gradients_written  # type: ignore[method-assign]
