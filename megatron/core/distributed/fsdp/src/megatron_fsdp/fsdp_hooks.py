@@ -34,7 +34,7 @@ from megatron.core.utils import is_submodule
 
 from ._graphs.backward_pass import Phase
 from ._graphs.fsdp_graphs import FsdpGraphs
-from ._graphs.pipelines import TrainingState, release_units, shown_in_profiles
+from ._graphs.pipelines import TrainingState, shown_in_profiles
 from ._graphs.runners import EagerRunner
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 
@@ -231,10 +231,12 @@ class FsdpHooks:
         """Prepare a forward pass of the whole model with these arguments, and clean up after passes that failed."""
         if self.backward.phase is not Phase.CLOSED:
             self.backward.forward_begins()
+        graphs = self.graphs
         if self.forward_failed:  # the failed layer and the next one occupy the double buffer
             self.forward_failed = False
-            release_units(self.fsdp)  # the same on all ranks, even if only this one failed
-        graphs = self.graphs
+            for unit in graphs.units.values():  # as after a complete pass on other ranks
+                unit.release("forward")
+                unit.release("backward")
         if graphs.whole_passes is not None and torch.is_grad_enabled():
             graphs.whole_passes.replayed = False
         if graphs.before_evaluation and not (self.fsdp.training or self.backward.is_open) and may_replay_evaluation():

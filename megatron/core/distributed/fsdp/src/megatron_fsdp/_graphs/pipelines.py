@@ -125,16 +125,6 @@ def release_all(fsdp: Any) -> None:
         fsdp.all_gather_pipeline.reset()
 
 
-def release_units(fsdp: Any) -> None:
-    """Wait for collectives in flight, and release the parameters of FSDP units."""
-    fsdp.all_gather_pipeline.settle()
-    fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
-    if fsdp.data_parallel_sharding_strategy == "optim_grads_params" and fsdp.fsdp_unit_modules:
-        for bucket, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
-            for backward in (False, True) if group.fsdp_unit_id is not None else ():
-                fsdp.all_gather_pipeline.release_bucket(bucket, backward)
-
-
 def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:
     """Free the memory of gradient ``buckets``, discarding their contents."""
     reductions = fsdp.grad_reduce_pipeline
