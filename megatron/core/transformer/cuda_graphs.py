@@ -43,7 +43,7 @@ from ._cuda_graphs.flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
 from ._cuda_graphs.flags.table import allocator_problem, check
 from ._cuda_graphs.local import memory as _memory
 from ._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
-from ._cuda_graphs.local.manager import CudaGraphManager, alloc_tensor_from_graph_mempool, delete_cuda_graphs
+from ._cuda_graphs.local.manager import CudaGraphManager, delete_cuda_graphs
 from ._cuda_graphs.local.memory import TensorReusePool
 from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
 from ._cuda_graphs.local.runner import _CudagraphRecordNode, _CudagraphReplayNode, _CudaGraphRunner, _GraphStatus
@@ -104,7 +104,6 @@ __all__ = [
     "_set_warmup_end",
     "_set_warmup_start",
     "_wrap_graph_for_vision",
-    "alloc_tensor_from_graph_mempool",
     "annotate_first_last_layer",
     "convert_schedule_table_to_order",
     "create_cudagraphs",

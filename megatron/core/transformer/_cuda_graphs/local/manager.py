@@ -16,8 +16,8 @@ from ..engine.rng import check_rng_tracker
 from ..errors import NoGraphError, OptionsError, UnsupportedError
 from ..flags.table import refuse_fsdp_hooks
 from ..hooks import is_of_ddp
-from .arguments import ArgMetadata, described, tensors_of
-from .memory import hold_pool, release_pools
+from .arguments import described, tensors_of
+from .memory import release_pools
 from .record import _CudagraphGlobalRecord
 from .runner import _CudaGraphRunner, _GraphStatus
 from .sharded_weights import forget_replay_streams, gather_into_pool
@@ -299,22 +299,6 @@ def delete_cuda_graphs() -> None:
     forget_replay_streams()
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
-    """Return a zero tensor that matches ``meta``, allocated in the memory pool of local graphs.
-
-    Once the tensor is freed, graphs that are captured later may use its memory.
-    """
-    pool, device = _memory_pool(), torch.cuda.current_device()
-    hold_pool(pool)
-    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
-    try:
-        tensor = meta.zeros_like()
-    finally:
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)  # drops the use count that beginAllocate added
-    return tensor
 
 
 def _memory_pool() -> tuple:
