@@ -47,8 +47,6 @@ class CudaGraphManager(torch.nn.Module):
         custom_cudagraphs_lookup_table: Runners by the key of their calls.
         reuse_cudagraphs: Whether all micro-batches use the same graphs, as without pipeline parallelism.
         is_first_microbatch: Whether the next call is the first of a step and requantizes weights.
-        capture_failed: Whether a capture of this manager's runners failed since ``reset``; the module then runs
-            eagerly.
 
     Raises:
         OptionsError: ``config.cuda_graph_impl`` is not ``local``.
@@ -78,7 +76,6 @@ class CudaGraphManager(torch.nn.Module):
         self._inline_capture, self._num_warmup_steps = inline_capture, num_warmup_steps
         self.cudagraph_runners: list[_CudaGraphRunner] = []
         self.custom_cudagraphs_lookup_table: dict[Hashable, _CudaGraphRunner] = {}
-        self.capture_failed = False
         self.func: Callable | None = None
         if function_name is not None:
             self.func = getattr(base_module, function_name)
@@ -212,7 +209,7 @@ class CudaGraphManager(torch.nn.Module):
             if cache_key is None and context is not None:
                 cache_key = _key_of(context, args, kwargs)
             output = self._run_inline(megatron_module, args, kwargs, cache_key)
-        elif self.capture_failed or not getattr(megatron_module, "training", self.training):
+        elif _CudagraphGlobalRecord.capture_failed or not getattr(megatron_module, "training", self.training):
             return self._run_eagerly(megatron_module, args, kwargs)
         elif _CudagraphGlobalRecord.cudagraph_created:
             output = self._replay(megatron_module, args, kwargs)
@@ -279,7 +276,6 @@ class CudaGraphManager(torch.nn.Module):
         _forget_pool()
         for runner in self.cudagraph_runners:
             runner.reset()
-        self.capture_failed = False
         self.cudagraph_runners.clear()
         self.custom_cudagraphs_lookup_table.clear()
 

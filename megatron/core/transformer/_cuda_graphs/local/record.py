@@ -18,7 +18,6 @@ from ..engine.graph import ReplayOrder, capture_environment, preserve_tensors, r
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..engine.quantization import transformer_engine_flag
 from ..engine.rng import GraphStates, make_generators_safe
-from ..errors import CallOrderError
 from ..replacements import between
 from ..snapshot import Snapshot, memory_aspects, module_aspects, named, refuse_changed_attributes
 from .arguments import metadata_of, tensors_of, with_tensors
@@ -191,10 +190,11 @@ class _CudagraphGlobalRecord:
     """The first passes of all runners, in execution order.
 
     Graphs share one memory pool, so they must be captured in the order in which they will run: a graph may use memory
-    that earlier graphs have freed. The first three attributes may be assigned.
+    that earlier graphs have freed. ``cudagraph_created`` and both records may be assigned.
 
     Attributes:
         cudagraph_created: Whether the recorded graphs were captured; if so, modules replay.
+        capture_failed: Whether a capture failed since ``forget_graphs``; if so, modules run eagerly in training.
         cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``, with described arguments.
         cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of inference graphs.
         recording: State shared by the runners of ``cudagraph_record``, or of the last capture.
@@ -203,7 +203,7 @@ class _CudagraphGlobalRecord:
         managers: All existing managers.
     """
 
-    cudagraph_created = False
+    cudagraph_created = capture_failed = False
     cudagraph_record: list[tuple] = []
     cudagraph_inference_record: list[tuple] = []
     recording = Recording()
@@ -241,15 +241,9 @@ class _CudagraphGlobalRecord:
             ``time`` in seconds, ``allocated_bytes`` and ``reserved_bytes``; None if nothing was captured.
 
         Raises:
-            CallOrderError: A pass was recorded after the capture.
             RuntimeError: A module cannot be captured.
         """
         if cls.cudagraph_created:
-            if cls.cudagraph_record:
-                raise CallOrderError(
-                    f"{cls.cudagraph_record[0][0].name} ran eagerly after the CUDA graphs were captured: call "
-                    "delete_cuda_graphs() to record all graphs anew"
-                )
             cls._begin_step()
             return None
         cls._forget_record_without_grad()
@@ -293,31 +287,24 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def _abandon(cls, error: BaseException) -> None:
-        """Clean up after a failed capture: warn, and make the recorded modules run eagerly."""
+        """Clean up after a failed capture: warn, and make all modules run eagerly in training."""
         if cls.recording.capturing is not None:
             error.add_note(
                 f"{cls.recording.capturing} cannot run in a CUDA graph (--cuda-graph-impl local). "
                 "--cuda-graph-modules chooses the modules that do; MoE layers can be captured up to their all-to-all "
                 "only (moe_router), and only as MoETransformerLayer."
             )
-        recorded = {entry[0] for entry in cls.cudagraph_record}
-        failed = [
-            manager
-            for manager in cls.managers
-            if manager.capture_failed or not recorded.isdisjoint(manager.cudagraph_runners)
-        ]
         log_single_rank(
             logger,
             logging.WARNING,
-            "the capture of CUDA graphs failed (--cuda-graph-impl local): the modules that were recorded run eagerly "
-            "until delete_cuda_graphs() is called",
+            "the capture of CUDA graphs failed (--cuda-graph-impl local): modules run eagerly in training until "
+            "delete_cuda_graphs() is called",
         )
         try:
             cls.forget_graphs()
         except Exception as another:
             error.add_note(f"Cleanup after the failed capture also failed: {another}")
-        for manager in failed:
-            manager.capture_failed = True
+        cls.capture_failed = True
 
     @classmethod
     def _begin_step(cls) -> None:
@@ -334,7 +321,7 @@ class _CudagraphGlobalRecord:
             manager.reset()
         for entry in (*cls.cudagraph_record, *cls.cudagraph_inference_record):
             entry[0].reset()
-        cls.cudagraph_created = False
+        cls.cudagraph_created = cls.capture_failed = False
         cls.cudagraph_record, cls.cudagraph_inference_record = [], []
 
 

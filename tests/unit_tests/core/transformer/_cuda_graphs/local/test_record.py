@@ -72,6 +72,14 @@ class TestFailedCapture:
         assert losses[-1].item() == reference.item()
         assert [p.grad.tolist() for p in failing.parameters()] == [p.grad.tolist() for p in eager.parameters()]
 
+    def test_other_models_train_eagerly_until_deletion(self, failing):
+        with pytest.raises(RuntimeError):
+            record(failing)
+        other = stack()
+        assert record(other) is None
+        delete_cuda_graphs()
+        assert record(other) is not None
+
     def test_process_state_is_restored(self, failing):
         stream, state = torch.cuda.current_stream(), (gc.isenabled(), torch.cuda.get_rng_state().tolist())
         failing(batch(0)).square().mean().backward()
