@@ -61,8 +61,8 @@ class ListedStep(KeptGradients):
     other numbers still come from the optimizer.
 
     Attributes:
-        complete: Whether the recorded launches hold every gradient, and only tensors that the optimizer owns (unlike
-            casts of its states).
+        complete: Whether each group with gradients had one launch with all of them, and only with tensors that the
+            optimizer owns (unlike casts of its states).
         leaders: A list with one parameter for each group: the first with a gradient, else the first, because some
             versions of ``FusedAdam`` do not count the steps of an empty group.
         led: The leaders with a gradient, each with the local tensor of its gradient.
@@ -84,7 +84,7 @@ class ListedStep(KeptGradients):
         self.led = [group[0] for group in given if group]
         self.leaders = [[param for param, _ in (some or all_)[:1]] for some, all_ in zip(given, pairs, strict=True)]
         self._counts = [len(group) for group in given if group]
-        self._launches: list[list[Lists]] = []  # one list per group with gradients
+        self._launches: list[Lists] = []  # one per group with gradients
 
     @staticmethod
     def possible(optimizer: Any) -> bool:
@@ -107,20 +107,8 @@ class ListedStep(KeptGradients):
         groups = (group["params"] for group in self._optimizer.param_groups)
         owned = {tensor.data_ptr() for tensor in chain(*states, *groups, self.local) if tensor is not None}
         used = {tensor.data_ptr() for lists in seen for tensor in chain(*lists)}
-        self.complete = self._divide(seen) and used <= owned
-        if not self.complete:
-            self._launches = []  # may keep temporary tensors alive
-
-    def _divide(self, seen: list[Lists]) -> bool:
-        """Assign the launches to groups; return whether they hold exactly one tensor per gradient."""
-        left = iter(seen)
-        for count in self._counts:
-            launches: list[Lists] = []
-            while sum(len(lists[0]) for lists in launches) < count and (lists := next(left, None)) is not None:
-                launches.append(lists)
-            self._launches.append(launches)
-        held = [sum(len(lists[0]) for lists in launches) for launches in self._launches]
-        return held == self._counts and next(left, None) is None
+        self.complete = [len(lists[0]) for lists in seen] == self._counts and used <= owned
+        self._launches = seen if self.complete else []  # others may keep temporary tensors alive
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -134,8 +122,8 @@ class ListedStep(KeptGradients):
         def launch(chunk_size: int, flag: torch.Tensor, _: Lists, *numbers: Any) -> None:
             nonlocal launched
             launched += 1
-            for lists in self._launches[launched - 1] if launched <= len(self._launches) else ():
-                original(chunk_size, flag, lists, *numbers)
+            if launched <= len(self._launches):
+                original(chunk_size, flag, self._launches[launched - 1], *numbers)
 
         original = getattr(self._optimizer, LAUNCH)
         with replaced_attribute([self._optimizer], LAUNCH, lambda _: launch):
