@@ -1,10 +1,10 @@
 """Coordination of a capture across ranks: either all ranks capture, or all raise the same error.
 
-A rank that fails would leave the others waiting in the next collective. Therefore ranks vote before a capture on the
-part of the model that each graph holds, then before each collective that is not recorded (launched by Megatron-FSDP's
-hooks or, during warm-up, by layers under tensor, expert or context parallelism), and after the capture. Votes go
-through the process groups' store on the host: the device may be busy with a collective, and a capturing stream accepts
-no other work.
+A failed rank would leave the others waiting in the next collective. Ranks therefore vote before the capture (on the
+part of the model that each graph holds), before each collective that is not recorded (launched by Megatron-FSDP's hooks
+or, during warm-up, by layers under tensor, expert or context parallelism), and after the capture. Votes go through the
+process groups' store on the host: the device may be busy with a collective, and a capturing stream accepts no other
+work.
 """
 
 import json
@@ -27,7 +27,7 @@ from .replacements import Replacements
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
-# The methods of ProcessGroup that launch collectives, in torch 2.11 to 2.15.
+# Methods of ProcessGroup that launch collectives, in torch 2.11 to 2.15.
 _LAUNCHING = (
     *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
     *("all_gather_single", "all_gather_single_coalesced", "gather", "gather_into_tensor", "gather_single"),

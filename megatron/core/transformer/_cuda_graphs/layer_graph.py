@@ -47,7 +47,7 @@ class LayerGraph:
         snapshot: State that the graphs depend on, checked before the layer's hooks run.
         gathered: Memory that hooks gather, checked after the hooks at the first micro-batch of a step.
         may_run_eagerly: Whether passes that do not match the graphs run eagerly. If so, all passes without gradients
-            also do: replays of routers would count their tokens.
+            run eagerly, because replays of routers would count their tokens.
         eager_passes: Counts passes that run eagerly; shared by all layers.
         packed: How the graphs use packed sequences; None without packed sequences or if attention is not captured.
         runner: Gathers and releases parameters around replays, for Megatron-FSDP's hooks; None without Megatron-FSDP.

@@ -1,9 +1,9 @@
 """Snapshots of the state that CUDA graphs rely on, taken at capture and compared before replays.
 
 A graph holds the operations of one pass and the addresses that they read and write. The operations depend on state that
-every eager pass reads and no replay does: modes, hooks, ``forward`` functions, parameters, dropout probabilities,
-configurations, contexts of torch. A ``Snapshot`` compares this state. Tensor values are not part of it, because replays
-read them. ``docs/limits.md`` lists the state that no snapshot covers.
+eager passes read and replays do not: modes, hooks, ``forward`` functions, parameters, dropout probabilities,
+configurations and torch's contexts. A ``Snapshot`` compares this state, but no tensor values, which replays read
+themselves. ``docs/limits.md`` lists the state that no snapshot covers.
 """
 
 import types
@@ -24,12 +24,12 @@ from torch.utils.hooks import RemovableHandle
 from .errors import ArgumentTypeError, ChangedSinceCaptureError, UnsupportedError
 from .hooks import HOOK_KINDS, is_of_ddp
 
-# Not all of ``megatron``: Megatron-Bridge's adapters, for example, are in ``megatron.bridge``.
+# Not ``megatron`` as a whole: Megatron-Bridge's adapters, for example, are in ``megatron.bridge``.
 _KNOWN_PACKAGES = (
     *("torch.", "megatron.core.", "megatron.training.", "megatron_fsdp_cuda_graphs.", "transformer_engine."),
     *("builtins.", "typing.", "abc."),
 )
-# Set by torch, megatron-core and this package on any module.
+# Attributes that torch, megatron-core and this package set on any module.
 _OF_ANY_MODULE = frozenset(
     (
         *vars(torch.nn.Module()),
@@ -51,13 +51,13 @@ _DATA = (
     *(type(None), int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device),
     *(torch.Tensor, np.ndarray, tuple, frozenset, range, slice, *_CONTAINERS, *_FUNCTIONS),
 )
-# Set by training loops in a configuration between steps.
+# Configuration fields that training loops set between steps.
 _OF_LOOPS = frozenset(
     ("timers", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 )
-_ROUTING = ("router_replay_action", "target_topk_idx", "static_buffer")  # of megatron-core's RouterReplay
+_ROUTING = ("router_replay_action", "target_topk_idx", "static_buffer")  # attributes of megatron-core's RouterReplay
 _GLOBAL_HOOKS = [getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS]
-# C functions, each a fraction of a microsecond.
+# C functions that each take a fraction of a microsecond.
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "anomaly detection": torch.is_anomaly_enabled,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
@@ -79,17 +79,17 @@ _IN_TF32 = {"TF32 matrix products": ("cuda", "matmul"), "TF32 convolutions": ("c
 
 
 class Replays:
-    """Whether graphs of this process are replayed.
+    """Process-wide switch for replays.
 
     Attributes:
-        suspended_by: Why all passes run eagerly; empty if they may replay.
+        suspended_by: The reason why all passes run eagerly; empty if they may replay.
     """
 
     suspended_by = ""
 
     @contextmanager
     def suspended(self, reason: str) -> Iterator[None]:
-        """Run passes eagerly in this context; logs and errors give ``reason``."""
+        """Run all passes eagerly in this context; logs and errors include ``reason``."""
         before, self.suspended_by = self.suspended_by, reason
         try:
             yield
@@ -101,14 +101,14 @@ replays = Replays()
 
 
 class Aspect:
-    """Values of one kind that must be the same as at capture.
+    """Values of one kind that must not change after capture.
 
     Args:
-        names: Name of each value in messages.
+        names: The name of each value in messages.
         read: Returns the current values, always in the same order.
-        glance: Returns something cheap that compares equal as long as ``read`` returns the same; by default ``read``.
+        glance: Returns a cheap value that stays equal as long as the result of ``read`` does; ``read`` by default.
         then: The values at capture; by default the current ones.
-        show: Formats a number or string for messages; None to leave values out.
+        show: Formats a number or string for messages; None to omit values.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Aspect:
         self._seen = glance() if glance else self._then
 
     def changed(self) -> bool:
-        """Compare quickly, and thoroughly only if that finds a difference."""
+        """Return whether a value has changed; compare all values only if ``glance`` differs."""
         if self._glance() == self._seen:
             return False
         if self._read() != self._then and self.change():  # without a Python call per value if nothing has changed
@@ -134,10 +134,10 @@ class Aspect:
         return False
 
     def change(self) -> str:
-        """Return the name of the first value that has changed, and the values; an empty string if none has."""
+        """Return the name of the first changed value, with the old and new value; an empty string without changes."""
         try:
             now = self._read()
-        except Exception:  # something is gone, or a mode of torch intercepts the comparison
+        except Exception:  # an object is gone, or a torch mode intercepts the comparison
             return self.names[0]
         entries = zip(self.names, now, self._then, strict=False)
         for name, one, other in compress(entries, map(is_not, now, self._then)):  # skips identical objects in C
@@ -149,17 +149,17 @@ class Aspect:
 
 
 class _Values(Aspect):
-    """Values of which the same or equal objects are accepted; device tensors are never compared by value."""
+    """Values compared by identity, then by equality; device tensors are never compared by value."""
 
     def changed(self) -> bool:
         return bool(self.change())
 
 
 class Snapshot:
-    """The state that graphs rely on, as it was when this object was created.
+    """The state that graphs rely on, recorded at construction.
 
     Args:
-        advice: Remedy for a change, a clause at the end of messages.
+        advice: The remedy for a change, the last clause of messages.
     """
 
     def __init__(self, advice: str, *aspects: Aspect):
@@ -173,7 +173,7 @@ class Snapshot:
             for aspect in self._aspects:
                 if aspect.changed():
                     return True
-        except Exception:  # a tensor or an attribute is gone, or was replaced by one that has no truth value
+        except Exception:  # a value is gone, or its comparison has no truth value
             return True
         return False
 
@@ -185,21 +185,21 @@ class Snapshot:
         return f"changed since capture: {', '.join(changes)}; {self._advice}"
 
     def check(self) -> None:
-        """Refuse a replay that no eager pass can replace.
+        """Raise an error if anything has changed, for passes that cannot run eagerly.
 
         Raises:
-            ChangedSinceCaptureError: Something has changed; the message names it.
+            ChangedSinceCaptureError: A value has changed; the message names it.
         """
         if self.changed():
             raise ChangedSinceCaptureError(self.reason())
 
     def forget(self) -> None:
-        """Drop all references; from then on nothing counts as changed."""
+        """Drop all references; ``changed`` then returns False."""
         self._aspects = ()
 
 
 def identities(names: Iterable[str], objects: Callable[[], Iterable[Any]]) -> Aspect:
-    """Compare objects by ``is``; the captured objects stay alive."""
+    """Return an aspect that compares objects by identity and keeps the captured ones alive."""
     captured = list(objects())
     return Aspect(names, lambda: list(map(is_, objects(), captured)), show=None)
 
@@ -207,10 +207,10 @@ def identities(names: Iterable[str], objects: Callable[[], Iterable[Any]]) -> As
 def addresses(
     names: Iterable[str], tensors: Callable[[], Sequence[torch.Tensor | None]] | Sequence[torch.Tensor | None]
 ) -> Aspect:
-    """Compare addresses of tensors; None, and tensors without memory of their own, have address 0.
+    """Return an aspect that compares the addresses of tensors (see ``address_of``).
 
     Args:
-        tensors: The tensors if they stay the same objects, or a function that returns the current ones.
+        tensors: The tensors, or a function that returns the current ones if the objects may be replaced.
     """
     current: Any = tensors if callable(tensors) else lambda: tensors
 
@@ -235,8 +235,8 @@ class InputSignature:
     """Shapes, dtypes and ``requires_grad`` of the inputs that a callable was captured with.
 
     Args:
-        name_of: Returns the name of the input with this index, for errors.
-        advice: End of an error about another shape or dtype.
+        name_of: Returns the name of the input with a given index, for errors.
+        advice: Ending of errors about a different shape or dtype.
     """
 
     def __init__(self, owner: str, tensors: Sequence[torch.Tensor], name_of: Callable[[int], str], advice: str = ""):
@@ -247,11 +247,11 @@ class InputSignature:
         return len(self._expected)
 
     def rename(self, owner: str, name_of: Callable[[int], str], advice: str) -> None:
-        """Set the names and the advice that errors use."""
+        """Set the names and the advice for errors."""
         self._owner, self._name_of, self._advice = owner, name_of, advice
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
-        """Return whether the number of ``inputs`` is that at capture and ``check`` would accept them."""
+        """Return whether ``inputs`` have the captured number and ``check`` would accept them."""
         if len(inputs) != len(self._expected):
             return False
         for given, (shape, dtype, requires_grad) in zip(inputs, self._expected):  # noqa: B905
@@ -262,11 +262,11 @@ class InputSignature:
         return True
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Refuse ``inputs``, as many as at capture, that differ from the captured ones.
+        """Reject ``inputs`` that differ from the captured ones; their number must match.
 
         Raises:
             ArgumentTypeError: An input is not a tensor.
-            ValueError: An input has another shape or dtype, or requires grad and did not at capture.
+            ValueError: An input has a different shape or dtype, or requires grad but did not at capture.
         """
         if self.accepts(inputs):
             return
@@ -292,11 +292,11 @@ class InputSignature:
 
 
 def named(root: torch.nn.Module, name: str = "", parts: Iterable[torch.nn.Module] | None = None) -> dict[Any, str]:
-    """Return the names of ``root`` and of all modules in ``parts`` of it, by module.
+    """Map modules of ``root`` to their names in messages.
 
     Args:
-        name: The name of ``root`` in messages; by default its class.
-        parts: The modules in it that graphs hold; by default all.
+        name: The name of ``root``; its class by default.
+        parts: The submodules that graphs hold; all by default.
     """
     held = None if parts is None else {inner for part in parts for inner in part.modules()}
     return {
@@ -306,11 +306,11 @@ def named(root: torch.nn.Module, name: str = "", parts: Iterable[torch.nn.Module
     }
 
 
-_Place = tuple[dict[str, Any], str, str]  # a dictionary, a key in it, and the name of that entry
+_Place = tuple[dict[str, Any], str, str]  # a dict, a key, and the name of that entry
 
 
 def _reader(places: Iterable[_Place]) -> Callable[[], list[Any]]:
-    """Return a function that returns the current entries, or None for each missing one."""
+    """Return a function that reads the entries, with None for missing ones."""
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
 
     def read() -> list[Any]:
@@ -338,13 +338,13 @@ def module_aspects(
     parameters: bool = True,
     contexts: Sequence[Any] | None = None,
 ) -> list[Aspect]:
-    """Return the state of modules, and of torch's contexts, that passes read.
+    """Return aspects for all state of modules and of torch's contexts that passes read.
 
     Args:
         modules: The modules that ran in the capture, with their names.
-        around: The one of them whose own hooks run around replays.
-        replaced: The one of them whose ``forward`` replays take over.
-        parameters: Whether replays find the parameters of the capture in modules.
+        around: The module whose own hooks run around replays.
+        replaced: The module whose ``forward`` replays replace.
+        parameters: Whether modules hold the captured parameters at replay.
         contexts: ``contexts_in_force()`` of the captured passes; by default the current value.
     """
     parts: list[_Place] = []
@@ -387,7 +387,7 @@ def module_aspects(
 
 
 def memory_aspects(modules: Mapping[torch.nn.Module, str], *, main_grads: bool) -> list[Aspect]:
-    """Return the addresses of the parameters of ``modules``, and with ``main_grads`` of their main gradients."""
+    """Return aspects for the addresses of parameters and, with ``main_grads``, of their main gradients."""
     params = [place for module, name in modules.items() for place in _filled(module._parameters, name)]
     written = [place for place in params if main_grads and getattr(place[0][place[1]], "main_grad", None) is not None]
     trained = _reader(written)
@@ -401,7 +401,7 @@ def memory_aspects(modules: Mapping[torch.nn.Module, str], *, main_grads: bool) 
 
 
 def quantized_aspect(tensors: Callable[[], list[list[torch.Tensor]]]) -> Aspect:
-    """Compare the FP8 tensors that graphs use: two lists of statistics, then lists of weights."""
+    """Return an aspect that compares the FP8 tensors of graphs: two lists of statistics, then lists of weights."""
     names = ["FP8 statistics"] * 2 + ["weights quantized to FP8"] * (len(tensors()) - 2)
     captured = list(map(list, tensors()))
     return Aspect(
@@ -416,7 +416,7 @@ def quantized_aspect(tensors: Callable[[], list[list[torch.Tensor]]]) -> Aspect:
 def _hooks(
     modules: Mapping[torch.nn.Module, str], around: torch.nn.Module | None, params: Sequence[Any], names: Sequence[str]
 ) -> Aspect:
-    """Compare hooks of modules, of parameters and of all modules, except the hooks of ``DistributedDataParallel``."""
+    """Return an aspect for hooks of modules and parameters and global hooks, except ``DistributedDataParallel``'s."""
     held = [
         (f"hooks of {name}", getattr(module, f"_{kind}"))
         for module, name in modules.items()
@@ -427,7 +427,7 @@ def _hooks(
     none: dict[int, Callable] = {}
 
     def current() -> list[dict[int, Callable] | None]:
-        # torch creates the dictionary of a parameter's hooks with the first one, and keeps it.
+        # torch creates a parameter's dict of hooks with the first hook, and keeps it.
         of_params = ((param._backward_hooks, param._post_accumulate_grad_hooks) for param in params)
         return [*(hooks for _, hooks in held), *chain.from_iterable(of_params)]
 
@@ -438,7 +438,7 @@ def _hooks(
 
     filled = list(filter(None, current()))
     every = [*(name for name, _ in held), *(f"hooks of {name}" for name in names for _ in range(2))]
-    # Registering a hook raises the id; removing one shortens a dictionary.
+    # Registering a hook raises the id; removing one shortens a dict.
     return Aspect(every, read, glance=lambda: [RemovableHandle.next_id, *map(len, filled)])
 
 
@@ -459,9 +459,9 @@ def contexts_in_force() -> list[Any]:
 
 @cache
 def is_third_party(kind: type) -> bool:
-    """Return whether ``kind`` has a base from another package than megatron-core, torch and TransformerEngine.
+    """Return whether ``kind`` has a base class from outside megatron-core, torch and TransformerEngine.
 
-    Modules derived from TransformerEngine's are excluded, because they set many attributes in every pass.
+    Subclasses of TransformerEngine's modules do not count, because they set many attributes in every pass.
     """
     return not (
         _is_of_transformer_engine(kind)
@@ -475,10 +475,10 @@ def _is_of_transformer_engine(kind: type) -> bool:
 
 
 def _attributes(module: torch.nn.Module) -> list[str]:
-    """Return the names of attributes of ``module`` that passes read.
+    """Return the names of the attributes of ``module`` that passes read.
 
-    Third-party modules: all attributes with data or functions. Modules of megatron-core and torch: dropout
-    probabilities, scales, functions and the configuration. Modules of TransformerEngine: dropout probabilities.
+    For third-party modules, these are all attributes with data or functions; for modules of megatron-core and torch,
+    dropout probabilities, scales, functions and the configuration; for TransformerEngine's, dropout probabilities.
     """
     own = vars(module).items()
     kind: Any = type(module)
@@ -497,7 +497,7 @@ def _attributes(module: torch.nn.Module) -> list[str]:
 
 
 def _options(config: Any) -> Aspect:
-    """Compare the fields of a configuration."""
+    """Return an aspect that compares the fields of a configuration."""
     own = vars(config)
     read = [key for key in own if not key.startswith("cuda_graph") and key not in _OF_LOOPS]
     places = [(own, key, f"{key} of {type(config).__name__}") for key in read]
@@ -506,12 +506,12 @@ def _options(config: Any) -> Aspect:
 
 @contextmanager
 def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Refuse passes that change data in attributes of third-party modules, because replays would not change it.
+    """Reject passes that change attributes of third-party modules, because replays would not.
 
-    After any exception, attributes and their containers and host tensors of one number are restored.
+    After any exception, attributes are restored, including containers and scalar host tensors.
 
     Raises:
-        UnsupportedError: Passes in this context have changed an attribute.
+        UnsupportedError: A pass in this context changed an attribute.
     """
     modules: dict[Any, None] = dict.fromkeys(module for root in roots for module in root.modules())
     before = [
@@ -555,8 +555,8 @@ def _restore(value: Any, copied: Any) -> None:
 def _copied(value: Any) -> Any:
     """Return ``value`` for later comparison, copied if it can change in place.
 
-    Numbers in tensors on the host are copied, because they become arguments of operations. Other tensors, arrays,
-    dictionaries with tensors, which may be growing caches, and containers that hold themselves are not copied.
+    Scalar host tensors are copied, because their values become arguments of operations. Other tensors, arrays, dicts
+    with tensors (they may be growing caches) and containers that contain themselves are not copied.
     """
     try:
         return _copy(value)
@@ -578,7 +578,7 @@ def _copy(value: Any) -> Any:
 
 
 def _differ(now: Any, then: Any) -> bool:
-    """Return whether values differ; distinct tensors on the device do, as comparing values would wait for it."""
+    """Return whether values differ; distinct device tensors always do, because comparing them would synchronize."""
     if now is then:
         return False
     try:
@@ -595,5 +595,5 @@ def _differ(now: Any, then: Any) -> bool:
 
 
 def _is_on_device(value: Any) -> bool:
-    """Return whether ``value`` is a tensor other than a scalar on the host."""
+    """Return whether ``value`` is a tensor other than a scalar host tensor."""
     return isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.ndim > 0)

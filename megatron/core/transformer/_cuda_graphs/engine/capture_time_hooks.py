@@ -19,8 +19,8 @@ class CaptureTimeHooks:
         hooks: ``{kind: {id: hook}}``, with kinds from ``HOOK_KINDS``; None for no hooks.
 
     Raises:
-        ValueError: a kind is unknown.
-        TypeError: a hook is not callable, or hooks are not in a dict.
+        ValueError: A kind is unknown.
+        TypeError: A hook is not callable, or hooks are not in a dict.
     """
 
     def __init__(self, name: str, hooks: Mapping[str, Mapping[Any, Callable]] | None):
@@ -42,7 +42,7 @@ class CaptureTimeHooks:
         """Call the hooks of one kind, in order.
 
         Raises:
-            RuntimeError: a hook returned a value.
+            RuntimeError: A hook returned a value.
         """
         for hook, count in self._hooks[kind]:
             if hook(module, *arguments[:count]) is not None:

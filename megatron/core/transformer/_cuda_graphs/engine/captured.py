@@ -68,7 +68,7 @@ class GraphOwner:
         """Run right before each replay of the forward graph, on the stream of the forward pass."""
 
     def before_eager_forward(self) -> None:
-        """Run before an eager forward pass with grad of a caller that can either replay or run eagerly."""
+        """Run before an eager forward pass with grad, if the caller can also replay."""
 
     def before_backward(self) -> None:
         """Run right before each replay of the backward graph, on the stream of the backward pass."""
@@ -275,7 +275,7 @@ class GraphedCallable:
             new_grads: Returns static gradients for a sequence of outputs.
 
         Raises:
-            RuntimeError: an input that requires grad has no gradient, and unused inputs are not allowed; an output
+            RuntimeError: An input that requires grad has no gradient, and unused inputs are not allowed; an output
                 depends on a parameter that is neither an input nor the module's; or gradients are accumulated on the
                 legacy default stream.
         """
@@ -334,7 +334,7 @@ class GraphedCallable:
         """Return the context of a backward pass; the first one rejects gradients on the legacy default stream.
 
         Raises:
-            RuntimeError: the first pass accumulates gradients in tensors outside ``leaves``; replays would lose them.
+            RuntimeError: The first pass accumulates gradients in tensors outside ``leaves``; replays would lose them.
         """
         if self._backward_was_checked:
             return nullcontext()
@@ -461,9 +461,9 @@ class GraphedCallable:
         requantize cached weights. A module whose mode (training or evaluation) has changed since capture runs eagerly.
 
         Raises:
-            RuntimeError: the graphs were reset.
-            TypeError: an input is missing, is not a tensor, or is nested differently than at capture.
-            ValueError: the shape or dtype of a tensor differs from capture; a tensor requires grad but did not at
+            RuntimeError: The graphs were reset.
+            TypeError: An input is missing, is not a tensor, or is nested differently than at capture.
+            ValueError: The shape or dtype of a tensor differs from capture; a tensor requires grad but did not at
                 capture; or ``is_first_microbatch`` is missing.
         """
         eagerly = self._training is not None and self.func.training != self._training  # type: ignore[attr-defined]
@@ -486,7 +486,7 @@ class GraphedCallable:
         """Flatten the inputs of a call and check them.
 
         Raises:
-            TypeError, ValueError: the inputs do not match the static ones.
+            TypeError, ValueError: The inputs do not match the static ones.
         """
         inputs, structure = tree_flatten(tuple(given))
         if len(inputs) != len(self._expected):
@@ -510,7 +510,7 @@ class GraphedCallable:
         The other arguments are the special keywords of ``__call__``.
 
         Raises:
-            RuntimeError: the graphs were reset.
+            RuntimeError: The graphs were reset.
         """
         if self.forward_graph is None:
             raise RuntimeError(f"the graphs of {self.name} were reset: capture them again to replay them")
@@ -553,7 +553,7 @@ class GraphedCallable:
             node: The autograd node of the replay.
 
         Raises:
-            RuntimeError: there is no backward graph; a later replay has overwritten the activations; or autograd
+            RuntimeError: There is no backward graph; a later replay has overwritten the activations; or autograd
                 requested only some gradients, but the owner consumes the gradients of all parameters.
         """
         if self.backward_graph is None:
@@ -725,8 +725,8 @@ def capture_passes(
         before_warmup, after_warmup: Called once each.
 
     Raises:
-        RuntimeError: a gradient is accumulated on the legacy default stream, or an operation cannot be captured.
-        ValueError: modules delay weight gradients, but the plan does not compute them.
+        RuntimeError: A gradient is accumulated on the legacy default stream, or an operation cannot be captured.
+        ValueError: Modules delay weight gradients, but the plan does not compute them.
     """
     modules = [*dict.fromkeys(each.module for each in graphed if each.module is not None)]
     try:

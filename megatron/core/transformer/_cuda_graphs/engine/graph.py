@@ -80,8 +80,8 @@ class ReplayOrder:
     """Rejects backward replays whose activations a later replay has overwritten.
 
     Graphs of one pool share memory: a graph may reuse memory that earlier graphs freed. Replays therefore preserve each
-    other's activations only in capture order, possibly with omissions. A forward replay out of this order begins a new
-    *round*, and the activations of earlier rounds are lost.
+    other's activations only in capture order; skipping graphs is allowed. A forward replay out of this order begins a
+    new *round*, and the activations of earlier rounds are lost.
 
     Attributes:
         last: Number of the last replay.
@@ -115,7 +115,7 @@ class ReplayOrder:
             round_of_forward: The return value of ``forward``.
 
         Raises:
-            RuntimeError: the activations have been overwritten.
+            RuntimeError: The activations have been overwritten.
         """
         if round_of_forward != self.round or (number is not None and number <= self.last):
             raise RuntimeError(
@@ -172,8 +172,8 @@ class Capture:
         """Record the work that this context enqueues on the current stream into ``graph``.
 
         Raises:
-            RuntimeError: an operation in the context cannot be captured.
-            UnsupportedError: the context draws random numbers on the host.
+            RuntimeError: An operation in the context cannot be captured.
+            UnsupportedError: The context draws random numbers on the host.
         """
         reclaim_memory_of_other_streams()
         try:
@@ -285,7 +285,7 @@ def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[
         leaves: Parameters and inputs. A hook on each records the stream of its AccumulateGrad node.
 
     Raises:
-        RuntimeError: a gradient was accumulated on that stream; raised at the end of the context.
+        RuntimeError: A gradient was accumulated on that stream; raised at the end of the context.
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()

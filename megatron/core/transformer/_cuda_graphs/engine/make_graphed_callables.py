@@ -91,11 +91,11 @@ def make_graphed_callables(
         gradients, if any.
 
     Raises:
-        ValueError: lengths, orders or quantization arguments do not match, or a module is listed twice without
+        ValueError: Lengths, orders or quantization arguments do not match, or a module is listed twice without
             ``_order``.
-        TypeError: an entry of ``modules`` is not callable, an input or output is not a tensor, a hook is not callable,
+        TypeError: An entry of ``modules`` is not callable, an input or output is not a tensor, a hook is not callable,
             ``capture_time_hooks`` are not nested as above, or quantization is enabled for a function.
-        RuntimeError: a module has hooks or trainable buffers; a module or submodule already has graphs; a callable uses
+        RuntimeError: A module has hooks or trainable buffers; a module or submodule already has graphs; a callable uses
             a parameter that is neither an input nor its module's; autocast caches weights; some modules are in training
             mode and others in evaluation mode; a hook returned a value; or an operation cannot be captured.
 
@@ -194,7 +194,7 @@ def _check_module(name: str, module: torch.nn.Module) -> None:
     """Check that the passes of a module can be captured.
 
     Raises:
-        RuntimeError: the module has graphs, hooks or a trainable buffer.
+        RuntimeError: The module has graphs, hooks or a trainable buffer.
     """
     for child in module.modules():
         if isinstance(vars(child).get("forward"), GraphedCallable):
@@ -215,7 +215,7 @@ def _checked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     """Return the sample inputs of a callable as a tuple and a dict.
 
     Raises:
-        TypeError: an input holds a value that is not a tensor.
+        TypeError: An input holds a value that is not a tensor.
     """
     for key, value in (*enumerate(args), *kwargs.items()):
         for leaf in tree_leaves(value):
@@ -228,7 +228,7 @@ def _one_each(what: str, given: Any, entries: Sequence[Any]) -> Sequence[Any]:
     """Return an argument with one value per entry of ``entries``, all None if the argument is None.
 
     Raises:
-        TypeError, ValueError: the argument is a dict or has the wrong length.
+        TypeError, ValueError: The argument is a dict or has the wrong length.
     """
     if given is None:
         return [None] * len(entries)

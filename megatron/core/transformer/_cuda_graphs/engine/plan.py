@@ -102,7 +102,7 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
         num_layers_per_chunk: Number of callables of each chunk; None to divide the callables evenly.
 
     Raises:
-        ValueError: the order is invalid, or does not match the number of callables.
+        ValueError: The order is invalid, or does not match the number of callables.
     """
     passes = [_pass_of(entry) for entry in order]
     num_chunks = max((chunk for _, chunk in passes), default=1)
@@ -190,7 +190,7 @@ class BufferPool[Buffers]:
         """Add a holder.
 
         Raises:
-            ValueError: the tensors are free.
+            ValueError: The tensors are free.
         """
         if not lease.holders:
             raise ValueError("static memory is used after it was given back")
@@ -200,7 +200,7 @@ class BufferPool[Buffers]:
         """Remove a holder. After the last one, the next ``acquire`` with an equal key may reuse the tensors.
 
         Raises:
-            ValueError: the tensors are already free.
+            ValueError: The tensors are already free.
         """
         if not lease.holders:
             raise ValueError("static memory is given back twice")

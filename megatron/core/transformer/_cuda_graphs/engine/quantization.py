@@ -41,7 +41,7 @@ def resolve_quantization(
     Raises:
         ValueError: ``enabled`` has the wrong length.
         TypeError: ``enabled`` is neither a bool nor a sequence of bools, or is True for a function.
-        RuntimeError: quantization is requested and TransformerEngine cannot be imported.
+        RuntimeError: Quantization is requested and TransformerEngine cannot be imported.
     """
     given = enabled
     if enabled is None or isinstance(enabled, bool):
@@ -167,7 +167,7 @@ class Quantization:
             ``autocast`` context; None otherwise.
 
         Raises:
-            ValueError: weights are cached and ``is_first_microbatch`` is not a bool.
+            ValueError: Weights are cached and ``is_first_microbatch`` is not a bool.
         """
         if not self.enabled:
             return None

@@ -74,7 +74,7 @@ def check_rng_tracker() -> None:
     """Check that CUDA graphs can use the states of Megatron's RNG tracker, even if it has no states yet.
 
     Raises:
-        UnsupportedError: graphs cannot use them.
+        UnsupportedError: Graphs cannot use them.
     """
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
     usable = ("use_cudagraphable_rng", "is_inference_rng_tracker")
@@ -87,7 +87,7 @@ def generator_states() -> list[torch.Generator]:
     """Return the generators that a Megatron layer may draw from, except for the default one.
 
     Raises:
-        UnsupportedError: graphs cannot use the states of Megatron's RNG tracker.
+        UnsupportedError: Graphs cannot use the states of Megatron's RNG tracker.
     """
     states: list[torch.Generator] = []  # a list, because both trackers may use the same names
     if tensor_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
@@ -181,12 +181,10 @@ def preserve_rng() -> Iterator[None]:
 
 @contextmanager
 def refuse_host_draws() -> Iterator[None]:
-    """Reject code that draws random numbers on the host, which every replay would repeat.
-
-    An example is the decision whether to skip a layer.
+    """Reject code that draws random numbers on the host (to skip layers, for example): every replay would repeat them.
 
     Raises:
-        UnsupportedError: the state of a host generator has changed by the end of the context.
+        UnsupportedError: The state of a host generator has changed by the end of the context.
     """
     before = _host_states()
     yield

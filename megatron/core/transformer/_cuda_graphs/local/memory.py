@@ -15,9 +15,9 @@ from ..engine.memory import storage_address
 from ..engine.plan import BufferPool, Lease
 from .arguments import ArgMetadata, metadata_of
 
-# An empty graph for each pool, which uses no memory.
+# An empty graph per pool, which uses no memory.
 _placeholders: dict[tuple, torch.cuda.CUDAGraph] = {}
-# megatron-core's counts of static tensors in use; always 0, their value between captures: ``TensorReusePool`` counts.
+# megatron-core's counters of static tensors in use; always 0 here, because ``TensorReusePool`` counts them.
 fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0
 
 

@@ -538,7 +538,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         self.status = _GraphStatus.FWD_READY
         self.sharded.end_backward_replay()
 
-    # --------------------------------------------------------------------------------- for callers of megatron-core's
+    # ------------------------------------------------------------------------------ other methods of megatron-core's
 
     def get_arg_metas(self, args: Any, kwargs: dict[str, Any] | None = None) -> list[ArgMetadata]:
         """Return the tensor metadata among described arguments."""
