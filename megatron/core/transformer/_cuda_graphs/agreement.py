@@ -115,8 +115,8 @@ class Ballot:
                     break  # repeat a failure until it decides: a vote cut off by Ctrl-C may have counted
         except torch.distributed.DistNetworkError as error:
             raise RuntimeError(
-                f"the store through which ranks agree on a CUDA graph capture is gone ({error}): its process (rank 0, "
-                "or torchrun on that host) has ended"
+                f"the store through which ranks agree on a CUDA graph capture is gone ({error}): look for the error "
+                "that ended its process (rank 0, or torchrun on that host)"
             ) from error
         return agreed
 

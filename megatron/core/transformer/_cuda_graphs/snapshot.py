@@ -282,9 +282,9 @@ class InputSignature:
                 )
             if given.requires_grad and not requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{self._owner} was captured with {self._name_of(index)} that requires no grad, and it requires "
-                    "grad now, which its CUDA graph does not compute: capture with an input that requires grad, or "
-                    "detach it"
+                    f"{self._owner} was captured with {self._name_of(index)} that requires no grad, but now it "
+                    "requires grad, which the CUDA graph does not compute: capture with an input that requires grad, "
+                    "or detach it"
                 )
 
 
@@ -527,9 +527,9 @@ def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None
         for own, key, _, copied, kind in before:
             if _differ(own.get(key), copied):
                 raise UnsupportedError(
-                    f"each forward pass changes {key} of {kind}, and a replay would not: keep data in a buffer on the "
-                    "device and change that in place, set functions once, or set --cuda-graph-modules to other parts "
-                    "of layers"
+                    f"each forward pass changes {key} of {kind}, but a replay would not: keep data in a buffer on the "
+                    "device and change it in place, set functions only once, or set --cuda-graph-modules to other "
+                    "parts of layers"
                 )
     except BaseException:
         for own, key, value, copied, _ in before:

@@ -353,8 +353,8 @@ class GraphedCallable:
         unused = next((i for i, grad in enumerate(input_grads) if grad is None), None)
         if unused is not None and not self._allow_unused_input:
             raise RuntimeError(
-                f"{self.name} does not use input {unused} of those that require grad; allow_unused_input=True permits "
-                "it"
+                f"{self.name} does not use one of its inputs that require grad (number {unused} of these, from 0): "
+                "remove or detach it, or pass allow_unused_input=True"
             )
         remaining = iter(grad_outputs)
         self.grad_outputs = tuple(next(remaining) if differentiable else None for differentiable in self.differentiable)

@@ -119,11 +119,11 @@ class ReplayOrder:
         """
         if round_of_forward != self.round or (number is not None and number <= self.last):
             raise RuntimeError(
-                f"{name}: a later replay has overwritten the activations of this backward pass. A graph serves one "
-                "forward pass at a time and one backward pass of it, and graphs that are captured together share "
-                "memory. Replay them in capture order, where any may be left out; run backward before the next "
-                "forward, and once (or capture with retain_graph_in_backward=True); or capture the callable once for "
-                "each call, with _order and one entry of sample_args per call."
+                f"{name}: a later replay has overwritten the activations of this backward pass. Graphs that were "
+                "captured together share memory: replay them in capture order (skipping some is allowed), and run one "
+                "backward pass before the next forward pass. For several backward passes, capture with "
+                "retain_graph_in_backward=True; for several forward passes in flight, capture the callable once for "
+                "each, with _order and one entry of sample_args per pass."
             )
         if number is not None:
             self.last = number

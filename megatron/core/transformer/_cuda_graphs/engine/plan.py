@@ -112,8 +112,9 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
         forward, backward, weights = (counts[kind, chunk] for kind in Pass)
         if not forward == backward == num_microbatches > 0 or weights not in (0, num_microbatches):
             raise ValueError(
-                f"_order must run forward and backward of every chunk as often as the forward of chunk 1, and weight "
-                f"gradients as often or never: got {forward}, {backward} and {weights} of chunk {chunk} in {[*order]}"
+                f"_order {[*order]} has {forward} forward, {backward} backward and {weights} weight-gradient passes of "
+                f"chunk {chunk}: all chunks need the same number, at least 1, of forward, backward and (if any) "
+                "weight-gradient passes"
             )
     if num_layers_per_chunk is None:
         num_layers_per_chunk = [num_callables // num_chunks] * num_chunks
@@ -193,7 +194,7 @@ class BufferPool[Buffers]:
             ValueError: The tensors are free.
         """
         if not lease.holders:
-            raise ValueError("static memory is used after it was given back")
+            raise ValueError("static memory is used after its release: acquire it again")
         lease.holders += 1
 
     def release(self, lease: Lease[Buffers]) -> None:
@@ -203,7 +204,7 @@ class BufferPool[Buffers]:
             ValueError: The tensors are already free.
         """
         if not lease.holders:
-            raise ValueError("static memory is given back twice")
+            raise ValueError("static memory is released twice: release it once per holder")
         lease.holders -= 1
         if not lease.holders:
             self._free[lease.key].append(lease)

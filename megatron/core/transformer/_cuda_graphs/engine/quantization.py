@@ -59,7 +59,10 @@ def resolve_quantization(
         from transformer_engine.pytorch import graph
     except Exception as error:  # a wheel without a CUDA driver fails in many ways
         wanted = f"enabled={given!r}" if any(enabled) else f"calibrating={calibrating!r}"
-        raise RuntimeError(f"{wanted} needs TransformerEngine, which cannot be imported here") from error
+        raise RuntimeError(
+            f"{wanted} needs TransformerEngine, which cannot be imported ({error}): install it, or train without FP8 "
+            "and FP4"
+        ) from error
     recipe = (recipe or graph.get_default_fp8_recipe()) if any(enabled) else None
     return [
         Quantization(

@@ -192,9 +192,9 @@ def refuse_host_draws() -> Iterator[None]:
     drawn = next((name for name, state in before.items() if not _are_equal(state, now[name])), "")
     if drawn:
         raise UnsupportedError(
-            f"the captured code (or another thread meanwhile) draws random numbers from {drawn}, on the host, and each "
-            "replay would repeat the numbers of the capture: draw and use them on the device (torch.rand(..., "
-            "device='cuda')), or set --cuda-graph-modules to other parts of layers"
+            f"the captured code, or another thread, draws random numbers on the host ({drawn}), which each replay "
+            "would repeat: draw and use them on the device (torch.rand(..., device='cuda')), or set "
+            "--cuda-graph-modules to other parts of layers"
         )
 
 

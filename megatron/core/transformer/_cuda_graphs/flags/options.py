@@ -43,8 +43,8 @@ class Flag:
 
 FLAGS = {
     _FALLBACK_FLAG: Flag(
-        "Action if layers cannot be captured (--cuda-graph-impl transformer_engine): error ends the training with the "
-        "layer, the rank and the cause; eager logs a warning and continues without CUDA graphs.",
+        "Action if layers cannot be captured (--cuda-graph-impl transformer_engine): error stops training and names "
+        "the layer, the rank and the cause; eager logs a warning and continues without CUDA graphs.",
         default="error",
         allowed=lambda value: value in ("error", "eager"),
         words="error or eager",
@@ -60,7 +60,7 @@ FLAGS = {
         arguments={"metavar": f"{ALL_LAYERS}|{WHOLE_MODEL}|1"},
     ),
     PACKED_FLAG: Flag(
-        "Maximum number of packed sequences per micro-batch, whose offsets graphs of attention read (--cuda-graph-impl "
+        "Maximum number of packed sequences per micro-batch; attention graphs read their offsets (--cuda-graph-impl "
         "transformer_engine). Pad PackedSeqParams to N sequences with "
         "megatron.core.packed_seq_params.pad_packed_seq_params when you create batches.",
         allowed=lambda value: value > 0,
@@ -85,9 +85,10 @@ FLAGS = {
         arguments={"action": "store_true"},
     ),
     FACTOR_FLAG: Flag(
-        f"Room for tokens that a rank sends to each expert-parallel rank, as a multiple of an even share, with "
-        f"{GROUPED_FLAG} and --moe-token-dispatcher-type alltoall. A step that needs more runs again, eagerly and with "
-        "room for all tokens, before the optimizer step, so that no token is dropped. Default: room for all tokens.",
+        "Maximum tokens that a rank sends to each expert-parallel rank, as a multiple of an even share, with "
+        f"{GROUPED_FLAG} and --moe-token-dispatcher-type alltoall. A step that exceeds it is repeated, eagerly and "
+        "with room for all tokens, before the optimizer step, so that no token is dropped. Default: room for all "
+        "tokens.",
         allowed=lambda value: value > 0,
         words="above 0, where 1 is an even share of the tokens",
         needs_graphs=False,

@@ -154,9 +154,9 @@ def _check_supported_type(meta: ArgMetadata) -> None:
     for leaf in () if issubclass(meta.type, torch.Tensor) else leaves_of(meta.value):
         if not (isinstance(leaf, _SUPPORTED) or is_inference_context(leaf)):
             raise ArgumentTypeError(
-                f"an argument of type {type(leaf).__name__} cannot be given to a module with --cuda-graph-impl local: "
-                "a graph takes tensors, None, bool, int, float, str, enums, process groups, inference contexts and "
-                "dataclasses, tuples, lists and dicts of these"
+                f"--cuda-graph-impl local does not support arguments of type {type(leaf).__name__}: pass tensors, "
+                "None, bool, int, float, str, enums, process groups, inference contexts, or dataclasses, tuples, lists "
+                "and dicts of these"
             )
 
 
@@ -217,7 +217,7 @@ def _compare(given: Any, captured: Any, where: tuple[str, ...], grad_enabled: bo
                 found.append(f"{_place((*where, key))} is missing: it was given at capture")
         found += [f"{_place((*where, key))} was not given at capture" for key in parts if key not in captured_parts]
     elif is_inference_context(given):  # a graph writes to the caches of the captured context
-        problem = f"another {type(given).__name__} than at capture; delete_cuda_graphs() frees its graphs"
+        problem = f"a different {type(given).__name__} than at capture; call delete_cuda_graphs() first"
     elif given != captured:
         _check_supported_type(ArgMetadata(given))
         problem = f"{given!r}, captured with {captured!r}"

@@ -168,11 +168,11 @@ class CudaGraphManager(torch.nn.Module):
 
     def _why_none(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> str:
         lines = [
-            f"no CUDA graph of {type(module).__name__} is for this call. With --cuda-graph-impl local every step needs "
-            "the same modules, --seq-length, --micro-batch-size and order of passes as the first one. Under pipeline "
-            "parallelism it may have no more micro-batches (--global-batch-size, --rampup-batch-size), and needs as "
-            "many if activations are recomputed (--recompute-modules). After delete_cuda_graphs() the next step is "
-            "recorded again."
+            f"no CUDA graph of {type(module).__name__} matches this call. With --cuda-graph-impl local, every step "
+            "must have the same modules, --seq-length, --micro-batch-size and order of passes as the recorded step. "
+            "Under pipeline parallelism, it must not have more micro-batches (--global-batch-size, "
+            "--rampup-batch-size), nor fewer with --recompute-modules. Call delete_cuda_graphs() to record the next "
+            "step again."
         ]
         if not self.cudagraph_runners:
             lines.append("The module did not run in the recorded step: it is new, a copy, or another model's.")

@@ -70,7 +70,9 @@ class TensorReusePool:
             ValueError: The tensor is not from this pool, or is already free.
         """
         if not self.owns(tensor):
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is returned to a pool that did not lend it")
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} does not belong to this pool: insert only tensors from get()"
+            )
         self.release(tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:

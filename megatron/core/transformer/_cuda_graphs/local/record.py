@@ -26,7 +26,7 @@ from .memory import StaticBuffers
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
-_ADVICE = "change it back, or call delete_cuda_graphs(): the next step is recorded anew (--cuda-graph-impl local)"
+_ADVICE = "undo this, or call delete_cuda_graphs() to record the next step again (--cuda-graph-impl local)"
 
 
 class Recording:
@@ -290,9 +290,9 @@ class _CudagraphGlobalRecord:
         """Clean up after a failed capture: warn, and make all modules run eagerly in training."""
         if cls.recording.capturing is not None:
             error.add_note(
-                f"{cls.recording.capturing} cannot run in a CUDA graph (--cuda-graph-impl local). "
-                "--cuda-graph-modules chooses the modules that do; MoE layers can be captured up to their all-to-all "
-                "only (moe_router), and only as MoETransformerLayer."
+                f"{cls.recording.capturing} cannot run in a CUDA graph (--cuda-graph-impl local): select other modules "
+                "with --cuda-graph-modules. MoE layers can be captured only up to their all-to-all (moe_router), and "
+                "only as MoETransformerLayer."
             )
         log_single_rank(
             logger,

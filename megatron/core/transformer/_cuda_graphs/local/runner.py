@@ -80,9 +80,9 @@ class LocalGraphs(GraphedCallable):
         for (static, in_use), given in zip(self.static_inputs, inputs):  # noqa: B905
             if not static.put(given, in_use):
                 raise NoGraphError(
-                    f"{self.name}: at capture an input of shape {tuple(given.shape)} was one tensor for several graphs "
-                    "or came straight from another graph, and now it is another tensor. With --cuda-graph-impl local "
-                    "every step must pass tensors from layer to layer as the first one did."
+                    f"{self.name}: an input of shape {tuple(given.shape)} is not the tensor that its graph shares with "
+                    "other graphs, which read or wrote it at capture. With --cuda-graph-impl local, pass tensors from "
+                    "layer to layer as in the recorded step."
                 )
 
     def reset(self) -> None:
@@ -311,8 +311,8 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         kinds, recorded = ([(tuple(m.shape), m.dtype) for m in metas] for metas in (captured, self.outputs))
         if kinds != recorded:
             raise RuntimeError(
-                f"{self.name} returned {kinds} in capture and {recorded} when it was recorded: what it returns must "
-                "not depend on whether graphs are captured"
+                f"{self.name} returned {kinds} in capture, but {recorded} when it was recorded: return the same "
+                "tensors in both"
             )
         outputs = tensors_of(graphs.outputs)
         self._output_addresses = [output.data_ptr() for output in outputs]
@@ -423,8 +423,9 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         for param, grad in zip(self.params_to_backprop, graphs.grad_params, strict=True):
             if grad is None and param._backward_hooks:
                 raise UnsupportedError(
-                    f"{self.name}: a parameter of shape {tuple(param.shape)} has a hook (register_hook), which CUDA "
-                    "graphs would give no gradient (--cuda-graph-impl local): remove it, or use --cuda-graph-impl none"
+                    f"{self.name}: a parameter of shape {tuple(param.shape)} has a hook (register_hook), which would "
+                    "not receive a gradient from a CUDA graph (--cuda-graph-impl local): remove the hook, or use "
+                    "--cuda-graph-impl none"
                 )
         self.fwd_graph_recorded = True
 
