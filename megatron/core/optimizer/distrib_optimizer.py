@@ -164,6 +164,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         ``capturable`` and the type of learning rates (float or tensor) come from this run, not from the checkpoint.
         """
         if self.ddp_config.use_megatron_fsdp:
+            self._local_shards = None  # it keeps the states that are replaced
             if LOSS_SCALE in state_dict:
                 self.grad_scaler.load_state_dict(state_dict.pop(LOSS_SCALE))
             if state_dict.get(GROUPS):

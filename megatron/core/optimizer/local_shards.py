@@ -4,12 +4,11 @@ Under Megatron-FSDP, parameters, gradients and optimizer states are ``DTensor``,
 dispatched through Python. ``LocalShards`` gives elementwise optimizers the local tensors instead.
 """
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, compress, islice
-from operator import attrgetter, call, is_, methodcaller
+from itertools import chain, islice
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from megatron.core.transformer._cuda_graphs.replacements import replaced_attribute
 
 from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
+from ..distributed.fsdp.src.megatron_fsdp.parameter_swap import same, values_of
 
 _LOCAL, _GRAD, _ADDRESS = attrgetter("_local_tensor"), attrgetter("grad"), methodcaller("data_ptr")
 Lists = list[list[torch.Tensor]]
@@ -69,7 +69,7 @@ class ListedStep(KeptGradients):
     """
 
     def __init__(self, optimizer: Any, params: Sequence[list[torch.Tensor]], grads: list[Any]):
-        """Prepare to record a step of ``optimizer``, which must satisfy ``possible``.
+        """Prepare to record a step of ``optimizer``, which launches with ``LAUNCH``.
 
         Args:
             params: The local tensors of each group's parameters.
@@ -85,11 +85,6 @@ class ListedStep(KeptGradients):
         self.leaders = [[param for param, _ in (some or all_)[:1]] for some, all_ in zip(given, pairs, strict=True)]
         self._counts = [len(group) for group in given if group]
         self._launches: list[Lists] = []  # one per group with gradients
-
-    @staticmethod
-    def possible(optimizer: Any) -> bool:
-        """Return whether ``optimizer`` launches like ``FusedAdam``."""
-        return LAUNCH in vars(optimizer)
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -138,8 +133,8 @@ class ListedStep(KeptGradients):
 class LocalShards:
     """Local tensors of an optimizer's parameters and states.
 
-    They alias the optimizer's tensors, which are updated in place, so nothing is copied back. As soon as the optimizer
-    releases one state (to offload or to load states, for example), this object releases all of them.
+    They alias the optimizer's tensors, which are updated in place, so nothing is copied back. They also keep states
+    alive: drop this object before the optimizer's states are offloaded or loaded.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -153,21 +148,14 @@ class LocalShards:
         self._local_groups = [[next(left) for _ in group] for group in self._groups]
         self._listed: ListedStep | None = None
         states = optimizer.state
-        values = _values(states)
-        drop = weakref.WeakMethod(self._drop)
-        self._with_states = list(states)
-        self._values = [weakref.ref(value, lambda _: (method := drop()) and method()) for value in values]
-        self._is_wrapped = [isinstance(value, DTensor) for value in values]
-        self._unwrapped = list(map(_LOCAL, chain(self._params, compress(values, self._is_wrapped))))
+        self._states = [*states, *values_of(states.values())]
+        self._wrapped = [*self._params, *(value for value in self._states if isinstance(value, DTensor))]
+        self._unwrapped = list(map(_LOCAL, self._wrapped))
         self._local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for param, local in zip(self._params, self._locals, strict=True):
             if param in states:
-                self._local_states[local] = {name: _alias(value) for name, value in states[param].items()}
+                self._local_states[local] = {name: local_tensor(value) for name, value in states[param].items()}
         self._without_states = [param for param in self._params if not states.get(param)]
-
-    def _drop(self) -> None:
-        """Release all states; ``current`` returns False from now on."""
-        self._unwrapped, self._local_states, self._listed = [], defaultdict(dict), None
 
     @staticmethod
     def eligible(optimizer: torch.optim.Optimizer, kinds: Iterable[type]) -> bool:
@@ -183,7 +171,6 @@ class LocalShards:
             and not getattr(optimizer, "master_weights", False)
             and not getattr(optimizer, "_scales", None)  # FusedAdam's scales of low-precision states
             and bool(params)
-            and not hooks_of(optimizer)
             and all(isinstance(param, DTensor) for param in params)
             and all(torch.is_tensor(value) for state in optimizer.state.values() for value in state.values())
         )
@@ -195,14 +182,11 @@ class LocalShards:
         must have no step hooks, which would see local tensors.
         """
         groups, states = self._optimizer.param_groups, self._optimizer.state
-        values = _values(states)
         return (
             len(groups) == len(self._groups)
             and all(same(group["params"], params) for group, params in zip(groups, self._groups, strict=True))
-            and same(list(states), self._with_states)
-            and len(values) == len(self._values)
-            and all(map(is_, values, map(call, self._values)))
-            and all(map(is_, map(_LOCAL, chain(self._params, compress(values, self._is_wrapped))), self._unwrapped))
+            and same([*states, *values_of(states.values())], self._states)
+            and same(list(map(_LOCAL, self._wrapped)), self._unwrapped)
             and gradients_of(self._without_states, self._name) == [None] * len(self._without_states)
             and not hooks_of(self._optimizer)
         )
@@ -242,7 +226,7 @@ class LocalShards:
 
     def _listed_step(self, grads: list[Any]) -> ListedStep | None:
         """Return the ``ListedStep`` of ``grads`` to record or to replay; None if its lists cannot be reused."""
-        if not ListedStep.possible(self._optimizer):
+        if LAUNCH not in vars(self._optimizer):
             return None
         if self._listed is not None and self._listed.are(grads):
             return self._listed if self._listed.complete else None  # incomplete lists stay incomplete
@@ -250,25 +234,11 @@ class LocalShards:
         return self._listed
 
 
-def _values(states: dict[Any, dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, states.values())))
-
-
-def _alias(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that aliases ``value`` without keeping it alive."""
-    return value._local_tensor if isinstance(value, DTensor) else value.detach()
-
-
 def hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the step hooks of ``optimizer``, including torch's global ones."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
-
-
-def same(these: list[Any], those: list[Any]) -> bool:
-    """Return whether both lists hold the same objects in the same order."""
-    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def local_tensor(value: Any) -> Any:

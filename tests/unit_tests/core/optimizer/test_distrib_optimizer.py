@@ -1,5 +1,6 @@
 """The distributed optimizer under Megatron-FSDP: gradients, clipping in a graph, checkpoints."""
 
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,22 @@ def test_megatron_fsdp_steps_on_local_shards(optimizer, monkeypatch, mesh, fsdp)
     assert seen == [not fsdp]
     assert made.optimizer.param_groups[0]["params"] == [param]
     assert made.optimizer.state[param]["step"].item() == 2
+
+
+@pytest.mark.parametrize("method", ["load_state_dict", "offload_to_cpu"])
+def test_states_are_freed_when_they_are_replaced(optimizer, monkeypatch, mesh, method):
+    made = optimizer([None])
+    param = torch.nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Shard(0)]))
+    made.optimizer, made.model_chunks = torch.optim.Adam([param]), []
+    upstream = next(kind for kind in type(made).__mro__[1:] if "step_with_ready_grads" in vars(kind))
+    monkeypatch.setattr(upstream, "step_with_ready_grads", lambda self: self.optimizer.step())
+    param.grad = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
+    for _ in range(2):
+        made.step_with_ready_grads()
+    states = [weakref.ref(value) for value in made.optimizer.state[param].values()]
+    monkeypatch.setattr(upstream, method, lambda self, *_: self.optimizer.state.clear(), raising=False)
+    getattr(made, method)(*([{}] if method == "load_state_dict" else []))
+    assert [state() for state in states] == [None] * len(states)
 
 
 @pytest.mark.parametrize(
