@@ -30,7 +30,6 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     _local_shards: LocalShards | None = None
     _kept: KeptGradients | None = None
     _clipping: RepeatedWork | None = None
-    _clips_beside: Any = None  # the graphs of the whole model that produce the gradients
 
     def get_loss_scale(self) -> torch.Tensor:
         """Return the loss scale, float32, shape (1,); see megatron-core.
@@ -56,15 +55,15 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         self._kept = kept = None if passes is None else self._kept_gradients()
         if kept is None:
             return clip(clip_grad)
-        if self._clipping is None or passes is not self._clips_beside:
-            self._clipping, self._clips_beside = RepeatedWork("Gradient clipping"), passes
+        if self._clipping is None:
+            self._clipping = RepeatedWork("Gradient clipping")
             passes.on_forget.append(self._free_clipping)  # before its communicators are destroyed
         return self._clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
 
     def _free_clipping(self) -> None:
         if self._clipping is not None:
             self._clipping.reset()
-        self._clipping = self._clips_beside = None
+        self._clipping = None
 
     def _whole_model_passes(self) -> Any:
         """Return the graphs of the whole model if clipping can be captured, else None.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.graph import Capture, pause_gc
+from megatron.core.transformer._cuda_graphs.engine.graph import Capture, capture_stream, pause_gc
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -52,23 +52,18 @@ class RepeatedWork:
     def _capture(self, work: Callable[[], Any]) -> bool:
         """Capture ``work`` and return whether this succeeded; later failures are not retried."""
         self._captures += 1
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
         try:
             capture = Capture(None, draws=False)
-            with pause_gc(), torch.cuda.stream(stream):
+            with pause_gc(), capture_stream():
                 graph = capture.new_graph()
                 with capture.recording(graph):
                     result = work()
+            if not isinstance(result, torch.Tensor):
+                raise TypeError(f"it returns {type(result).__name__}, not a tensor")
         except Exception as error:
             self._captures = CAPTURES
             self._warn(f"{type(error).__name__}: {error}")
             return False
-        if not isinstance(result, torch.Tensor):
-            self._captures = CAPTURES
-            self._warn(f"it returns {type(result).__name__}, not a tensor")
-            return False
-        current.wait_stream(stream)
         self._graph, self._result = graph, result
         return True
 
