@@ -482,8 +482,8 @@ class TECudaGraphHelper:
     def _get_cuda_graph_input_data(self) -> InputData:
         """Return the positional inputs and keyword arguments for ``make_graphed_callables``.
 
-        Subclasses that create inputs rely on ``num_layers_per_chunk``, ``num_model_chunks`` and ``num_microbatches``,
-        which are set here first.
+        Subclasses that create inputs read ``num_layers_per_chunk``, ``num_model_chunks`` and ``num_microbatches``, set
+        here.
         """
         passes = self._order()
         self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
@@ -494,11 +494,7 @@ class TECudaGraphHelper:
     def _get_sample_arguments(
         self, order: Sequence[float], chunk_id_list: list | None = None
     ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
-        """Create the static inputs of each layer and micro-batch; see ``CaptureArguments.samples``.
-
-        Returns:
-            Positional and keyword inputs, ordered by chunk of ``order``, then micro-batch, then layer.
-        """
+        """Create the static inputs of each layer and micro-batch; see ``CaptureArguments.samples``."""
         samples = self._arguments().samples(order, chunk_id_list)
         return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 

@@ -175,11 +175,7 @@ class CaptureAgreement:
         self._where = "before the first layer"
 
     def begin(self, where: str, phase: str = "") -> None:
-        """Record that the capture of ``where`` starts, for error messages.
-
-        Args:
-            phase: ``forward`` or ``backward``; empty if there is only one phase.
-        """
+        """Set the pass to name in errors: ``where``, and ``phase`` (``forward`` or ``backward``) if there are two."""
         self._where = f"{where}, {phase}" if phase else where
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:

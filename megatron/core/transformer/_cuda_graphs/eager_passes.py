@@ -20,11 +20,7 @@ class EagerPasses:
         self._reasons: set[str] = set()
 
     def note(self, reason: str, shape: tuple[int, int] | None = None) -> bool:
-        """Count a pass, and return whether it is the first one with this ``reason``.
-
-        Args:
-            shape: The shape of the pass, if it differs from the captured shape and may be recaptured.
-        """
+        """Count a pass, of a ``shape`` that may be recaptured if given, and return whether ``reason`` is new."""
         self.total += 1
         if shape is not None:
             self._counts[shape] += 1

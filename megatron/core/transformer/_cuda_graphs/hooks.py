@@ -48,10 +48,7 @@ def runs_outside_graphs(hook: Callable) -> Callable:
 
 
 def calls_weakly(method: Callable[..., Any]) -> Callable[..., None]:
-    """Return a hook that calls ``method`` while its object is alive.
-
-    Copies of a module share the hook, but do not copy the object.
-    """
+    """Return a hook that calls ``method`` while its object is alive; copies of a module share it."""
     weak = weakref.WeakMethod(method)
 
     def hook(*call: Any) -> None:
@@ -131,7 +128,7 @@ class ModuleHooks:
     def restore(self) -> None:
         """Restore all hooks in order, with their flags, followed by hooks registered since.
 
-        The dicts are refilled instead of replaced because torch's ``RemovableHandle`` refers to the dict object.
+        The dicts are refilled, not replaced, because torch's ``RemovableHandle`` refers to the dict object.
         """
         for name, entries in self.saved.items():
             current = getattr(self.module, name)
@@ -143,8 +140,8 @@ class ModuleHooks:
     def capture_time_hooks(self) -> HookDicts:
         """Phase 2: return the engine's ``{kind: {id: hook}}``.
 
-        Each hook calls the original with the arguments that torch would pass, and returns its result, so that the
-        engine can reject hooks that change a value.
+        Each hook passes the original the arguments that torch would pass, and returns its result for the engine to
+        check.
         """
         sorted_hooks: HookDicts = {kind: {} for kind in HOOK_KINDS}
         for kind, sentinel, kind_of_handler in (
@@ -180,11 +177,7 @@ def _adapted(hook, kind, with_kwargs):
 
 @contextmanager
 def extracted_hooks(callables: Iterable[torch.nn.Module]) -> Iterator[list[HookDicts]]:
-    """Remove the hooks of ``callables`` within the context.
-
-    Yields:
-        One dict of capture-time hooks per callable, in order.
-    """
+    """Remove the hooks of ``callables`` within the context; yield one dict of capture-time hooks per callable."""
     taken: list[ModuleHooks] = []
     try:
         capture_time_hooks = []

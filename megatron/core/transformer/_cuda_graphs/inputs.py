@@ -22,7 +22,7 @@ ADVICE = (
 class DefaultInputs:
     """Restores static inputs to their captured values for calls that omit them.
 
-    Graphs whose static inputs had equal values at capture share one object. The values are stored on the host.
+    Graphs with equal captured values share one object, which stores the values on the host.
     """
 
     def __init__(self) -> None:

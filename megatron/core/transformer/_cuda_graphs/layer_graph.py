@@ -89,10 +89,7 @@ class LayerGraph:
         return False
 
     def _warn_of_shape(self, shape: torch.Size) -> None:
-        """Count a pass whose hidden states have a new ``shape``, and warn once per shape.
-
-        All layers run eagerly in such a pass because hidden states keep their shape across layers.
-        """
+        """Count a pass with a new ``shape`` of hidden states, which all layers run eagerly; warn once per shape."""
         reason = (  # the same for all layers
             f"captured with hidden_states of {tuple(self.shape or ())}. Passes with {tuple(shape)} run eagerly, "
             f"in all layers{self.eager_passes.outlook}"

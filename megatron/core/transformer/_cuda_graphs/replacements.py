@@ -10,7 +10,7 @@ _ABSENT = object()
 class Replacements:
     """Context manager that temporarily replaces attributes of objects, classes and modules.
 
-    Unlike ``mock.patch.object``, it also restores tensor attributes (``grad``), and it bypasses ``torch.nn.Module``'s
+    Unlike ``mock.patch.object``, it restores tensor attributes (``grad``) and bypasses ``torch.nn.Module``'s
     registration.
     """
 
@@ -55,8 +55,7 @@ def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any
 class TakenForward:
     """Replaces ``module.forward`` until ``end``; the module's hooks still run.
 
-    This is the only way in which graphs replace a module's code. If the user sets ``module.forward`` in the meantime,
-    ``end`` keeps it.
+    Graphs replace a module's code only in this way. ``end`` keeps a ``forward`` that the user has set in the meantime.
     """
 
     def __init__(self, module: Any, forward: Callable[..., Any]):

@@ -185,11 +185,7 @@ class Snapshot:
         return f"changed since capture: {', '.join(changes)}; {self._advice}"
 
     def check(self) -> None:
-        """Raise an error if anything has changed, for passes that cannot run eagerly.
-
-        Raises:
-            ChangedSinceCaptureError: A value has changed; the message names it.
-        """
+        """Raise ChangedSinceCaptureError, naming the changes, if any; for passes that cannot run eagerly."""
         if self.changed():
             raise ChangedSinceCaptureError(self.reason())
 
@@ -461,7 +457,7 @@ def contexts_in_force() -> list[Any]:
 def is_third_party(kind: type) -> bool:
     """Return whether ``kind`` has a base class from outside megatron-core, torch and TransformerEngine.
 
-    Subclasses of TransformerEngine's modules do not count, because they set many attributes in every pass.
+    Subclasses of TransformerEngine's modules do not count: they set many attributes in every pass.
     """
     return not (
         _is_of_transformer_engine(kind)

@@ -39,11 +39,7 @@ class CaptureTimeHooks:
             self._hooks[kind] = own
 
     def run(self, kind: str, module: Callable, *arguments: Any) -> None:
-        """Call the hooks of one kind, in order.
-
-        Raises:
-            RuntimeError: A hook returned a value.
-        """
+        """Call the hooks of one kind in order; raise RuntimeError if a hook returns a value."""
         for hook, count in self._hooks[kind]:
             if hook(module, *arguments[:count]) is not None:
                 culprit = getattr(hook, "__wrapped__", hook)

@@ -331,10 +331,9 @@ class GraphedCallable:
         return grads, ()
 
     def _check_gradients(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Return the context of a backward pass; the first one rejects gradients on the legacy default stream.
+        """Return the context of a backward pass; the first pass rejects gradients that replays would lose.
 
-        Raises:
-            RuntimeError: The first pass accumulates gradients in tensors outside ``leaves``; replays would lose them.
+        These are gradients of tensors outside ``leaves``, and gradients on the legacy default stream.
         """
         if self._backward_was_checked:
             return nullcontext()
@@ -483,11 +482,7 @@ class GraphedCallable:
         return self.replay(inputs, get("is_first_microbatch"), get("cuda_graph_stream"), get("cuda_graph_event"))
 
     def _match(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Flatten the inputs of a call and check them.
-
-        Raises:
-            TypeError, ValueError: The inputs do not match the static ones.
-        """
+        """Flatten the inputs of a call; raise TypeError or ValueError if they do not match the static ones."""
         inputs, structure = tree_flatten(tuple(given))
         if len(inputs) != len(self._expected):
             raise TypeError(f"{self.name} was captured with {len(self._expected)} tensors and got {len(inputs)}")

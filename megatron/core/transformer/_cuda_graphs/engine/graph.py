@@ -19,8 +19,7 @@ from .rng import current_rng_state, generator_states, preserve_rng, refuse_host_
 def capture_environment(*contexts: AbstractContextManager) -> Iterator[None]:
     """Run warm-up and capture on the capture stream, without garbage collection; restore RNG states at the end.
 
-    Args:
-        contexts: Additional contexts, entered on the caller's stream.
+    ``contexts`` are additional contexts, entered on the caller's stream.
     """
     with ExitStack() as stack:
         for context in (pause_gc(), preserve_rng(), *contexts, capture_stream()):
@@ -236,7 +235,7 @@ _streams: dict[int, torch.cuda.Stream] = {}
 def capture_stream() -> Iterator[torch.cuda.Stream]:
     """Run on the device's capture stream, after earlier and before later work of the current stream.
 
-    All captures in the process share it, because cuBLAS keeps a workspace for every stream it has run on.
+    All captures share this stream, because cuBLAS keeps a workspace for every stream it has run on.
     """
     device = torch.cuda.current_device()
     if device not in _streams:
@@ -350,8 +349,8 @@ def moe_metrics() -> list[torch.Tensor]:
 def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
     """Hide ``grad`` and the hooks (``register_hook``) of ``params``, and restore them at the end.
 
-    This separates gradients accumulated in the context from earlier ones. Hooks run at each replay on the gradients
-    that it returns; if recorded in the graph, they would run twice.
+    This separates new gradients from earlier ones. Hooks run at replay on the returned gradients; recorded in the
+    graph, they would run twice.
     """
     without = replaced_attribute(params, "_backward_hooks", lambda hooks: None)
     with replaced_attribute(params, "grad", lambda grad: None), without:
@@ -366,18 +365,13 @@ def pause_gc() -> AbstractContextManager[None]:
 def allow_nested_backward() -> AbstractContextManager[None]:
     """Allow activation checkpointing to run its backward pass inside ``torch.autograd.grad``.
 
-    torch forbids this, because ``grad`` does not return gradients that the nested pass accumulates. The caller must
-    collect these.
+    torch forbids this because ``grad`` does not return the nested pass's gradients; the caller must collect them.
     """
     return replaced_attribute([torch.autograd], "_is_checkpoint_valid", lambda is_valid: lambda: True)
 
 
 def connected_leaves(outputs: Iterable[torch.Tensor], stops: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Return the distinct leaves that require grad in the autograd graph of ``outputs``, in arbitrary order.
-
-    Args:
-        stops: Tensors at which the backward pass ends.
-    """
+    """Return the distinct leaves that require grad in the graph of ``outputs`` up to ``stops``, in arbitrary order."""
     outputs = list(outputs)
     leaves = {id(tensor): tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad}
     seen = {tensor.grad_fn for tensor in stops if tensor.grad_fn is not None}

@@ -191,11 +191,7 @@ def make_graphed_callables(
 
 
 def _check_module(name: str, module: torch.nn.Module) -> None:
-    """Check that the passes of a module can be captured.
-
-    Raises:
-        RuntimeError: The module has graphs, hooks or a trainable buffer.
-    """
+    """Raise RuntimeError if ``module`` already has graphs, or has hooks or a trainable buffer."""
     for child in module.modules():
         if isinstance(vars(child).get("forward"), GraphedCallable):
             raise RuntimeError(
@@ -212,11 +208,7 @@ def _check_module(name: str, module: torch.nn.Module) -> None:
 
 
 def _checked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return the sample inputs of a callable as a tuple and a dict.
-
-    Raises:
-        TypeError: An input holds a value that is not a tensor.
-    """
+    """Return a callable's sample inputs as a tuple and a dict; raise TypeError for values other than tensors."""
     for key, value in (*enumerate(args), *kwargs.items()):
         for leaf in tree_leaves(value):
             if not isinstance(leaf, torch.Tensor):
@@ -225,11 +217,7 @@ def _checked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 
 
 def _one_each(what: str, given: Any, entries: Sequence[Any]) -> Sequence[Any]:
-    """Return an argument with one value per entry of ``entries``, all None if the argument is None.
-
-    Raises:
-        TypeError, ValueError: The argument is a dict or has the wrong length.
-    """
+    """Return ``given``, or a list of None; raise TypeError for a dict, and ValueError for a wrong length."""
     if given is None:
         return [None] * len(entries)
     if isinstance(given, Mapping):

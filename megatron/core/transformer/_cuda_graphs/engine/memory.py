@@ -12,11 +12,7 @@ import torch
 
 
 def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a detached tensor over ``storage`` with the layout of ``tensor``.
-
-    The dtype, shape, strides, storage offset, and conjugate and negative bits match ``tensor``; the device matches
-    ``storage``.
-    """
+    """Return a detached tensor over ``storage`` with the dtype, layout, conjugate and negative bits of ``tensor``."""
     alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.is_conj():
@@ -103,7 +99,7 @@ _memories: weakref.WeakValueDictionary[tuple, PoolMemory] = weakref.WeakValueDic
 def release_cached_memory() -> None:
     """Return the allocator's cached memory to the device: graphs have their own pool and cannot use it.
 
-    Collects only the younger garbage generations, because a full collection can take longer than the capture.
+    Only younger generations of garbage are collected, because a full collection can take longer than the capture.
     """
     gc.collect(1)
     torch.cuda.synchronize()

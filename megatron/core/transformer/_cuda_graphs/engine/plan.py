@@ -173,8 +173,7 @@ class Lease[Buffers]:
 class BufferPool[Buffers]:
     """Pool of reusable static tensors by key, first in, first out.
 
-    Call the methods in replay order: release tensors only after the last pass of their holder that reads or writes
-    them.
+    Call its methods in replay order: release tensors after the last pass of their holder that reads or writes them.
     """
 
     def __init__(self) -> None:
@@ -188,21 +187,13 @@ class BufferPool[Buffers]:
         return lease
 
     def retain(self, lease: Lease[Buffers]) -> None:
-        """Add a holder.
-
-        Raises:
-            ValueError: The tensors are free.
-        """
+        """Add a holder; raise ValueError if the tensors are free."""
         if not lease.holders:
             raise ValueError("static memory is used after its release: acquire it again")
         lease.holders += 1
 
     def release(self, lease: Lease[Buffers]) -> None:
-        """Remove a holder. After the last one, the next ``acquire`` with an equal key may reuse the tensors.
-
-        Raises:
-            ValueError: The tensors are already free.
-        """
+        """Remove a holder; raise ValueError without one. Tensors without holders are reused for equal keys."""
         if not lease.holders:
             raise ValueError("static memory is released twice: release it once per holder")
         lease.holders -= 1

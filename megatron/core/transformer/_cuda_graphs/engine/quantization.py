@@ -127,8 +127,7 @@ class Quantization:
     def context(self, graph: bool = True) -> AbstractContextManager:
         """Return the ``autocast`` context for warm-up and capture of the callable.
 
-        Args:
-            graph: Whether to defer TransformerEngine's work at the end of the outermost context to replays.
+        With ``graph``, TransformerEngine's work at the end of the outermost context is left to replays.
         """
         return self.graph.autocast(
             enabled=self.enabled,
@@ -249,11 +248,7 @@ class RecordedQuantization:
         return self._quantization.context(torch.cuda.is_current_stream_capturing())
 
     def before_forward(self, is_first_microbatch: object = None) -> None:
-        """Make the graphs requantize weights in the same micro-batches as eager mode.
-
-        Args:
-            is_first_microbatch: Ignored; the flag of the modules is used.
-        """
+        """Make the graphs requantize weights if the modules' flags are set, as in eager mode; ignore the argument."""
         if self._skips_weights is None or not self._cached:
             return
         is_first = bool(self._cached[0].is_first_microbatch)

@@ -17,11 +17,7 @@ from ..replacements import between
 
 
 def _clone_nested_tensors(value: Any) -> Any:
-    """Clone all tensors in ``value``; rebuild tuples, lists and dicts, and share all other leaves.
-
-    Raises:
-        TypeError: ``value`` contains a set, which has no fixed order.
-    """
+    """Clone all tensors in nested tuples, lists and dicts, and share other leaves; raise TypeError for sets."""
 
     def clone(leaf: Any) -> Any:
         if isinstance(leaf, (set, frozenset)):
@@ -52,8 +48,7 @@ def _default_generator() -> torch.Generator:
 def current_rng_state() -> torch.Generator:
     """Return a generator that shares the current state of the device's default generator.
 
-    Megatron's and TransformerEngine's RNG trackers switch that state, for example around decoder layers with sequence
-    parallelism.
+    RNG trackers switch that state, for example around decoder layers with sequence parallelism.
     """
     return _default_generator().graphsafe_get_state()
 
@@ -71,11 +66,7 @@ _UNUSABLE = (
 
 
 def check_rng_tracker() -> None:
-    """Check that CUDA graphs can use the states of Megatron's RNG tracker, even if it has no states yet.
-
-    Raises:
-        UnsupportedError: Graphs cannot use them.
-    """
+    """Raise UnsupportedError if graphs cannot use states of Megatron's RNG tracker, even if it has no states yet."""
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
     usable = ("use_cudagraphable_rng", "is_inference_rng_tracker")
     of_te = type(tracker).__name__ == "TECudaRNGStatesTracker"
@@ -161,10 +152,9 @@ def make_generators_safe() -> None:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the state of every generator, on device and host, so that warm-up and capture do not advance them.
+    """Restore the states of all generators on device and host, so that warm-up and capture do not advance them.
 
-    The default generator switches back to its original state, even if an exception (for example, Ctrl-C) left a fork of
-    Megatron's RNG tracker open.
+    The default generator returns to its original state even if an exception left a fork of the RNG tracker open.
     """
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     forked_to = getattr(tracker, "_current_state_name", None)

@@ -63,7 +63,7 @@ class ArgMetadata:
             self.cg_buffer_metadata: CudagraphBufferMetadata = arg.cg_buffer_metadata
 
     def zeros_like(self) -> torch.Tensor:
-        """Return a zero tensor with the shape, strides, dtype, device and ``requires_grad`` of the argument.
+        """Return zeros with the shape, strides, dtype, device and ``requires_grad`` of the described tensor.
 
         Raises:
             ArgumentTypeError: The argument is not a tensor.
@@ -146,11 +146,7 @@ _SUPPORTED = (torch.Tensor, type(None), bool, int, float, str, Enum, torch.dtype
 
 
 def _check_supported_type(meta: ArgMetadata) -> None:
-    """Reject an argument of an unsupported type.
-
-    Raises:
-        ArgumentTypeError: The argument, or one of its leaves, has a type that graphs do not support.
-    """
+    """Raise ArgumentTypeError if graphs do not support the type of an argument or of one of its leaves."""
     for leaf in () if issubclass(meta.type, torch.Tensor) else leaves_of(meta.value):
         if not (isinstance(leaf, _SUPPORTED) or is_inference_context(leaf)):
             raise ArgumentTypeError(

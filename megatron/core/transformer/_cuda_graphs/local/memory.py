@@ -64,7 +64,7 @@ class TensorReusePool:
         return self._buffers.free()
 
     def insert(self, tensor: torch.Tensor) -> None:
-        """Release ``tensor`` to the pool. It is free once every holder has released it.
+        """Release ``tensor`` to the pool; it is free once every holder has released it.
 
         Raises:
             ValueError: The tensor is not from this pool, or is already free.
@@ -88,20 +88,12 @@ class TensorReusePool:
         return lease.buffers.detach().requires_grad_(meta.requires_grad)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Add a holder to the memory of ``tensor``, if it belongs to this pool.
-
-        Raises:
-            ValueError: The memory is free.
-        """
+        """Add a holder to the memory of ``tensor``, if it is from this pool; raise ValueError if it is free."""
         if (lease := self._leases.get(storage_address(tensor))) is not None:
             self._buffers.retain(lease)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Remove a holder from the memory of ``tensor``, if it belongs to this pool.
-
-        Raises:
-            ValueError: The memory is already free.
-        """
+        """Remove a holder from the memory of ``tensor``, if it is from this pool; raise ValueError if it is free."""
         if (lease := self._leases.get(storage_address(tensor))) is not None:
             self._buffers.release(lease)
 
@@ -222,11 +214,7 @@ class StaticBuffers:
         return escaping
 
     def input_of(self, tensor: torch.Tensor, is_written: bool) -> StaticInput:
-        """Return the shared ``StaticInput`` for ``tensor``, which comes from ``inputs``.
-
-        Args:
-            is_written: Whether the graph writes to its inputs.
-        """
+        """Return the shared ``StaticInput`` for ``tensor``; with ``is_written``, the graph writes to its inputs."""
         address = tensor.data_ptr()
         only_copied_to = self.pool.owns(tensor) and address not in self._gradients
         static = self._inputs.setdefault(address, StaticInput(tensor.detach(), only_copied_to))

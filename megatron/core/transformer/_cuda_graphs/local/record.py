@@ -165,10 +165,7 @@ class InferenceRecording(Recording):
 
 
 def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
-    """Return the states of ``module`` in a static-batching context, which Mamba updates in every call.
-
-    Return the states of all layers if ``module`` has no layer number, or no state is stored under it.
-    """
+    """Return the states that Mamba updates in a static-batching context: those of ``module``, or all if unknown."""
     states = getattr(context, "key_value_memory_dict", {})
     number = getattr(module, "layer_number", None)
     return tensors_of((states[number],) if number in states else tuple(states.values()))
@@ -178,8 +175,7 @@ def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
 def capture_mode() -> Iterator[None]:
     """Run on the capture stream with the capture flags set; on exit, restore generators and garbage collection.
 
-    Garbage is not collected first because inference captures many graphs individually, and a collection takes longer
-    than a capture.
+    Garbage is not collected first, because inference captures many graphs and a collection takes longer than a capture.
     """
     with between(state._set_capture_start, state._set_capture_end), capture_environment(transformer_engine_flag()):
         make_generators_safe()

@@ -257,7 +257,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         self.grad_enabled = self.bwd_graph_recorded
 
     def warm_up(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Run forward and backward passes on ``inputs``, ``num_warmup_steps`` times, and discard the results.
+        """Run forward and backward passes on ``inputs`` ``num_warmup_steps`` times, and discard the results.
 
         Returns:
             The parameters that received a gradient; all parameters without a backward pass.
@@ -389,10 +389,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         return () if self.graphs is None else self.graphs.ran or ()
 
     def release_escaping_gradients(self) -> None:
-        """Release the memory of input gradients that graphs do not read, for later captures.
-
-        All readers have finished once a later backward pass of the same function runs.
-        """
+        """Let later captures reuse input gradients that no graph reads; a later backward pass has consumed them."""
         if self.graphs is not None and self._escaping:
             for index in self._escaping:
                 self._recording.buffers.pool.release(self.graphs.grad_inputs[index])

@@ -176,11 +176,7 @@ def recorded_quantization(stage: Stage, module: torch.nn.Module) -> RecordedQuan
 
 
 def _amax_reduction_group(stage: Stage) -> torch.distributed.ProcessGroup:
-    """Return the process group for the amax (maximum absolute value) reduction of FP8 and FP4.
-
-    Raises:
-        ArgumentError: ``pg_collection`` does not have this group.
-    """
+    """Return the amax reduction group of FP8 and FP4; raise ArgumentError if ``pg_collection`` lacks it."""
     name = "tp_cp" if stage.config.tp_only_amax_red else "tp_dp_cp"
     group = getattr(stage.groups, name, None)
     if group is None:

@@ -116,7 +116,7 @@ class CaptureSession:
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Leave capture mode while several layers are captured, because it changes layer outputs and disables hooks.
 
-        Generators and buffers are restored again here, in case a failed capture does not restore them.
+        Generators and buffers are restored here, because a failed capture may not restore them.
         """
         self._free_gradients()
         outside = between(state._set_capture_end, state._set_capture_start)

@@ -196,10 +196,7 @@ class PassGraphs:
 
 
 def _may_replay_evaluation() -> bool:
-    """Return whether evaluation may replay.
-
-    It may not replay during a backward pass, which may use memory that the replay would overwrite.
-    """
+    """Return whether evaluation may replay; not during a backward pass, whose memory the replay could overwrite."""
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 
@@ -410,10 +407,7 @@ def capture_models(
 def inputs_of_slots(
     models: Sequence[Any], plan: Plan, seq_length: int, micro_batch_size: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the static inputs of each slot of ``plan``, whose callables are ``models``.
-
-    Slots of a model share inputs if their lifetimes do not overlap.
-    """
+    """Return the static inputs of each slot of ``plan``, shared between slots that are not in use together."""
     samples = sample_arguments(
         plan,
         lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size)),
@@ -517,10 +511,7 @@ def capture_decoder(
 def _recomputed(
     decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, torch.Tensor], quantizes: bool
 ) -> torch.Tensor:
-    """Run all layers of ``decoder`` with full recomputation, as the decoder does.
-
-    With ``quantizes``, each FP8 layer enters its own FP8 context.
-    """
+    """Run all layers of ``decoder`` with full recomputation; with ``quantizes``, each FP8 layer enters its context."""
     from megatron.core.recompute import checkpointed_forward  # imports cuda_graphs, which imports this module
 
     given = from_static_offsets(dict(given), decoder.layers[0]._tokens(hidden_states))

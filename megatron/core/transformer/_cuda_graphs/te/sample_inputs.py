@@ -113,11 +113,7 @@ class LayerInputs:
         self._rotary: dict[int, torch.Tensor] = {}
 
     def make(self, layer: torch.nn.Module, model: torch.nn.Module | None) -> SampleArguments:
-        """Create new inputs of ``layer``: hidden states and attention inputs.
-
-        Args:
-            model: The language model with the rotary embedding; None to omit the rotary input.
-        """
+        """Create new inputs of ``layer``: hidden states and attention inputs; rotary embeddings only with ``model``."""
         inputs = self._inputs_and_mask(layer)
         hidden_states = inputs.pop("hidden_states")
         if captures_attention(layer):
@@ -132,10 +128,9 @@ class LayerInputs:
         return (hidden_states,), inputs
 
     def _inputs_and_mask(self, layer: Any) -> dict[str, torch.Tensor]:
-        """Return the layer's static inputs.
+        """Return the layer's static inputs, with the causal mask created on the GPU.
 
-        This creates the causal mask on the GPU: megatron-core creates it on the host for each layer, which takes longer
-        than capturing the layer.
+        megatron-core creates the mask on the host for each layer, which takes longer than capturing the layer.
         """
         from megatron.core.transformer.transformer_layer import TransformerLayer  # imports cuda_graphs
 

@@ -68,10 +68,7 @@ def unused_by(model: Any) -> set[str]:
 
 
 def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the number of sequences and the tokens per sequence on this rank in a call of ``model``.
-
-    If the model computes losses, the shape is read from the labels. Return None if the shape is unknown.
-    """
+    """Return the sequences and the tokens per sequence on this rank in a call of ``model``, or None if unknown."""
     if not is_first(model) and not is_last(model):
         tokens, sequences, _ = given.get(HIDDEN_STATES, model.decoder.input_tensor).shape
         return sequences, tokens * (model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1)

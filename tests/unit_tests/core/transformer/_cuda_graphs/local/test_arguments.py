@@ -65,7 +65,7 @@ class TestTreeMap:
 class TestSupportedTypes:
     @pytest.mark.parametrize("argument", [object(), SimpleNamespace(), {1, 2}, [object()], Packed(object(), 1)])
     def test_other_types_are_refused_by_name(self, argument):
-        with pytest.raises(TypeError, match="does not support arguments of type (object|SimpleNamespace|set)"):
+        with pytest.raises(TypeError, match=r"does not support arguments of type (object|SimpleNamespace|set)"):
             _check_supported_type(ArgMetadata(argument))
 
 
