@@ -1,7 +1,7 @@
 """Reduce flags over all ranks through host messages instead of GPU collectives.
 
-A GPU collective would block the hosts. While the GPU runs a multi-stream graph of a whole backward pass, it may not
-start any other work, even a copy of four bytes, until it has started almost all of the graph.
+A GPU collective would block the hosts: while the GPU runs a multi-stream graph of a whole backward pass, it may not
+start any other work, even a copy of four bytes, until almost all of the graph has started.
 """
 
 import sys
@@ -35,7 +35,7 @@ class HostAgreement:
         self._expected: dict[int, tuple[torch.Tensor, Any]] = {}  # by distance
 
     def expect(self) -> None:
-        """Post the receives of the next ``any`` early, so that messages arrive before this rank calls it; optional.
+        """Post the receives of the next ``any`` early (optional), so that messages arrive before this rank calls it.
 
         gloo sends a message only once its receive is posted, so the last rank would otherwise wait for every message.
         If a rank has exited, ``any`` raises the error.

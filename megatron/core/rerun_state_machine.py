@@ -76,9 +76,9 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         self._postponed.append((copied, partial(validate, copy, rejection_func, *args, **kwargs)))
 
     def _can_postpone(self, result: Any, rejection_func: abc.Callable[[Any], Any]) -> bool:
-        """Return whether ``result`` can be validated after the passes of the step, on a host copy.
+        """Return whether ``result`` can be validated on a host copy after the passes of the step.
 
-        Only rejection functions from megatron-core and torch are known to return the same answer then. Reruns, and runs
+        Only rejection functions of megatron-core and torch are known to return the same answer then. Reruns, and runs
         with reruns disabled, validate immediately.
         """
         if self.mode != _upstream.RerunMode.VALIDATE_RESULTS or self.state != _upstream.RerunState.INITIAL_RUN:

@@ -1,7 +1,7 @@
 """Limit the tokens that ranks send each other (--moe-alltoall-capacity-factor), and rerun steps that exceed the limit.
 
-If a rank has more tokens for a peer than fit, all ranks rerun the step without the limit. ``RerunStateMachine`` decides
-this before the optimizer step, so no token is dropped.
+``RerunStateMachine`` makes all ranks rerun such a step without the limit before the optimizer step: no token is
+dropped.
 """
 
 from collections.abc import Iterator

@@ -18,7 +18,7 @@ def get_batch_on_this_tp_rank(
 ) -> dict[str, torch.Tensor | None]:
     """Broadcast the batch from the first tensor-parallel rank and return it; see megatron-core.
 
-    Skip the broadcasts if ``broadcast_group`` has one rank and this rank reads all of ``batch``: each one costs the
+    Broadcasts are skipped if ``broadcast_group`` has one rank and this rank reads all of ``batch``: each one costs the
     host as much as a real collective, right before the forward pass.
     """
     group = kwargs.get("broadcast_group")

@@ -42,8 +42,8 @@ def _allreduce_embedding_grad(
 ) -> None:
     """Sum the gradients of an embedding that the first pipeline stage shares with a later one; see megatron-core.
 
-    Under Megatron-FSDP both stages shard the embedding identically, in a separate bucket, and megatron-core sums their
-    shards. It would then replace the sharded gradient with the local shard, and ignore a decoupled gradient.
+    Under Megatron-FSDP both stages shard the embedding identically, in a separate bucket, and their shards are summed.
+    megatron-core would replace the sharded gradient with its local shard, and ignore a decoupled gradient.
     """
 
     def gradient_of(module: torch.nn.Module) -> Any:
@@ -60,8 +60,7 @@ def _allreduce_replicated_grads_over_gtp_remat_group(
 ) -> None:
     """Reduce gradients over ranks that share weights, if there are any; see megatron-core.
 
-    megatron-core builds a collection of all process groups in each step to find out. From 0.20 on, it is passed the two
-    groups it needs.
+    Before 0.20, megatron-core collects all process groups in every step to check this.
     """
     groups = (
         parallel_state.get_gtp_weight_remat_group(check_initialized=False),

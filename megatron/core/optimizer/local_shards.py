@@ -247,11 +247,7 @@ def local_tensor(value: Any) -> Any:
 
 
 def gradients_of(params: Sequence[Any], name: str) -> list[Any]:
-    """Return each parameter's gradient, or None.
-
-    Args:
-        name: The attribute that holds a gradient: ``grad``, or ``decoupled_grad``, which a parameter may lack.
-    """
+    """Return each parameter's attribute ``name`` (``grad`` or ``decoupled_grad``), None if missing."""
     return list(map(_GRAD, params)) if name == "grad" else [getattr(param, name, None) for param in params]
 
 

@@ -99,8 +99,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
 def _hidden_states_dtype(config: Any) -> torch.dtype:
     """Return the dtype of hidden states between layers.
 
-    ``--bf16`` and ``--fp16`` convert the whole model regardless of ``params_dtype``; with
-    ``--fp32-residual-connection`` the embedding returns fp32.
+    It may differ from ``params_dtype``: ``--bf16`` and ``--fp16`` convert the whole model, and
+    ``--fp32-residual-connection`` makes the embedding return fp32.
     """
     if config.fp32_residual_connection:
         return torch.float32

@@ -54,8 +54,7 @@ def _get_hsdp_tp_mesh(outer_fsdp_dp_group, dp_cp_group, tp_group, ep_size: int =
 def _mesh_of(*groups: dist.ProcessGroup) -> torch.Tensor:
     """Return the mesh of ranks spanned by ``groups``, which all contain this rank: int64, one dimension per group.
 
-    Megatron numbers ranks in a grid whose dimensions are the parallel sizes, so the stride of each dimension is
-    constant.
+    Each dimension has a constant stride, because Megatron numbers ranks in a grid of the parallel sizes.
     """
     rank = dist.get_rank()
     mesh = torch.tensor(rank)

@@ -189,8 +189,7 @@ class CaptureAgreement:
     def objections(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return one rank's objection to each topic; empty if no rank objects.
 
-        Args:
-            own: This rank's objection to each topic; empty if it has none. All ranks pass the same topics.
+        All ranks pass their own objections to the same topics, empty if they have none.
 
         Raises:
             CaptureFailedError, CaptureInterruptedError: A rank failed.
@@ -245,10 +244,9 @@ class CaptureAgreement:
 def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
     """Call ``join`` before each collective that is launched within the context and not captured by a stream.
 
-    This replaces the methods of ``ProcessGroup``, through which Python launches collectives. A ``TorchDispatchMode``
-    would miss the start of a batch of sends and receives, and it disables ``torch.compile``. Functional collectives
-    (unused by layers of megatron-core and TransformerEngine) and communication without process groups
-    (TransformerEngine's userbuffers, DeepEP) are not covered.
+    This replaces the methods of ``ProcessGroup`` through which Python launches collectives: a ``TorchDispatchMode``
+    would miss the start of a batch of sends and receives, and disable ``torch.compile``. It does not cover functional
+    collectives (unused by layers of megatron-core and TransformerEngine), userbuffers and DeepEP.
     """
     batches: set[ProcessGroup] = set()  # groups with an open batch; it launches when it closes
     thread = threading.get_ident()

@@ -288,12 +288,7 @@ class InputSignature:
 
 
 def named(root: torch.nn.Module, name: str = "", parts: Iterable[torch.nn.Module] | None = None) -> dict[Any, str]:
-    """Map modules of ``root`` to their names in messages.
-
-    Args:
-        name: The name of ``root``; its class by default.
-        parts: The submodules that graphs hold; all by default.
-    """
+    """Map ``root`` (``name`` in messages, its class by default) and its ``parts`` (by default all) to their names."""
     held = None if parts is None else {inner for part in parts for inner in part.modules()}
     return {
         module: ".".join(filter(None, (name, inner))) or type(module).__name__
@@ -502,12 +497,9 @@ def _options(config: Any) -> Aspect:
 
 @contextmanager
 def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Reject passes that change attributes of third-party modules, because replays would not.
+    """Reject passes that change attributes of third-party modules, because replays would not; raise UnsupportedError.
 
     After any exception, attributes are restored, including containers and scalar host tensors.
-
-    Raises:
-        UnsupportedError: A pass in this context changed an attribute.
     """
     modules: dict[Any, None] = dict.fromkeys(module for root in roots for module in root.modules())
     before = [

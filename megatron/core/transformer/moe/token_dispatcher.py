@@ -44,8 +44,8 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     """megatron-core's all-to-all dispatcher, with a fixed number of rows per peer.
 
-    The number is the maximum that a peer's experts can receive, or ``capacity_of_peer`` in steps that can be rerun. If
-    a peer has more rows, results are undefined and ``token_bounds`` sets its overflow flag.
+    This is the maximum that a peer's experts can receive, or ``capacity_of_peer`` in steps that can be rerun. If a peer
+    has more rows, results are undefined and ``token_bounds`` sets its overflow flag.
     """
 
     input_splits: Any

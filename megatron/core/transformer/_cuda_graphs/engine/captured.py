@@ -502,10 +502,7 @@ class GraphedCallable:
     ) -> Any:
         """Replay on flattened ``inputs``, which must match the static inputs; return outputs nested as at capture.
 
-        The other arguments are the special keywords of ``__call__``.
-
-        Raises:
-            RuntimeError: The graphs were reset.
+        The other arguments are the special keywords of ``__call__``. Raises RuntimeError if the graphs were reset.
         """
         if self.forward_graph is None:
             raise RuntimeError(f"the graphs of {self.name} were reset: capture them again to replay them")
@@ -608,13 +605,7 @@ class GraphedCallable:
             self._delayed.hand_out(self._clone_param_grads)
 
     def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
-        """Set the names in error messages.
-
-        Args:
-            owner: Name of the callable.
-            names: Name of each input, positional inputs first.
-            advice: Ending of errors about a different shape or dtype.
-        """
+        """Set the names of the callable and its inputs in errors, and the ending of errors about shapes and dtypes."""
         if len(names) == len(self._expected):  # nested inputs are numbered
             self._expected.rename(owner, names.__getitem__, advice)
         self.name = owner

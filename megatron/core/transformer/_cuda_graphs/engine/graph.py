@@ -28,12 +28,7 @@ def capture_environment(*contexts: AbstractContextManager) -> Iterator[None]:
 
 
 def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None = None) -> torch.cuda.CUDAGraph:
-    """Create a graph with ``make`` and record an empty capture in it, on a new stream.
-
-    Args:
-        make: Returns the graph; called on the new stream.
-        pool: Memory pool of the capture; None for a new pool.
-    """
+    """Create a graph with ``make`` on a new stream, and record an empty capture into ``pool`` (None for a new pool)."""
     with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the graph is empty
         graph = make()
@@ -298,10 +293,7 @@ def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[
 
 @contextmanager
 def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restore the buffers of ``modules`` and their values, for example the token counts of an MoE router.
-
-    Reassigned buffers are rebound to the original tensors. After an exception, new buffers are removed.
-    """
+    """Restore buffers of ``modules`` and their values (routers' token counts, for example); see ``rebind_buffers``."""
     buffers = [buffer for module in modules for buffer in module.buffers()]
     with rebind_buffers(modules), preserve_tensors(buffers):
         yield

@@ -28,13 +28,10 @@ def _clone_nested_tensors(value: Any) -> Any:
 
 
 def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Generator:
-    """Make ``gen`` usable by graphs even if its state was created or set under ``torch.inference_mode``.
+    """Make ``gen`` usable by graphs even if its state was set under ``torch.inference_mode``, and return it.
 
     Inference tensors cannot be written outside that mode, so the state is set from a clone that is a normal tensor. The
     state object stays the same, and graphs keep drawing from it.
-
-    Returns:
-        ``gen`` itself.
     """
     with torch.inference_mode(False):
         gen.set_state(_clone_nested_tensors(gen.get_state()))
@@ -104,10 +101,7 @@ class GraphStates:
     def adopt(self, *call: object) -> None:
         """Copy the values of replaced states to the graphs' states, and put these back into the tracker.
 
-        An open fork of the tracker continues with the graphs' states.
-
-        Args:
-            call: Ignored; allows registration as a hook.
+        An open fork of the tracker continues with the graphs' states. Arguments are ignored, so this works as a hook.
         """
         tracked = _tracked()
         for name, ours in self._states.items():

@@ -150,9 +150,8 @@ class InferenceRecording(Recording):
     def _input_for(self, given: torch.Tensor) -> torch.Tensor:
         """Return the static input for ``given``: the output of a previous graph, or a separate tensor.
 
-        Graphs that were captured with the same tensor share its static tensor, since every replay copies its inputs
-        first. If a graph was captured on a previous graph's output, its replay on a different tensor overwrites that
-        output.
+        Graphs captured with the same tensor share its static tensor, because every replay copies its inputs first. If
+        ``given`` was the output of a previous graph, a replay on a different tensor overwrites that output.
         """
         if given.data_ptr() in self.output_addresses:
             return given.detach()

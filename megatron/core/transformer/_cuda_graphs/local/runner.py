@@ -507,8 +507,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         """Replay with arguments that were already checked, and return the output of ``func``.
 
         Raises:
-            RuntimeError: The module changed since capture, or the replay would overwrite memory that other runners
-                still read.
+            RuntimeError: The module changed since capture, or the replay would overwrite memory still in use.
         """
         assert self.graphs is not None
         inputs = tensors_of(args, {name: kwargs[name] for name in self.kwargs})

@@ -54,8 +54,7 @@ class CaptureSession:
         """Capture the graphs selected by ``graphs.scope``.
 
         Args:
-            input_data: Returns the positional inputs and keyword arguments of ``make_graphed_callables`` for layers
-                that are captured individually.
+            input_data: Returns inputs and arguments of ``make_graphed_callables`` for individually captured layers.
         """
         scope = self.graphs.scope
         if scope.holds is Holds.MODEL:

@@ -87,12 +87,7 @@ def layer_name(layer: torch.nn.Module, index: int) -> str:
 
 
 def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
-    """Return whether ``layer``, or a part selected by ``config.cuda_graph_modules``, can be captured.
-
-    Args:
-        layer: Any module; only a ``GraphableMegatronModule`` can be captured.
-        config: Configuration with ``cuda_graph_modules``, a list of ``CudaGraphModule``; empty for whole layers.
-    """
+    """Return whether ``layer``, or a part of it in ``config.cuda_graph_modules`` (empty: all), can be captured."""
     return not why_not_graphable(layer, config)
 
 

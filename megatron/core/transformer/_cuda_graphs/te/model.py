@@ -419,11 +419,8 @@ def inputs_of_slots(
 def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
     """Create static inputs of ``model`` by keyword of ``forward``, plus ``hidden_states`` from the previous stage.
 
-    Shapes and dtypes match ``expected_inputs`` and the hidden states of the first layer. The attention mask is the
-    layers' default mask; a model without attention has no mask.
-
-    Args:
-        model: The language model or a pipeline chunk.
+    Shapes and dtypes match ``expected_inputs`` and the first layer's hidden states. The attention mask is the layers'
+    default mask; a model without attention has no mask.
     """
     of_layers = LayerInputs(model.config, seq_length, micro_batch_size)
     attention = next(filter(captures_attention, language_layers(model)), None)

@@ -278,10 +278,9 @@ class FsdpHooks:
         return call_before_backward(call, output)
 
     def _refuse_at_capture(self, module: torch.nn.Module, kind: str, sentinel: str) -> None:
-        """Refuse to run as a hook of a module that is being captured, because the engine calls the handler instead.
+        """Raise RuntimeError if this hook runs on a module being captured: the engine calls its handler instead.
 
-        Raises:
-            RuntimeError: The hook has lost its sentinel, so that the capture did not recognize it.
+        This happens if the hook has lost its sentinel, so that the capture did not recognize it.
         """
         if self.graphs.captured and module in self.graphs.captured:
             raise RuntimeError(

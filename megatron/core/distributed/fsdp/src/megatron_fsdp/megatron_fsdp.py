@@ -145,7 +145,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def _exchange_parameters(self, distributed: bool, exchange_by_name: Callable[[], None]) -> None:
         """Swap the parameters of all modules to the optimizer's, or to the raw ones.
 
-        megatron-core's method runs for new or changed models; it also marks parameters, once in each direction.
+        megatron-core's method handles new or changed models; it also marks parameters, once in each direction.
         """
         if self.is_param_fsdp_distributed == distributed:
             return

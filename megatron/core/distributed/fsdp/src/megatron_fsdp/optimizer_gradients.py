@@ -97,11 +97,7 @@ class GradientStorages:
     """
 
     def __init__(self, grads: Iterable[tuple[Hashable, Any]]):
-        """Move the local tensors of gradients to shared storages.
-
-        Args:
-            grads: Pairs of a bucket and a gradient, a ``DTensor``; gradients of one bucket share a storage.
-        """
+        """Move the local tensors of ``grads``, pairs of a bucket and a ``DTensor``, to one storage per bucket."""
         together: dict[Any, list[Any]] = defaultdict(list)
         for bucket, grad in grads:
             together[bucket, grad._local_tensor.dtype].append(grad)

@@ -34,8 +34,8 @@ _allocators = count()
 class _OwnBuffers:
     """Mixin that gives the fixed buffers of an allocator unique names, and frees them with the allocator.
 
-    megatron-core stores them in a process-wide dictionary under a ``name`` that is the same for all models: a second
-    model would gather its parameters into the first model's buffers, or replace these with larger ones.
+    megatron-core shares them between all models under one ``name``: a second model would gather its parameters into the
+    first model's buffers, or replace these with larger ones.
     """
 
     def __init__(self, name: str, *args: Any, **kwargs: Any):
@@ -81,8 +81,8 @@ def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> An
 def gradient_reduce_preprocessing(grad_data: torch.Tensor, scaling_factor: float | None, ddp_config: Any) -> Any:
     """Scale ``grad_data`` unless the collective does, and return the reduction operation; see megatron-core.
 
-    With ``average_in_collective``, megatron-core never scales. An expert's gradients are averaged over the ranks that
-    have the expert, but its tokens come from more ranks: they would be too large by the expert-parallel size.
+    With ``average_in_collective``, megatron-core never scales. But the average is over the ranks that have an expert,
+    and its tokens come from more ranks: gradients would be too large by the expert-parallel size.
     """
     op = _upstream.gradient_reduce_preprocessing(grad_data, scaling_factor, ddp_config)
     if scaling_factor not in (None, 1.0) and op == torch.distributed.ReduceOp.AVG:
@@ -93,8 +93,8 @@ def gradient_reduce_preprocessing(grad_data: torch.Tensor, scaling_factor: float
 def make_fsdp_dtensor(*args: Any, run_check: bool = False, **kwargs: Any) -> Any:
     """Create the DTensor of a parameter's shard; see megatron-core.
 
-    megatron-core also compares the dtypes of a tensor-parallel parameter over all ranks of the job, although each
-    pipeline stage has different parameters. This function checks shard bounds only among the ranks that share it.
+    megatron-core also compares dtypes of tensor-parallel parameters over all ranks of the job, although pipeline stages
+    have different parameters. Shard bounds are checked only among the ranks that share the parameter.
     """
     tensor = _upstream.make_fsdp_dtensor(*args, **kwargs)
     if run_check:
@@ -142,9 +142,9 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         self._gradients_in_place, self._gradients = True, None
 
     def gradient_storages(self) -> GradientStorages | None:
-        """Return the storages of the optimizer's gradients, or None if they are in use at all times.
+        """Return the storages of the optimizer's gradients, unused between ``zero_grad`` and ``update_main_grads``.
 
-        Otherwise they are unused from ``zero_grad`` to ``update_main_grads``.
+        Return None if they are in use at all times.
         """
         gradients = self._gradients
         return None if gradients is None or gradients.in_place else gradients.storages
@@ -304,8 +304,8 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     def _enforce_double_buffer_limit(self, add_buckets: list[int]) -> None:
         """Release gradient buckets to make room for ``add_buckets``, and wait for their reductions.
 
-        megatron-core releases a bucket as soon as its reduction is queued, and only the reduction stream waits. The
-        current stream, which runs ahead, would overwrite that bucket with the next unit's gradients.
+        megatron-core releases a bucket once its reduction is queued, and only the reduction stream waits: the current
+        stream, which runs ahead, would overwrite it with the next unit's gradients.
         """
         queued = list(self.grad_reduce_queue)
         super()._enforce_double_buffer_limit(add_buckets)
@@ -317,7 +317,7 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     ) -> bool:
         """Reduce a group of complete buckets; see megatron-core.
 
-        The reduction within an HSDP replica, or over all ranks without HSDP, is replayed if it was recorded.
+        A recorded reduction within an HSDP replica (without HSDP, over all ranks) is replayed.
         """
         recorded = self.recorded.get(bucket_group[0])
         if recorded is None or not async_op or not recorded.launch():
@@ -336,7 +336,7 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     def reduce_all_across_replicas(self) -> None:
         """Queue the reductions of all buckets across HSDP replicas, after their reductions within each replica.
 
-        After a replayed pass they overlap the rest of the replay.
+        After a replayed pass, they overlap with the rest of the replay.
         """
         for group in self.order:
             self._enforce_double_buffer_limit([*group])

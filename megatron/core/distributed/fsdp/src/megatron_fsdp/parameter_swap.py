@@ -15,8 +15,7 @@ import torch
 class ParameterSwap:
     """Swaps the two sets of parameters of a model.
 
-    Bypasses ``__setattr__`` and ``register_parameter``, which subclasses may override: these already ran when each
-    parameter was first set.
+    This bypasses ``__setattr__`` and ``register_parameter``, whose overrides already ran when each parameter was set.
     """
 
     def __init__(

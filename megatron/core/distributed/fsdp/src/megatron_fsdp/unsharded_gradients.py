@@ -53,8 +53,8 @@ class UnshardedGradients:
     def let_kernels_add(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Make fused kernels add to the gradients of those ``params`` that accumulate in place.
 
-        megatron-core marks the parameters that it gathers, and kernels overwrite the gradients of marked parameters:
-        TransformerEngine's kernels check one mark, Megatron's own linear layers the other.
+        Kernels overwrite gradients of parameters that megatron-core marks as gathered. TransformerEngine's kernels
+        check one mark, Megatron's linear layers the other.
         """
         for param in self.fused.intersection(params):
             param.overwrite_main_grad = False

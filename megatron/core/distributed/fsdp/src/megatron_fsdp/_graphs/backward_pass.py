@@ -82,11 +82,7 @@ class Gradients:
         return self._accumulate_and_reduce(rest)
 
     def check_final(self) -> None:
-        """Check that the last backward pass of the step was marked as the last.
-
-        Raises:
-            RuntimeError: It was not marked, and left gradients unreduced.
-        """
+        """Raise RuntimeError if gradients are unreduced because no backward pass was marked as the step's last."""
         fsdp = self._fsdp
         waits = fsdp.dist_index.use_hybrid_fsdp or fsdp.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD
         if waits and fsdp.microbatch_count and not self.final:
@@ -312,8 +308,7 @@ class BackwardPass:
     def drop_unfinished(self) -> None:
         """Clean up after a backward pass that ended with an exception, because autograd does not close it.
 
-        Otherwise later passes would be treated as part of it, and would neither reduce all gradients nor release
-        parameters.
+        Later passes would otherwise count as part of it, leaving gradients unreduced and parameters gathered.
         """
         if self.phase is Phase.CLOSED:
             return
@@ -328,8 +323,8 @@ class BackwardPass:
     def forward_begins(self) -> None:
         """Drop an unfinished backward pass before a forward pass of the whole model.
 
-        Two kinds of forward passes may legitimately run within a backward pass: recomputation of the whole model, and
-        passes of schedules that call ``finish_backward`` themselves.
+        A forward pass may run within a backward pass only to recompute the whole model, or in schedules that call
+        ``finish_backward`` themselves.
         """
         if not self._caller_ends_it and torch._C._current_graph_task_id() == -1:
             self.drop_unfinished()

@@ -137,7 +137,7 @@ class RecordedReduction(RecordedCollective):
             free()
 
     def claim(self) -> None:
-        """Claim the buckets after earlier reductions have read their memory.
+        """Claim the buckets once earlier reductions have read their memory.
 
         Raises:
             ChangedSinceCaptureError: The address of a bucket changed since capture.

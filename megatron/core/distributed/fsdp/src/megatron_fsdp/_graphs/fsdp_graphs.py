@@ -70,8 +70,8 @@ class FsdpGraphs:
     def runner_of(self, module: torch.nn.Module) -> EagerRunner:
         """Return the runner for the current forward pass of ``module``.
 
-        This is the runner of the capture in progress, or of the graphs that this call of the module replays
-        (``module.replaying``); otherwise an eager runner.
+        This is the runner of the capture in progress, or of the graphs to replay (``module.replaying``), or an eager
+        one.
         """
         replayed = module.__dict__.get("replaying") if self.captured is None else self.captured.get(module)
         # Copied modules have hooks but no runner.
@@ -137,10 +137,7 @@ class FsdpGraphs:
     def recorded_passes(
         self, begin: Callable[[str], object], layers: Sequence[torch.nn.Module] | None = None
     ) -> RecordedPasses:
-        """Create the owner of graphs of the whole model, or of consecutive ``layers`` in forward order.
-
-        For ``begin`` see ``RecordedPasses``.
-        """
+        """Create the owner of graphs of the model or of consecutive ``layers``; ``begin``: see ``RecordedPasses``."""
         units = self.units if layers is None else {layer: self.units[layer] for layer in layers}
         return RecordedPasses(self, units, begin, holds_model=layers is None)
 

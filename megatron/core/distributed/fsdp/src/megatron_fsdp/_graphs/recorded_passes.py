@@ -256,8 +256,7 @@ class RecordedPasses(GraphOwner):
 class EvaluatedModel(RecordedPasses):
     """Owns the graph of a model's forward pass in evaluation.
 
-    Reduced gradients are kept, and parameters outside of units stay in place, because a later backward pass may read
-    them.
+    A later backward pass may read gradients and parameters outside of units: they keep their values and addresses.
     """
 
     _last = "forward"
