@@ -10,8 +10,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 
-from ..errors import CallOrderError
-
 
 def language_model_of(chunk: torch.nn.Module) -> Any | None:
     """Unwrap a model chunk to the module that has a ``decoder``; return None in a stage without layers."""
@@ -130,12 +128,19 @@ def annotate_first_last_layer(layers: Sequence[torch.nn.Module]) -> None:
 def _determine_if_first_last_layer_of_this_vp_chunk(base_module: Any) -> tuple[bool, bool]:
     """Return ``(is_first, is_last)``: the position of the layer ``base_module`` in its model chunk.
 
-    Raises:
-        CallOrderError: ``annotate_first_last_layer`` was not called on the chunk's layers.
+    Layers without annotations of ``annotate_first_last_layer`` are located by their ``layer_number``. A module without
+    one is a chunk by itself.
     """
-    if not hasattr(base_module, "is_first_layer"):
-        raise CallOrderError(
-            f"{type(base_module).__name__} has no is_first_layer: call annotate_first_last_layer on the layers of its "
-            "chunk first"
-        )
-    return base_module.is_first_layer, base_module.is_last_layer
+    if hasattr(base_module, "is_first_layer"):
+        return base_module.is_first_layer, base_module.is_last_layer
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build  # these import cuda_graphs
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    if number := getattr(base_module, "layer_number", None):
+        config = base_module.config
+        for chunk in range(config.virtual_pipeline_model_parallel_size or 1):
+            before = get_transformer_layer_offset(config, chunk)
+            last = before + get_num_layers_to_build(config, chunk)
+            if before < number <= last:
+                return number == before + 1, number == last
+    return True, True

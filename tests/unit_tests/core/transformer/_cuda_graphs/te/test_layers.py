@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core import parallel_state
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer._cuda_graphs.te.layers import language_model_of, vision_model_of
 from megatron.core.transformer.cuda_graphs import (
@@ -18,6 +19,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from tests.support.replaced import replaced
 
@@ -89,6 +91,20 @@ def test_annotated_layers_are_first_and_last_in_order():
     assert found == [(True, False), (False, False), (False, True)]
 
 
-def test_layer_without_annotation_is_refused():
-    with pytest.raises(RuntimeError, match="Identity has no is_first_layer: call annotate_first_last_layer"):
-        _determine_if_first_last_layer_of_this_vp_chunk(torch.nn.Identity())
+def test_layers_without_annotations_are_located_by_number(monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+    config = TransformerConfig(
+        num_layers=12,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+    )
+    layers = [SimpleNamespace(config=config, layer_number=number) for number in (4, 5, 6, 10, 11, 12)]
+    found = [_determine_if_first_last_layer_of_this_vp_chunk(layer) for layer in layers]
+    assert found == [(True, False), (False, False), (False, True)] * 2
+
+
+def test_module_without_layer_number_is_first_and_last():
+    assert _determine_if_first_last_layer_of_this_vp_chunk(torch.nn.Identity()) == (True, True)
