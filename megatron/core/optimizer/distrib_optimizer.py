@@ -31,6 +31,10 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     _kept: KeptGradients | None = None
     _clipping: RepeatedWork | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._on_host: list[tuple[dict[str, Any], str]] = []  # offloaded states, each with its name
+
     def get_loss_scale(self) -> torch.Tensor:
         """Return the loss scale, float32, shape (1,); see megatron-core.
 
@@ -139,9 +143,32 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return clip_grads.count_zeros_fp32(params, self.get_grad_stats_parallel_group(), decoupled)
 
     def offload_to_cpu(self) -> None:
-        """Move the optimizer's states to the host; see megatron-core."""
+        """Move the optimizer's states and weights to the host; see megatron-core.
+
+        Under Megatron-FSDP, megatron-core would replace the weights, and later updates would not reach the model.
+        """
         self._local_shards = None  # it holds states on the device
-        super().offload_to_cpu()
+        if not self.ddp_config.use_megatron_fsdp:
+            super().offload_to_cpu()
+            return
+        for state in () if self.is_stub_optimizer else self.optimizer.state.values():
+            self._on_host += [(state, name) for name, value in state.items() if getattr(value, "is_cuda", False)]
+        for state, name in self._on_host:
+            state[name] = state[name].cpu()
+        for chunk in self.model_chunks:
+            chunk.param_and_grad_buffer.offload_main_weights()
+        torch.cuda.empty_cache()
+
+    def restore_from_cpu(self) -> None:
+        """Move the optimizer's states and weights back to the device; see megatron-core."""
+        if not self.ddp_config.use_megatron_fsdp:
+            super().restore_from_cpu()
+            return
+        for state, name in self._on_host:  # some states, for example numbers of steps, are always on the host
+            state[name] = state[name].cuda()
+        self._on_host.clear()
+        for chunk in self.model_chunks:
+            chunk.param_and_grad_buffer.restore_main_weights()
 
     def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
         """Return the states and groups of the parameters, both by parameter name, and the loss scale.

@@ -56,6 +56,7 @@ from ._cuda_graphs.te.capture_state import (
     CAPTURE_FAILED,
     CAPTURES_USED_UP,
     NO_LAYERS,
+    RELEASED,
     CaptureState,
     GraphUse,
 )
@@ -324,6 +325,9 @@ class TECudaGraphHelper:
         """Recapture between two steps; ``steps`` describes the new steps in the log."""
         log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
         self._recaptures.begin()
+        self._recapture()
+
+    def _recapture(self) -> None:
         with ExitStack() as stack:
             gathering: list[Any] = [
                 chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)
@@ -368,6 +372,8 @@ class TECudaGraphHelper:
                 exception.
             RuntimeError: The store through which ranks coordinate the capture is gone, or a rank timed out.
         """
+        if self._state.eager_because == RELEASED:
+            raise CallOrderError("CUDA graphs are released: call restore to capture them again")
         if self._state.eager_because != BEFORE_CAPTURE:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
@@ -523,6 +529,34 @@ class TECudaGraphHelper:
     def _drop_graphs(self) -> None:
         self._state.delete()
         self._state = self._new_state()
+
+    def release(self) -> None:
+        """Free the graphs and Megatron-FSDP's communication buffers, and zero gradients. Call this between steps.
+
+        Until ``restore``, the model runs eagerly and allocates communication buffers as needed: a second call frees
+        them again. Weights, gradient buffers and optimizer states may be moved meanwhile.
+        """
+        if self.graphs_created():
+            self.delete_cuda_graphs()
+            self._state = self._new_state(RELEASED)
+        self._reset_after_capture()
+        for chunk in self.stage.chunks:
+            if chunk.fsdp is not None:
+                chunk.fsdp.graphs.free_buffers()
+        gc.collect()
+        release_cached_memory()
+
+    def restore(self) -> None:
+        """Capture the graphs that ``release`` freed, for the same shape. All ranks must call this together.
+
+        Gradients are zero afterwards. Does nothing if no graphs were released. ``config.cuda_graph_max_captures`` does
+        not count this capture.
+
+        Raises:
+            CaptureFailedError, CaptureInterruptedError: See ``create_cudagraphs``.
+        """
+        if self._state.eager_because == RELEASED:
+            self._recapture()
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

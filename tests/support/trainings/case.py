@@ -33,6 +33,8 @@ class Case:
         later_on_one_rank: Change shapes on the last data-parallel rank only.
         masked_step: The only step whose attention mask hides more than the causal mask; None to use the causal
             mask in every step.
+        released: The step that trains eagerly after graphs were released; they are restored afterwards. Around it the
+            optimizer moves to the host and back, and the model evaluates. None to keep the graphs.
         evaluates: Evaluate after the step that follows capture; ``often`` to evaluate also before and after capture
             and after each step.
         evaluated_sequence: Sequence length in evaluation; 0 to use the training sequence length.
@@ -72,6 +74,7 @@ class Case:
     turn: int = 1
     later_on_one_rank: bool = False
     masked_step: int | None = None
+    released: int | None = None
     evaluates: bool | str = False
     evaluated_sequence: int = 0
     modules: tuple[str, ...] = ()

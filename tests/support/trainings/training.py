@@ -271,6 +271,23 @@ class Training:
         if number == 0:
             self._gather_in_hooks(True)
 
+    def release(self) -> None:
+        """Release the graphs, and move the optimizer to the host and back."""
+        with torch.cuda.stream(self.stream):
+            if self.helper is not None:
+                self.helper.release()
+            if self.case.wrapper != "fsdp2":  # megatron-core would replace parameters that FSDP2 owns
+                self.optimizer.offload_to_cpu()
+                taken = torch.empty(1 << 20, device="cuda")  # so that it returns to other addresses
+                self.optimizer.restore_from_cpu()
+                del taken
+
+    def restore(self) -> None:
+        """Restore the graphs."""
+        with torch.cuda.stream(self.stream):
+            if self.helper is not None:
+                self.helper.restore()
+
     def _read_log(self) -> None:
         """Read and clear the logged metrics of MoE layers and multi-token prediction."""
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -351,6 +368,11 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             often = case.evaluates == "often"
             if first and often:
                 training.evaluate()
+            if case.released in (step, step - 1):
+                training.release()
+                training.evaluate()
+            if case.released == step - 1:
+                training.restore()
             if by_helper and not training.before_step() and first:
                 training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
             if first and often:

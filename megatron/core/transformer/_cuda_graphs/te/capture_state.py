@@ -23,7 +23,7 @@ from .torch_fsdp import KeptParameters
 from .training_calls import TrainingCalls
 
 # Reasons for eager steps, used as scalar names.
-BEFORE_CAPTURE, OTHER_INPUTS = "before-capture", "other-inputs"
+BEFORE_CAPTURE, OTHER_INPUTS, RELEASED = "before-capture", "other-inputs", "released"
 NO_LAYERS, CAPTURE_FAILED, CAPTURES_USED_UP = "no-layers", "capture-failed", "captures-used-up"
 INTERLEAVED_PASSES, RECOMPUTED_LAYERS = "interleaved-passes", "recomputed-layers"
 

@@ -43,12 +43,19 @@ class _OwnBuffers:
         weakref.finalize(self, _free_buffers, f"{own}_").atexit = False
         super().__init__(own, *args, **kwargs)  # type: ignore[call-arg]
 
+    def free_buffers(self) -> None:
+        """Free the buffers, none of which may be in use. The next allocation makes new ones."""
+        for memory in _free_buffers(f"{self.name}_"):  # type: ignore[attr-defined]
+            memory.untyped_storage().resize_(0)  # parameters remain views of it
+        self.allocation_tracker.clear()  # type: ignore[attr-defined]
 
-def _free_buffers(prefix: str) -> None:
+
+def _free_buffers(prefix: str) -> list[torch.Tensor]:
     buffers = _upstream.get_global_memory_buffer().buffer
-    for key in list(buffers):  # a different allocator may be freed meanwhile
-        if key[0].startswith(prefix):
-            buffers.pop(key, None)
+    # A different allocator may be freed meanwhile.
+    return [
+        memory for key in list(buffers) if key[0].startswith(prefix) and (memory := buffers.pop(key, None)) is not None
+    ]
 
 
 class FixedPoolAllocator(_OwnBuffers, _upstream.FixedPoolAllocator):
@@ -120,6 +127,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.unsharded_gradients = UnshardedGradients(self)
+        self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # offloaded main weights, each with its copy
 
     def update_main_grads(self) -> None:
         """Attach the main gradients to the optimizer's parameters; see megatron-core."""
@@ -155,6 +163,16 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         if storages is not None:
             storages.detach()
 
+    def free_buckets(self) -> None:
+        """Free the memory of all buckets, none of which may be in use; weights and gradients keep their shards."""
+        members = [each for group in self.parameter_groups for each in vars(group).values()]
+        buffers = [each for each in members if isinstance(each, _upstream.DataParallelBuffer)]
+        for buffer in buffers:
+            buffer.free_bucket_storage()
+        for allocator in {buffer.temporary_bucket_allocator for buffer in buffers}:
+            if isinstance(allocator, _OwnBuffers):
+                allocator.free_buffers()
+
     def zero_grad(self) -> None:
         """Zero the main gradients; see megatron-core.
 
@@ -169,6 +187,21 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         self.gathered_across_replicas = False
         if self.gathers is not None:
             self.gathers.release_gathered()
+
+    def offload_main_weights(self) -> None:
+        """Move the main weights to the host; the optimizer's parameters remain views of their freed memory."""
+        for group in self.parameter_groups if not self._on_host else ():
+            if group.main_weight_buffer is not None:
+                weights = group.main_weight_buffer.data
+                self._on_host.append((weights, weights.cpu()))
+                weights.untyped_storage().resize_(0)
+
+    def restore_main_weights(self) -> None:
+        """Move the main weights back to the device, to other addresses."""
+        for weights, copy in self._on_host:
+            weights.untyped_storage().resize_(copy.nbytes)
+            weights.copy_(copy)
+        self._on_host.clear()
 
     def copy_main_weights_to_model_weights(self) -> None:
         """Copy the optimizer's weights to the model's, quantizing FP8 weights; see megatron-core."""

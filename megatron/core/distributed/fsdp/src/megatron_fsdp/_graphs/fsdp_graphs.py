@@ -11,7 +11,7 @@ from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
 from . import collectives
 from .backward_pass import BackwardPass, Gradients
-from .pipelines import prepared, release_captured, take_places
+from .pipelines import free_gradients, prepared, release_all, release_captured, take_places
 from .recorded_passes import EvaluatedModel, RecordedPasses
 from .runners import EagerRunner, PartOfModule, ReplayedRunner
 
@@ -99,6 +99,12 @@ class FsdpGraphs:
             yield
         finally:
             self.captured = None
+
+    def free_buffers(self) -> None:
+        """Free all communication buffers, discarding gradients that have not been reduced; passes allocate new ones."""
+        release_all(self.fsdp)
+        free_gradients(self.fsdp, self.fsdp.grad_reduce_pipeline.bucket_status)
+        self.fsdp.param_and_grad_buffer.free_buckets()
 
     # -------------------------------------------------------------------------------------------------- whole passes
 

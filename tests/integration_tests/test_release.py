@@ -1,0 +1,40 @@
+"""Test that training around ``release`` and ``restore`` is bit-identical to eager training on two ranks."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.sample import mostly_long
+from tests.support.trainings.compared import assert_as_eager
+
+RELEASED = 5
+CASE: dict[str, Any] = {"layers": 3, "hidden": 32, "sequence": 16, "dropout": 0.1, "released": RELEASED, "steps": 8}
+CASES: list[dict[str, Any]] = [
+    {"holds": None, "dtype": "bf16", "evaluates": "often"},
+    {"holds": None, "microbatches": 2},
+    {"dtype": "bf16", "mtp": 1},
+    {"holds": "layer", "dtype": "fp16"},
+    {"holds": "layer", "experts": 4, "moe_use_grouped_tensor": True},
+    {"modules": ["attn"], "evaluates": True},
+    {"wrapper": "ddp", "dtype": "bf16", "microbatches": 2},
+    {"wrapper": "fsdp2"},
+]
+PIPELINE: list[dict[str, Any]] = [
+    {"layers": 4, "microbatches": 4, "tied": False, "holds": holds, "virtual": 2} for holds in (None, "layer")
+]
+
+
+def assert_all_steps_but_one_replay(result):
+    assert_as_eager(result)
+    replayed = [step for step, replays in enumerate(result["step_replays"]) if replays]
+    assert replayed == [3, 4, 6, 7]
+
+
+@pytest.mark.parametrize("case", mostly_long(CASES, CASES[0], CASES[3]))
+def test_training_around_release_is_bit_identical(trained, case):
+    assert_all_steps_but_one_replay(trained(CASE | case))
+
+
+@pytest.mark.parametrize("case", mostly_long(PIPELINE, PIPELINE[0]))
+def test_pipelines_around_release_are_bit_identical(trained, case):
+    assert_all_steps_but_one_replay(trained(CASE | case, "--pp", "2"))

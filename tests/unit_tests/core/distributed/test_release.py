@@ -1,0 +1,56 @@
+"""``TECudaGraphHelper.release`` frees all memory of graphs and communication buffers, on one of four ranks."""
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
+from megatron.core.transformer._cuda_graphs.errors import CallOrderError
+
+from .captured_training import CapturedModel, graphed, in_use
+
+
+def communication_buffers(fsdp):
+    """Return the allocated communication buffers of a model, including those of gathered parameters."""
+    groups = fsdp.param_and_grad_buffer.parameter_groups
+    buffers = [buffer for group in groups for buffer in (group.model_weight_buffer, group.main_grad_buffer)]
+    names = tuple({f"{buffer.temporary_bucket_allocator.name}_" for buffer in buffers})
+    return [memory for (name, _), memory in get_global_memory_buffer().buffer.items() if name.startswith(names)]
+
+
+@pytest.mark.parametrize("holds", ["model", "decoder", "layer"])
+def test_release_frees_graphs_and_buffers(ranks, side_stream, holds):
+    model = CapturedModel(graphed(holds))
+    model.step()
+    buffers, params = communication_buffers(model.fsdp), [*model.fsdp.raw_param.values()]
+    assert buffers and torch.cuda.memory_snapshot()
+    model.helper.release()
+    assert torch.cuda.memory_snapshot() == []
+    assert communication_buffers(model.fsdp) == []
+    assert [param.untyped_storage().nbytes() for param in (*params, *buffers)] == [0] * len([*params, *buffers])
+    assert in_use(model.fsdp) == [{}, {}]
+
+
+def test_buffers_of_eager_passes_are_freed_again(ranks, side_stream):
+    model = CapturedModel(graphed("model"))
+    model.helper.release()
+    model.step()
+    assert communication_buffers(model.fsdp)
+    model.helper.release()
+    assert communication_buffers(model.fsdp) == []
+    model.helper.restore()
+    assert model.helper.graphs_created()
+    model.step()
+    model.helper.delete_cuda_graphs()
+
+
+def test_release_before_the_capture_leaves_it_to_the_caller(ranks, side_stream):
+    model = CapturedModel(graphed("layer"))
+    model.helper.delete_cuda_graphs()
+    model.helper.release()
+    model.helper.restore()
+    assert not model.helper.graphs_created() and not model.helper.before_step()
+    model.helper.create_cudagraphs()
+    model.helper.release()
+    assert model.helper.before_step()  # so that training loops do not capture
+    with pytest.raises(CallOrderError, match="released: call restore"):
+        model.helper.create_cudagraphs()
