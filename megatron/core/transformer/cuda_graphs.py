@@ -323,7 +323,7 @@ class TECudaGraphHelper:
 
     def _capture_again(self, steps: str) -> None:
         """Recapture between two steps; ``steps`` describes the new steps in the log."""
-        log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
+        log_single_rank(logger, logging.INFO, f"Recapturing CUDA graphs for {steps}")
         self._recaptures.begin()
         self._recapture()
 
@@ -384,7 +384,7 @@ class TECudaGraphHelper:
         except CaptureFailedError as failed:
             if not goes_on_eagerly(self.config):
                 raise
-            warn_of_failure(failed, "Training goes on without these CUDA graphs (--cuda-graph-fallback eager)")
+            warn_of_failure(failed, "Training continues without these CUDA graphs (--cuda-graph-fallback eager)")
         release_cached_memory()  # the exception's frames no longer hold tensors
         self._state = self._new_state(CAPTURE_FAILED)
 

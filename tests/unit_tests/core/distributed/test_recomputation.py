@@ -96,7 +96,7 @@ def test_training_is_eager_without_graphs_of_all_layers(one_rank, caplog, change
     with caplog.at_level(logging.WARNING):
         training = CapturedTraining(case, variant=variant)
     (line,) = (record.message for record in caplog.records if "no CUDA graphs are captured" in record.message)
-    assert "training goes on eagerly, because layers are recomputed in their backward pass, and " in line
+    assert "training continues eagerly, because layers are recomputed in their backward pass, and " in line
     assert reason in line
     assert training.helper.eager_reason() == "recomputed-layers"
     for _ in range(2):

@@ -263,7 +263,7 @@ class CaptureState:
             level = logging.INFO if wanted is None else logging.WARNING
             stage.log(level, f"layers are captured instead of the whole model, because {scope.not_model}")
         if reason := scope.why_nothing:
-            stage.log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {reason}")
+            stage.log(logging.WARNING, f"no CUDA graphs are captured, and training continues eagerly, because {reason}")
         elif scope.holds is Holds.LAYER and wanted != 1 and scope.not_decoder != scope.not_model:
             stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {scope.not_decoder}")
 

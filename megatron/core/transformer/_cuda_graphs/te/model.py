@@ -355,7 +355,7 @@ def _capture(
                 recorded = slot.quantization if isinstance(slot.quantization, RecordedQuantization) else None
                 modules = named(module, parts=None if slot.module in (None, module) else [slot.module])
                 snapshot = Snapshot(
-                    "replays go on once it is changed back",
+                    "replays resume once it is changed back",
                     *module_aspects(modules, around=module, replaced=module),
                     *(() if recorded is None else [quantized_aspect(recorded.tensors)]),
                 )

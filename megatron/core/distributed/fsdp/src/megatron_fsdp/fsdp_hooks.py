@@ -262,10 +262,7 @@ class FsdpHooks:
     @torch.compiler.disable
     @runs_outside_graphs
     def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """Make autograd call ``handler(module, grads)`` at the first gradient of ``output``; a forward hook.
-
-        The runner of the forward pass is stored in autograd's graph.
-        """
+        """Make autograd call ``handler(module, grads)`` at the first gradient of ``output``, with the runner."""
         call = partial(handler, module)
         if handler == self.unshard_for_backward:
             runner = self.graphs.runner_of(module)
@@ -284,8 +281,8 @@ class FsdpHooks:
         """
         if self.graphs.captured and module in self.graphs.captured:
             raise RuntimeError(
-                f"Megatron-FSDP's {kind} hook of {type(module).__name__} ran in a capture, as it has no {sentinel}: do "
-                "not copy or change Megatron-FSDP's hooks"
+                f"Megatron-FSDP's {kind} hook of {type(module).__name__} ran during a capture because it lacks "
+                f"{sentinel}: do not copy or change Megatron-FSDP's hooks"
             )
 
 

@@ -69,7 +69,8 @@ class Gradients:
         for param in params:
             if getattr(param, "skip_backward_post_hook", False) and not hasattr(param, "post_wgrad_grad_acc_hook"):
                 raise RuntimeError(
-                    f"{self._fsdp.param_to_name[param]} has a delayed weight gradient but no hook to accumulate it"
+                    f"{self._fsdp.param_to_name[param]} has a delayed weight gradient but no post_wgrad_grad_acc_hook "
+                    "to accumulate it: leave --delay-wgrad-compute out"
                 )
         if params:
             self._accumulate_and_reduce(params)

@@ -23,8 +23,8 @@ class RecordedPasses(GraphOwner):
 
     During recording, the hooks of all modules and parameters run as in training: they gather, prefetch, reduce and
     release on their usual streams, and the graphs contain all of this work. Every unit is released before and after a
-    replay. The graphs do not prefetch units outside of them, and those do not prefetch units in the graphs: with the
-    double buffer, megatron-core prefetches only from unit to unit.
+    replay. Prefetches do not cross the boundary of the graphs: with the double buffer, megatron-core prefetches only
+    from unit to unit.
 
     A whole model's parameters outside of units (embedding, final norm and output layer) stay gathered for a step, so
     they are gathered before a replay.
