@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._step_time.cuda_trace import API, GPU, read_events  # noqa: E402
+from benchmarks._step_time.cuda_trace import API, GPU, is_collective, read_events  # noqa: E402
 from benchmarks._step_time.step_profile import STEPS  # noqa: E402
 
 LANES = {"host": "#8a8f98", "compute": "#3b7dd8", "collectives": "#e08a2c"}
@@ -34,9 +34,9 @@ def blocks(events: Iterable[dict[str, Any]], pixel: float = 0.05) -> Blocks:
     """
     spans: list[tuple[float, float, str]] = []
     for event in events:
-        category, name = event.get("cat"), event["name"].lower()
+        category = event.get("cat")
         if category in API or category in GPU:
-            lane = "host" if category in API else "collectives" if "nccl" in name else "compute"
+            lane = "host" if category in API else "collectives" if is_collective(event) else "compute"
             spans.append((event["ts"] / 1000, (event["ts"] + event["dur"]) / 1000, lane))
     first, last = min(span[0] for span in spans), max(span[1] for span in spans)
     step = (last - first) / STEPS

@@ -79,9 +79,8 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
                 waiting_calls.append(interval)
         elif category in GPU:
             kernels.setdefault(name, []).append(event["dur"])
-            is_nccl = category == "kernel" and "nccl" in name.lower()
-            (nccl if is_nccl else compute).append(interval)
-            if is_nccl and (found := re.search(COLLECTIVE, name)):
+            (nccl if is_collective(event) else compute).append(interval)
+            if found := re.search(COLLECTIVE, name):
                 collectives.setdefault(found[1], []).append(event["dur"])
     busy, computing, waiting = (covered(each) / 1000 / steps for each in (compute + nccl, compute, waiting_calls))
     profiled = wall_ms / steps
@@ -114,6 +113,11 @@ def _by_kind(kernels: Mapping[str, Iterable[float]], steps: int) -> dict[str, fl
         kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
         sums[kind] += sum(durations) / 1000 / steps
     return {kind: round(took, 3) for kind, took in sums.items()}
+
+
+def is_collective(event: Mapping[str, Any]) -> bool:
+    """Return whether this GPU work is a kernel of NCCL."""
+    return event["cat"] == "kernel" and re.search(KINDS["collectives"], event["name"], re.IGNORECASE) is not None
 
 
 def waits(event: Mapping[str, Any]) -> bool:

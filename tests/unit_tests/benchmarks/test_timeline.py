@@ -1,0 +1,42 @@
+"""Tests of timeline.py: the drawing of a traced step."""
+
+import json
+import sys
+
+from benchmarks import timeline
+from benchmarks._step_time.step_profile import STEPS
+
+STEP = 10_000.0  # microseconds
+
+
+def event(category: str, name: str, start: float, end: float) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
+
+
+def traced_steps() -> list[dict]:
+    """Return steps of the same work, except that the first one has an additional kernel."""
+    steps = [
+        event(category, name, step * STEP + start, step * STEP + end)
+        for step in range(STEPS)
+        for category, name, start, end in (
+            ("cuda_runtime", "cudaGraphLaunch", 0.0, 1000.0),
+            ("kernel", "gemm", 1000.0, 4000.0),
+            ("gpu_memcpy", "Memcpy HtoD", 4010.0, 5000.0),
+            ("kernel", "ncclDevKernel_AllGather_RING_LL", 2000.0, STEP),
+            ("cpu_op", "aten::mm", 0.0, STEP),
+        )
+    ]
+    return [*steps, event("kernel", "warm-up", 6000.0, 7000.0)]
+
+
+def test_second_step_is_drawn_in_three_lanes(tmp_path, monkeypatch):
+    trace, drawing = tmp_path / "trace.json", tmp_path / "timeline.svg"
+    trace.write_text(json.dumps({"traceEvents": traced_steps()}))
+    assert timeline.blocks(traced_steps()) == {
+        "host": [(0.0, 1.0)],
+        "compute": [(1.0, 5.0)],
+        "collectives": [(2.0, 10.0)],
+    }
+    monkeypatch.setattr(sys, "argv", ["timeline.py", str(drawing), f"graphs={trace}"])
+    timeline.main()
+    assert "graphs: 10.0 ms" in drawing.read_text()
