@@ -4,11 +4,14 @@ python -m tests.support.compatibility > docs/compatibility.md
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.core.transformer._cuda_graphs.flags.options import MEGATRON_FSDP, TORCH_FSDP
 from megatron.core.transformer._cuda_graphs.flags.table import TABLE, Row, Verdict
+from tests.support import verified
+from tests.support.pretraining import pairs
 
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
 _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
@@ -60,7 +63,7 @@ class Working:
 
     Attributes:
         name: Name in ``pairs.FEATURES``.
-        flags: The flags on one line, unique among all rows.
+        flags: The flags with their values and a shared condition (see ``split``), unique among all rows.
         shown: Path of the test that covers the flags.
         example: Example flags for ``command_line``.
         words: Remark; may be empty.
@@ -78,36 +81,52 @@ class Working:
 
 
 WORKING = (
-    Working("whole layers", "--cuda-graph-modules not given, dense model", _CPU, ""),
+    Working(
+        "whole layers",
+        "--cuda-graph-layers-per-graph model, all or 1, --cuda-graph-modules not given",
+        _CPU,
+        "",
+        "each graph holds as much as possible by default",
+    ),
     Working("attention", "--cuda-graph-modules attn", _CPU, "--cuda-graph-modules attn", holds="parts"),
-    Working("mlp", "--cuda-graph-modules mlp, dense layers", _CPU, "--cuda-graph-modules mlp", holds="parts"),
+    Working("mlp", "--cuda-graph-modules mlp with dense layers", _CPU, "--cuda-graph-modules mlp", holds="parts"),
     Working("router", "--cuda-graph-modules moe_router", _CPU, f"{MOE} --cuda-graph-modules moe_router", holds="parts"),
     Working(
         "up to the dispatch",
-        "--cuda-graph-modules attn moe_router moe_preprocess",
+        "--cuda-graph-modules attn moe_router moe_preprocess, --num-experts",
         _CPU,
         f"{UP_TO_DISPATCH}",
+        "experts run eagerly",
         holds="parts",
     ),
     Working(
         "padded experts",
-        "--moe-pad-expert-input-to-capacity, whole layers or --cuda-graph-modules moe",
+        "--moe-pad-expert-input-to-capacity",
         _CPU,
         f"{MOE} {PADDED}",
+        "graphs hold whole MoE layers, but dropped tokens change what is trained",
+    ),
+    Working(
+        "padded experts",
+        "--cuda-graph-modules moe with --moe-pad-expert-input-to-capacity",
+        _CPU,
+        f"{MOE} {PADDED} --cuda-graph-modules moe",
+        holds="parts",
     ),
     Working(
         "dropless experts",
-        "--moe-use-grouped-tensor, whole layers or --cuda-graph-modules attn, moe_router or moe_preprocess",
+        "--moe-use-grouped-tensor",
         _GROUPED,
         f"{MOE} --moe-use-grouped-tensor",
-        "with --moe-router-topk above 2 add --moe-permute-fusion, without which no run repeats another's bits on a GPU",
+        "graphs hold whole MoE layers without --cuda-graph-modules; with --moe-router-topk above 2, add "
+        "--moe-permute-fusion, without which runs on GPUs are not reproducible",
     ),
     Working(
         "bounded tokens",
         "--moe-alltoall-capacity-factor",
         _BOUNDS,
         f"{MOE} --moe-use-grouped-tensor --expert-model-parallel-size 2 --moe-alltoall-capacity-factor 1.25",
-        "with --moe-use-grouped-tensor and --moe-token-dispatcher-type alltoall",
+        "needs --moe-use-grouped-tensor and --moe-token-dispatcher-type alltoall",
     ),
     Working(
         "overlapped shared experts",
@@ -116,7 +135,7 @@ WORKING = (
         f"{UP_TO_DISPATCH} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
         holds="parts",
     ),
-    Working("tied embeddings", "tied embeddings (--untie-embeddings-and-output-weights not given)", _CPU, ""),
+    Working("tied embeddings", "--untie-embeddings-and-output-weights not given", _CPU, "", "the weights are tied"),
     Working(
         "positions",
         "--position-embedding-type learned_absolute, rope, yarn, mrope or none",
@@ -128,23 +147,29 @@ WORKING = (
         "--hybrid-layer-pattern",
         _HYBRID,
         "--hybrid-layer-pattern *-*-",
-        "Mamba layers were tried with another mixer than that of mamba-ssm",
+        "Mamba layers are verified with a stand-in for mamba-ssm's mixer",
+    ),
+    Working(
+        "hybrid models",
+        "--cuda-graph-modules mamba with --hybrid-layer-pattern",
+        _HYBRID,
+        "--hybrid-layer-pattern M-M- --cuda-graph-modules mamba",
+        holds="parts",
     ),
     Working(
         "packed sequences in graphs",
         "--cuda-graph-packed-sequences",
         _PACKED_TEST,
         f"--sft {PACKED} --position-embedding-type none",
-        "whoever makes the batches calls megatron.core.packed_seq_params.pad_packed_seq_params, in the eager training "
-        "of a comparison too; with --context-parallel-size on the CPU backend only, with another attention than "
-        "TransformerEngine's",
+        "forward_step must call megatron.core.packed_seq_params.pad_packed_seq_params, in eager runs that you compare "
+        "with too",
     ),
     Working(
         "packed sequences beside graphs",
-        "--sft or --dataloader-inter-document-masking, attention not in graphs",
+        "--sft, --dataloader-inter-document-masking with attention outside graphs",
         _PACKED_TEST,
         "--sft --cuda-graph-modules mlp",
-        "verified on the CPU backend only, with another attention than TransformerEngine's",
+        "verified with a stand-in for TransformerEngine's attention",
         holds="parts",
     ),
     Working(
@@ -155,10 +180,10 @@ WORKING = (
     ),
     Working(
         "fp16",
-        "--fp16, with a dynamic or a constant loss scale",
+        "--fp16",
         _CPU,
         "--fp16",
-        "with a dynamic scale --cuda-graph-warmup-steps count from the first step that is not skipped",
+        "with a dynamic loss scale, --cuda-graph-warmup-steps counts from the first step that is not skipped",
     ),
     Working("bf16", "--bf16", _CPU, "--bf16"),
     Working(
@@ -166,7 +191,7 @@ WORKING = (
         "--save, --load",
         _RESUMED,
         "--load checkpoints",
-        "runs with and without graphs load each other's checkpoints; of two pipeline stages into one and back, too",
+        "runs with and without graphs load each other's checkpoints, also with other parallel sizes",
     ),
     Working("dropout", "--hidden-dropout, --attention-dropout", _CPU, "--hidden-dropout 0.1"),
     Working(
@@ -174,55 +199,61 @@ WORKING = (
         "--recompute-modules core_attn, mlp, layernorm, moe, shared_experts, mla_up_proj",
         _GPU,
         f"{SELECTIVE} core_attn",
-        "saves memory in graphs of the whole model and of all layers, and in what runs eagerly; in graphs of single "
-        "layers only layernorm and mla_up_proj do",
+        "saves memory in graphs of the whole model or of all layers, and in eager modules; in graphs of single layers, "
+        "only layernorm and mla_up_proj are recomputed",
     ),
     Working(
         "recomputation of layers",
-        "--recompute-granularity full, graphs of the whole model or of all layers",
+        "--recompute-granularity full",
         _CPU,
         f"{FULL}",
-        "where these are ruled out nothing is captured",
+        "needs a graph of the whole model or of all layers: otherwise nothing is captured",
     ),
     Working(
         "strategies",
-        "--data-parallel-sharding-strategy other than optim_grads_params",
+        "--data-parallel-sharding-strategy optim_grads, optim or no_shard",
         _CPU,
         "--data-parallel-sharding-strategy optim_grads",
         holds="layers",
     ),
     Working(
         "hybrid sharding",
-        "--num-distributed-optimizer-instances, --outer-dp-sharding-strategy",
+        "--outer-dp-sharding-strategy, --num-distributed-optimizer-instances",
         _INSTANCES,
         "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim",
-        "with --outer-dp-sharding-strategy optim the patch scales gradients and clips them as without instances, which "
-        "megatron-core does not",
+        "HSDP: needs --overlap-grad-reduce; with optim, the patch fixes how gradients are scaled and clipped",
     ),
     Working(
         "fused weight gradients of sharded parameters",
-        "fused gradient accumulation (--no-gradient-accumulation-fusion not given)",
+        "--no-gradient-accumulation-fusion not given",
         _CPU,
         "!no-gradient-accumulation-fusion",
+        "weight gradients are fused, which needs Apex",
     ),
     Working(
         "multi-token prediction",
         "--mtp-num-layers",
         _CPU,
         "--mtp-num-layers 1 --position-embedding-type rope",
-        "in graphs of the whole model if forward_step gives the model a loss_mask of float32, as Megatron's does",
+        "a graph of the whole model needs a float32 loss_mask from forward_step, as Megatron's provides",
     ),
     Working(
         "optimizer graph",
         "--optimizer-cuda-graph",
         _GPU,
         "--optimizer-cuda-graph",
-        "checkpoints are for runs with it and without",
+        "runs with and without it load each other's checkpoints",
     ),
     Working(
         "tensor parallel", "--tensor-model-parallel-size, --sequence-parallel", _GPU, "--tensor-model-parallel-size 2"
     ),
-    Working("pipeline", "--pipeline-model-parallel-size", _STAGES, f"{STAGES}", "each stage as a whole, or its layers"),
+    Working(
+        "pipeline",
+        "--pipeline-model-parallel-size",
+        _STAGES,
+        f"{STAGES}",
+        "a graph holds a whole stage or one of its layers",
+    ),
     Working(
         "interleaved stages",
         "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
@@ -234,19 +265,25 @@ WORKING = (
         "--expert-model-parallel-size, --expert-tensor-parallel-size",
         _GPU,
         f"{MOE} --moe-use-grouped-tensor --expert-model-parallel-size 2",
-        "with --data-parallel-sharding-strategy no_shard the patch clips by a norm of the experts of all ranks, which "
-        "megatron-core does not",
+        "with --data-parallel-sharding-strategy no_shard, the patch clips by a norm that includes all ranks' experts",
     ),
     Working(
         "fp8",
-        "--fp8-format, --fp8-recipe delayed or tensorwise",
+        "--fp8-recipe delayed or tensorwise, --fp8-format",
         _GPU,
         "--fp8-format hybrid",
-        "graphs of the whole model, or of all layers, update the statistics of delayed scaling too",
+        "graphs of the whole model or of all layers also update the statistics of delayed scaling",
+    ),
+    Working(
+        "fp8 by blocks",
+        "--fp8-recipe blockwise",
+        _GPU,
+        "--fp8-format hybrid --fp8-recipe blockwise",
+        holds="layers",
     ),
     Working(
         "fp8 parameters",
-        "--fp8-param-gather, --fp8-recipe delayed or tensorwise",
+        "--fp8-param-gather with --fp8-recipe delayed or tensorwise",
         _GPU_FLAGS,
         "--fp8-format hybrid --fp8-param-gather",
     ),
@@ -255,14 +292,15 @@ WORKING = (
         "--context-parallel-size",
         _GPU_FLAGS,
         "!transformer-impl --context-parallel-size 2",
+        "on the CPU, verified with a stand-in for TransformerEngine's attention",
     ),
     Working(
         "torch fsdp2",
         "--use-torch-fsdp2",
         _TORCH,
         f"!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format {TORCH}",
-        "layers with graphs are still gathered before each pass, but keep the memory of their parameters between "
-        "passes",
+        "also with --fp8-recipe delayed on GPUs; gathers stay outside the graphs, and parameters of graphed layers "
+        "keep their memory between passes",
         sharding=TORCH_FSDP,
         holds="layers",
     ),
@@ -275,95 +313,86 @@ WORKING = (
         "--use-pytorch-profiler, --rampup-batch-size, --full-validation, --dataloader-type external",
         _USER_CODE,
         "--manual-gc --empty-unused-memory-level 2",
-        "--full-validation needs --multiple-validation-sets: without it megatron-core ends the training",
     ),
     Working("latent attention", "--multi-latent-attention", _CPU, "--multi-latent-attention"),
 )
 HEAD = """\
-# What works: Megatron's flags with CUDA graphs
+# What works: Megatron's flags with CUDA graphs, A to Z
 
 This page covers `--cuda-graph-impl transformer_engine` with `--use-megatron-fsdp`, or with `--use-torch-fsdp2` where a
-row names it.
+row names it. A flag without a row is passed through untested.
 
-- **works**: bit-identical to training without graphs, as the linked test shows. The scope follows: a graph can hold the
-  whole `model`, `layers`, or `parts` of layers; everything else runs eagerly
-  ([Guide](guide.md#choose-how-much-one-graph-holds)). [Results](results.md#equal-to-eager-training) lists the hardware.
-- **refused**: an error with this text before training. All refused flags of a job are listed at once.
-- **no effect**, **not tried**: a warning with this text.
+- **works**: bit-identical to training without graphs, as the linked test checks. `graph` is the most that one graph can
+  hold: the whole `model`, single `layers`, or `parts` of layers
+  ([Guide](guide.md#choose-how-much-one-graph-holds)). The next columns say where a test or a measurement found that:
+  `CPU` is the CPU backend; a cell lists values if not all of the row were run there, and is empty if none was.
+- **refused**: an error with the text in the last column, where `…` is the flag, before training. It lists all refused
+  flags of a job.
+- **no effect**, **not tried**: a warning with that text.
 
-A flag without a row is passed through untested. `make docs` generates this page from
-`megatron/core/transformer/_cuda_graphs/flags/table.py` and `tests/support/compatibility.py`.
+`make docs` generates this page from `megatron/core/transformer/_cuda_graphs/flags/table.py`,
+`tests/support/compatibility.py` and, for the GPU columns, the files of `benchmarks/results`.
+
+| flag | status | graph | CPU | H100 | H200 | what to know |
+|---|---|---|---|---|---|---|
 """
 ROWS: tuple[Row | Working, ...] = (*WORKING, *TABLE)
-# Topics by the beginning of a row's flags; the first match wins
-TOPICS: dict[str, tuple[str, ...]] = {
-    "What graphs hold": ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-layers", "--cuda-graph-warmup"),
-    "Sharding and Megatron-FSDP's buffers": (
-        "--fsdp-",
-        "--data-parallel-sharding",
-        "--num-distributed-optimizer",
-        "--outer-dp",
-        "fused gradient accumulation",
-        "--use-nccl-ub",
-        "--create-all-gather-group",
-        "--ddp-",
-        "--megatron-fsdp-version",
-    ),
-    "torch's FSDP2": ("--use-torch-fsdp2",),
-    "Mixture of experts": ("--num-experts", "--moe-", "--mlp-chunks", "--expert-", "--overlap-moe", "--delay-wgrad"),
-    "Tensor, pipeline and context parallelism": (
-        "--tensor-",
-        "--pipeline-",
-        "--num-layers-per-virtual",
-        "--microbatch-group",
-        "--context-",
-    ),
-    "Models": (
-        "tied embeddings",
-        "--position-",
-        "--hybrid-",
-        "--heterogeneous-",
-        "--mtp-",
-        "--multi-latent",
-        "--transformer-impl",
-        "--hidden-dropout",
-        "--qk-clip",
-    ),
-    "Packed sequences": ("--cuda-graph-packed", "--sft"),
-    "Precision": ("--bf16", "--fp16", "--fp8-", "--fp4-"),
-    "Recomputation": ("--recompute-", "--distribute-saved-activations"),
-    "Optimizer and checkpoints": ("--optimizer", "--save", "--async-save", "--non-persistent-save"),
-    "Training loop": ("--manual-gc",),
-    "Other flags": ("",),
-}
+_CONDITION = re.compile(r" (?=with |without |and )")
+_NEXT_FLAG = re.compile(r",? (?:or )?(?=--)")
 
 
 def page(table: Iterable[Row | Working] = ROWS) -> str:
     """Return the Markdown page for ``table``."""
-    by_topic: dict[str, list[Row | Working]] = {title: [] for title in TOPICS}
-    for row in table:
-        by_topic[next(title for title, flags in TOPICS.items() if row.flags.startswith(flags))].append(row)
-    parts = [HEAD]
-    for title, rows in by_topic.items():
-        if rows:
-            rows.sort(key=_rank)
-            lines = [f"| {_cell(row.flags)} | {_verdict(row)} | {_cell(row.words)} |" for row in rows]
-            parts.append(
-                "\n".join([f"## {title}", "", "| flags | verdict | what to know |", "|---|---|---|", *lines, ""])
-            )
-    return "\n".join(parts)
+    tested = {fact for feature in pairs.FEATURES.values() for fact in _facts(feature)}
+    hardware = (tested, verified.facts_on("H100"), verified.facts_on("H200"))
+    lines = sorted((order, line) for row in table for order, line in _lines(row, hardware))
+    tests = sorted({row.shown for row in table if isinstance(row, Working)})
+    links = [f"[{_test(shown)}]: ../{shown}" for shown in tests]
+    return "\n".join([HEAD + "\n".join(line for _, line in lines), "", *links, ""])
 
 
-def _rank(row: Row | Working) -> int:
-    return -1 if isinstance(row, Working) else list(Verdict).index(row.verdict)
+def split(flags: str) -> list[tuple[str, str]]:
+    """Split a row's flags into each flag with its values, and the condition that all share.
+
+    ``--a x or y, --b with c`` becomes ``--a x or y`` and ``--b``, both with the condition ``with c``.
+    """
+    head, *condition = _CONDITION.split(flags, maxsplit=1)
+    return [(item, "".join(condition)) for item in _NEXT_FLAG.split(head)]
 
 
-def _verdict(row: Row | Working) -> str:
-    return f"[works](../{row.shown}): {row.holds}" if isinstance(row, Working) else row.verdict.value
+def verified_values(item: str, facts: set[str]) -> str:
+    """Return ``yes`` if ``facts`` contain a flag with all its values, else the values that they contain."""
+    flag, *values = re.sub(r",| or\b", "", item).split()
+    found = [value for value in values if f"{flag} {value}" in facts]
+    return "yes" if item in facts or (values and found == values) else ", ".join(found)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _lines(row: Row | Working, hardware: tuple[set[str], ...]) -> Iterator[tuple[tuple[str, int, str], str]]:
+    """Yield the sort key and the line of each flag of ``row``."""
+    (first, _), *_ = items = split(row.flags)
+    for item, condition in items:
+        flag, shown = item.split()[0], f"{item} {condition}".strip()
+        words = row.words if item == first or not row.words else f"see {first.split()[0]}"
+        if words.startswith(flag):
+            words = f"…{words.removeprefix(flag)}"
+        if isinstance(row, Working):
+            found = [verified_values(item, facts) for facts in hardware]
+            found[0] = "yes" if row.shown.startswith("tests/integration_tests/") else found[0]
+            cells, rank = (f"[works][{_test(row.shown)}]", row.holds, *found), -1
+        else:
+            cells, rank = (row.verdict.value, "", "", "", ""), list(Verdict).index(row.verdict)
+        yield (flag, rank, shown), "".join(f"| {cell} " if cell else "| " for cell in (shown, *cells, words)) + "|"
+
+
+def _test(path: str) -> str:
+    """Return a short name for a test file."""
+    return Path(path).stem.removeprefix("test_") + (" on GPUs" if path.startswith("tests/gpu/") else "")
+
+
+def _facts(feature: pairs.Setting) -> Iterator[str]:
+    for flag, value in feature.items():
+        if value is not False:
+            yield from (flag, *(f"{flag} {each}" for each in str(value).split()))
 
 
 if __name__ == "__main__":

@@ -179,6 +179,7 @@ FEATURES: dict[str, Setting] = {
 # Working rows without a feature, and the requirements that the CPU backend lacks
 ELSEWHERE = {
     "fp8": "TransformerEngine's layers",
+    "fp8 by blocks": "TransformerEngine's layers",
     "fp8 parameters": "TransformerEngine's layers",
     "user buffers": "NCCL",
     "latent attention": "TransformerEngine's attention",

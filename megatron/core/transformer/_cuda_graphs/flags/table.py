@@ -77,14 +77,14 @@ def _no_effect(flags: str, when: Condition, words: str) -> Row:
 
 def _grouped(flags: str, when: Condition, words: str) -> Row:
     """Return a row for grouped experts, which applies with and without graphs."""
-    both = f"{GROUPED_FLAG}, {flags}"
+    both = f"{GROUPED_FLAG} {flags}"
     return _refused(both, lambda o: o.grouped_tensor and when(o), f"{GROUPED_FLAG} {words}", graphs=None, sharding=None)
 
 
 def _bounded(flags: str, when: Condition, words: str) -> Row:
     """Return a row for bounded all-to-alls, which applies with and without graphs."""
     return _refused(
-        f"{FACTOR_FLAG}, {flags}",
+        f"{FACTOR_FLAG} {flags}",
         lambda o: o.get("moe_alltoall_capacity_factor") is not None and when(o),
         f"{FACTOR_FLAG} {words}",
         graphs=None,
@@ -127,64 +127,63 @@ def _shards_all(options: Options) -> bool:
 
 _REFUSED = [
     _refused(
-        "--fsdp-double-buffer missing",
+        "--fsdp-double-buffer not given",
         lambda o: not o.double_buffer,
-        "--fsdp-double-buffer is required: without it, all-gathers write to a new address in every iteration, and "
-        "graphs read the old one",
+        "--fsdp-double-buffer is required: without it, each all-gather writes to a new address, but graphs read the "
+        "captured one",
         graphs=("transformer_engine", "local"),
     ),
     _refused(
-        "--fsdp-db-use-persist-buf-on-alloc-fail missing",
+        "--fsdp-db-use-persist-buf-on-alloc-fail not given",
         lambda o: not o.get("fsdp_db_use_persist_buf_on_alloc_fail"),
         "--fsdp-db-use-persist-buf-on-alloc-fail is required: without it, a bucket that does not fit the double buffer "
-        "gets a new address in every iteration, and a replay accesses illegal memory",
+        "gets a new address in each step, but graphs access the captured one",
         graphs=("transformer_engine", "local"),
     ),
     _refused(
-        "--megatron-fsdp-version 2, which megatron-core has from 0.20 on",
+        "--megatron-fsdp-version 2",
         lambda o: str(o.get("megatron_fsdp_version", 1)) != "1",
-        "--megatron-fsdp-version must be 1 with these graphs: set 1, or --cuda-graph-impl none",
+        "--megatron-fsdp-version must be 1 with CUDA graphs: set it to 1, or set --cuda-graph-impl none",
     ),
     _refused(
         "--cuda-graph-impl local",
         lambda o: True,
-        "--cuda-graph-impl local runs no FSDP hooks around its graphs: use --cuda-graph-impl transformer_engine",
+        "--cuda-graph-impl local does not run FSDP hooks around its graphs: set --cuda-graph-impl transformer_engine",
         graphs=("local",),
     ),
     _refused(
-        "--data-parallel-sharding-strategy other than optim_grads_params, fused gradient accumulation",
+        "--data-parallel-sharding-strategy optim_grads, optim or no_shard without --no-gradient-accumulation-fusion",
         lambda o: o.get("gradient_accumulation_fusion") and not _shards_all(o),
         "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is optim_grads_params: "
-        "with other strategies, main gradients do not keep their addresses",
+        "other strategies move the main gradients",
         graphs=("transformer_engine", "local"),
     ),
     _refused(
-        "--num-experts, whole layers, without --moe-use-grouped-tensor, or --cuda-graph-modules moe; not padded",
+        "--num-experts with whole MoE layers in graphs and token counts on the host",
         _needs_token_counts,
-        "--num-experts needs more flags to capture whole MoE layers, because the host reads the number of tokens of "
-        "each expert: add --moe-use-grouped-tensor and leave out --cuda-graph-modules, or set --cuda-graph-modules "
-        "attn moe_router moe_preprocess, or pad experts with --moe-pad-expert-input-to-capacity and "
-        "--moe-expert-capacity-factor",
+        "--num-experts: whole MoE layers cannot be captured, because the host reads how many tokens each expert "
+        "receives: add --moe-use-grouped-tensor and leave out --cuda-graph-modules, or set --cuda-graph-modules attn "
+        "moe_router moe_preprocess, or add --moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor",
     ),
     _refused(
-        "--moe-router-load-balancing-type sinkhorn, router in graphs",
+        "--moe-router-load-balancing-type sinkhorn with the router in graphs",
         lambda o: _routes_by_sinkhorn(o) and o.graphs("moe", "moe_router"),
-        "--moe-router-load-balancing-type sinkhorn iterates until the host reads a small error, which a graph cannot "
-        "do: leave moe, moe_router and moe_preprocess out of --cuda-graph-modules, or set another "
+        "--moe-router-load-balancing-type sinkhorn iterates until an error that the host reads is small, which a graph "
+        "cannot do: leave moe, moe_router and moe_preprocess out of --cuda-graph-modules, or set another "
         "--moe-router-load-balancing-type",
     ),
     _refused(
-        "--mlp-chunks-for-training above 1, --cuda-graph-modules moe_router",
+        "--mlp-chunks-for-training with --cuda-graph-modules moe_router",
         lambda o: o.several("mlp_chunks_for_training") and o.has_experts and "moe_router" in o.modules,
-        "--mlp-chunks-for-training routes each chunk separately, and a graph of moe_router ends at the first router: "
-        "leave moe_router out of --cuda-graph-modules, or leave --mlp-chunks-for-training out",
+        "--mlp-chunks-for-training routes each chunk separately, but a graph of moe_router ends after the first "
+        "chunk's router: leave moe_router out of --cuda-graph-modules, or leave out --mlp-chunks-for-training",
     ),
     _refused(
-        "--recompute-granularity full, with dropout or --moe-input-jitter-eps",
+        "--recompute-granularity full with dropout or --moe-input-jitter-eps",
         lambda o: o.recomputes_layers and o.any("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"),
-        "--recompute-granularity full with dropout or --moe-input-jitter-eps recomputes layers with other random "
-        "numbers, because megatron-core does not save the state of graph-safe generators, even without graphs: set "
-        "--hidden-dropout 0 and --attention-dropout 0, and leave --moe-input-jitter-eps out",
+        "--recompute-granularity full with dropout or --moe-input-jitter-eps recomputes layers with different random "
+        "numbers, because megatron-core does not restore the generators that graphs use: set --hidden-dropout 0 and "
+        "--attention-dropout 0, and leave out --moe-input-jitter-eps",
     ),
     _refused(
         "--overlap-moe-expert-parallel-comm",
@@ -193,67 +192,66 @@ _REFUSED = [
         "--cuda-graph-impl none",
     ),
     _refused(
-        "--overlap-moe-expert-parallel-comm, whole layers",
+        "--overlap-moe-expert-parallel-comm with DistributedDataParallel and whole layers",
         lambda o: _overlaps(o) and not o.modules and o.sharding != MEGATRON_FSDP,
-        "--overlap-moe-expert-parallel-comm runs layers in parts, and graphs can hold the parts before the dispatch of "
-        "tokens: set --cuda-graph-modules attn moe_router moe_preprocess",
+        "--overlap-moe-expert-parallel-comm runs layers in parts, of which graphs can hold only those before the token "
+        "dispatch: set --cuda-graph-modules attn moe_router moe_preprocess",
         sharding=None,
     ),
     _refused(
-        "--sft or --dataloader-inter-document-masking, attention in graphs, --cuda-graph-packed-sequences missing",
+        "--sft, --dataloader-inter-document-masking with attention in graphs, without --cuda-graph-packed-sequences",
         lambda o: _packs(o) and o.graphs("attn") and not o.get(_PACKED),
-        "--sft and --dataloader-inter-document-masking pack sequences, and graphs of attention need a maximum number "
-        "of them: set --cuda-graph-packed-sequences to the maximum per micro-batch, leave attn out of "
+        "--sft and --dataloader-inter-document-masking pack sequences, and graphs of attention need a maximum "
+        "number: set --cuda-graph-packed-sequences to the maximum per micro-batch, leave attn out of "
         "--cuda-graph-modules, or set --cuda-graph-impl none",
     ),
     _refused(
-        "--sft or --dataloader-inter-document-masking, --micro-batch-size above 1, MoE layers in graphs",
+        "--sft, --dataloader-inter-document-masking with --micro-batch-size above 1 and MoE layers in graphs",
         lambda o: _packs(o) and o.has_experts and o.several("micro_batch_size") and o.graphs("moe", "moe_router"),
-        "--sft and --dataloader-inter-document-masking pack all sequences of a micro-batch into one row, and graphs of "
-        "MoE layers need the number of rows: set --micro-batch-size 1, or leave moe and moe_router out of "
+        "--sft and --dataloader-inter-document-masking pack a micro-batch into one row, but graphs of MoE layers are "
+        "captured for --micro-batch-size rows: set --micro-batch-size 1, or leave moe and moe_router out of "
         "--cuda-graph-modules",
     ),
     _refused(
-        "--cuda-graph-packed-sequences, --micro-batch-size above 1",
+        "--cuda-graph-packed-sequences with --micro-batch-size above 1",
         lambda o: _packed_in_graphs(o) and o.several("micro_batch_size"),
         "--cuda-graph-packed-sequences needs all sequences in one row: set --micro-batch-size 1 and a longer "
         "--seq-length",
     ),
     _refused(
-        "--cuda-graph-packed-sequences, --no-rope-fusion, or yarn or mrope, which are not fused",
+        "--cuda-graph-packed-sequences with unfused rotary embeddings (--no-rope-fusion, yarn, mrope)",
         lambda o: (
             _packed_in_graphs(o)
             and o.get("position_embedding_type") in ("rope", "yarn", "mrope")
             and (o.get("position_embedding_type") != "rope" or not o.get("apply_rope_fusion"))
         ),
-        "--cuda-graph-packed-sequences needs fused rotary embeddings, because the host reads sequence lengths for "
-        "unfused ones: leave --no-rope-fusion out, or set --position-embedding-type to none or learned_absolute",
+        "--cuda-graph-packed-sequences needs fused rotary embeddings, because unfused ones read sequence lengths on "
+        "the host: leave out --no-rope-fusion, or set --position-embedding-type to none or learned_absolute",
     ),
     _refused(
-        "--cuda-graph-packed-sequences, Mamba layers in graphs",
+        "--cuda-graph-packed-sequences with Mamba layers in graphs",
         lambda o: _packed_in_graphs(o) and "M" in o.hybrid_pattern and o.graphs("mamba"),
-        "--cuda-graph-packed-sequences supports attention, not graphs of Mamba layers: set --cuda-graph-modules "
-        "without mamba",
+        "--cuda-graph-packed-sequences does not support graphs of Mamba layers: set --cuda-graph-modules without mamba",
     ),
     _refused(
-        "--qk-clip or --log-max-attention-logit, attention in graphs",
+        "--qk-clip, --log-max-attention-logit with attention in graphs",
         lambda o: o.any("qk_clip", "log_max_attention_logit") and o.graphs("attn"),
-        "--qk-clip and --log-max-attention-logit read values that attention stores on the host in each pass, which "
-        "replays skip: leave them out, or set --cuda-graph-modules without attn",
+        "--qk-clip and --log-max-attention-logit read values that attention's Python code stores in each pass, which "
+        "replays do not run: leave them out, or set --cuda-graph-modules without attn",
     ),
     _refused(
-        "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level 1 or 2",
+        "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level above 0",
         lambda o: (
             o.get("optimizer_cuda_graph") and o.any("fp16", "loss_scale", "log_num_zeros_in_grad", "timing_log_level")
         ),
-        "--optimizer-cuda-graph captures the optimizer step, in which the host cannot read values: leave it out, or "
-        "leave out --fp16, --loss-scale, --log-num-zeros-in-grad and --timing-log-level",
+        "--optimizer-cuda-graph captures the optimizer step, but --fp16, --loss-scale, --log-num-zeros-in-grad and "
+        "--timing-log-level read values on the host during it: leave out one or the other",
     ),
     _refused(
         "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0",
         lambda o: o.get("optimizer_cuda_graph") and not int(o.get("cuda_graph_warmup_steps", 1)),
-        "--optimizer-cuda-graph would capture the first step, which creates the optimizer states, so that every replay "
-        "would create them again: set --cuda-graph-warmup-steps to 1 or more",
+        "--optimizer-cuda-graph needs an eager first step, which creates the optimizer states: set "
+        "--cuda-graph-warmup-steps to 1 or more",
     ),
     _refused(
         "--use-torch-fsdp2 with --optimizer-cuda-graph",
@@ -278,43 +276,43 @@ _REFUSED = [
 ]
 
 _GROUPED = [
-    _grouped("--num-experts missing", lambda o: not o.has_experts, "needs --num-experts above 1"),
+    _grouped("without --num-experts", lambda o: not o.has_experts, "needs --num-experts above 1"),
     _grouped(
-        "--moe-expert-capacity-factor",
+        "with --moe-expert-capacity-factor",
         lambda o: o.get("moe_expert_capacity_factor") is not None,
         "does not drop or pad tokens: leave out --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity",
     ),
     _grouped(
-        "--fp8-format, --fp4-format or --fp16",
+        "with --fp8-format, --fp4-format or --fp16",
         lambda o: o.any("fp8", "fp4", "fp16"),
         "computes in bf16 or fp32: leave out --fp8-format, --fp4-format and --fp16",
     ),
     _grouped(
-        "sizes not divisible by 8",
+        "with sizes not divisible by 8",
         lambda o: any((o.get(size) or 0) % 8 for size in ("hidden_size", "moe_ffn_hidden_size", "moe_latent_size")),
         "needs rows aligned to 16 bytes: set --hidden-size, --moe-ffn-hidden-size and --moe-latent-size to multiples "
         "of 8",
     ),
     _grouped(
-        "--moe-token-dispatcher-type flex",
+        "with --moe-token-dispatcher-type flex",
         lambda o: o.get("moe_token_dispatcher_type") == "flex",
-        "needs --moe-token-dispatcher-type alltoall or allgather: the kernels of flex need the host",
+        "needs --moe-token-dispatcher-type alltoall or allgather: the kernels of flex read token counts on the host",
     ),
     _grouped(
-        "--expert-tensor-parallel-size above 1",
+        "with --expert-tensor-parallel-size above 1",
         _tensor_parallel_experts,
         "does not support tensor-parallel experts: set --expert-tensor-parallel-size 1",
     ),
     _grouped(
-        "--delay-wgrad-compute, --overlap-moe-expert-parallel-comm or --overlap-dispatch-backward-with-experts-wgrad",
+        "with --delay-wgrad-compute or overlapped expert communication",
         lambda o: o.any(
             "delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad"
         ),
-        "computes weight gradients in the backward pass of their layer: leave out --delay-wgrad-compute, "
+        "computes weight gradients within the backward pass of each layer: leave out --delay-wgrad-compute, "
         "--overlap-moe-expert-parallel-comm and --overlap-dispatch-backward-with-experts-wgrad",
     ),
     _grouped(
-        "--recompute-modules moe_act, or --offload-modules of experts",
+        "with --recompute-modules moe_act or --offload-modules of experts",
         lambda o: (
             o.recomputes("moe_act")
             or (
@@ -322,11 +320,11 @@ _GROUPED = [
                 and not {"expert_fc1", "moe_act", "fused_group_mlp"}.isdisjoint(o.get("offload_modules", ()))
             )
         ),
-        "keeps the activations of experts: leave moe_act out of --recompute-modules, and expert_fc1, moe_act and "
-        "fused_group_mlp out of --offload-modules",
+        "does not recompute or offload expert activations: leave moe_act out of --recompute-modules, and expert_fc1, "
+        "moe_act and fused_group_mlp out of --offload-modules",
     ),
     _grouped(
-        "other implementations of experts",
+        "with another implementation of experts",
         lambda o: (
             o.any(
                 *("use_transformer_engine_op_fuser", "moe_mlp_glu_interleave_size"),
@@ -339,12 +337,12 @@ _GROUPED = [
         "inference_optimized",
     ),
     _grouped(
-        "--use-torch-fsdp2 or --tensor-parallel-num-weight-shards",
+        "with --use-torch-fsdp2 or --tensor-parallel-num-weight-shards",
         lambda o: o.sharding == TORCH_FSDP or o.several("gtp_weight_remat_size"),
-        "is not tested with --use-torch-fsdp2 and --tensor-parallel-num-weight-shards: leave it out",
+        "is not tested with --use-torch-fsdp2 or --tensor-parallel-num-weight-shards: leave it out",
     ),
     _bounded(
-        "--moe-use-grouped-tensor, an all-to-all or several expert-parallel ranks missing",
+        "without --moe-use-grouped-tensor, alltoall or expert parallelism",
         lambda o: (
             not o.grouped_tensor
             or o.get("moe_token_dispatcher_type", "allgather") != "alltoall"
@@ -353,70 +351,71 @@ _GROUPED = [
         f"needs {GROUPED_FLAG}, --moe-token-dispatcher-type alltoall and --expert-model-parallel-size above 1",
     ),
     _bounded(
-        "--rerun-mode other than validate_results, --cuda-graph-impl local or full_iteration",
+        "with another --rerun-mode or --cuda-graph-impl",
         lambda o: (
             o.get("rerun_mode", "validate_results") != "validate_results"
             or o.implementation not in ("none", "transformer_engine")
         ),
-        "repeats steps eagerly: set --rerun-mode validate_results, and --cuda-graph-impl none or transformer_engine",
+        "repeats steps eagerly when a rank receives too many tokens: set --rerun-mode validate_results, and "
+        "--cuda-graph-impl none or transformer_engine",
     ),
     _bounded(
-        "--pipeline-model-parallel-size above 1 or --fine-grained-activation-offloading",
+        "with --pipeline-model-parallel-size above 1 or --fine-grained-activation-offloading",
         lambda o: o.stages > 1 or o.get("fine_grained_activation_offloading"),
-        "is not tested with --pipeline-model-parallel-size and --fine-grained-activation-offloading: leave it out",
+        "is not tested with --pipeline-model-parallel-size above 1 or --fine-grained-activation-offloading: leave it "
+        "out",
     ),
     _bounded(
-        "--qk-clip or --log-max-attention-logit",
+        "with --qk-clip or --log-max-attention-logit",
         lambda o: o.any("qk_clip", "log_max_attention_logit"),
-        "cannot undo what --qk-clip and --log-max-attention-logit recorded: leave it or them out",
+        "repeats steps, but --qk-clip and --log-max-attention-logit would also record the discarded passes: leave "
+        "out one or the other",
     ),
 ]
 
 _NO_EFFECT = [
     _no_effect(
-        "--moe-enable-routing-replay, router in graphs",
+        "--moe-enable-routing-replay with the router in graphs",
         lambda o: o.get("moe_enable_routing_replay") and o.graphs("moe", "moe_router"),
-        "--moe-enable-routing-replay runs passes eagerly if their experts differ from the captured ones, because "
+        "--moe-enable-routing-replay makes passes run eagerly whose experts differ from those in the capture, because "
         "graphs hold the router: leave moe, moe_router and moe_preprocess out of --cuda-graph-modules",
     ),
     _no_effect(
-        f"--cuda-graph-layers-per-graph, --cuda-graph-modules; {WHOLE_MODEL}, --data-parallel-sharding-strategy other "
-        "than optim_grads_params",
+        "--cuda-graph-layers-per-graph with --cuda-graph-modules, or model without optim_grads_params",
         lambda o: (
             (o.modules and str(o.get("cuda_graph_layers_per_graph", 1)) != "1")
             or (o.get("cuda_graph_layers_per_graph") == WHOLE_MODEL and not _shards_all(o))
         ),
-        "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, or with another "
-        "--data-parallel-sharding-strategy than optim_grads_params: layers are captured one by one; leave it out",
+        "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, or unless "
+        "--data-parallel-sharding-strategy is optim_grads_params: layers are captured one by one; leave it out",
     ),
     _no_effect(
-        "--optimizer-cuda-graph, --weight-decay-incr-style linear or cosine",
+        "--optimizer-cuda-graph with --weight-decay-incr-style linear or cosine",
         lambda o: (
             o.get("optimizer_cuda_graph")
             and o.get("weight_decay_incr_style", "constant") != "constant"
             and o.get("start_weight_decay") != o.get("end_weight_decay")
         ),
-        "--optimizer-cuda-graph has no effect with --weight-decay-incr-style linear or cosine: steps run eagerly, "
-        "because a graph would keep its weight decay; leave one out",
+        "--optimizer-cuda-graph has no effect with --weight-decay-incr-style linear or cosine: optimizer steps run "
+        "eagerly, because a graph would repeat the captured weight decay; leave one out",
     ),
 ]
 
 _NOT_TRIED = [
     _not_tried("--optimizer-cpu-offload", lambda o: o.get("optimizer_cpu_offload")),
     _not_tried(
-        "--fp4-format or --fp8-recipe mxfp8, blockwise or custom",
-        lambda o: o.get("fp4") or o.fp8_recipe in ("mxfp8", "blockwise", "custom"),
+        "--fp4-format, --fp8-recipe mxfp8 or custom",
+        lambda o: o.get("fp4") or o.fp8_recipe in ("mxfp8", "custom"),
     ),
     _not_tried(
-        "--use-torch-fsdp2 with --fp8-format or --fp4-format",
-        lambda o: o.any("fp8", "fp4"),
-        "; it needs TransformerEngine's layers",
+        "--use-torch-fsdp2 with --fp4-format, or --fp8-recipe other than delayed",
+        lambda o: o.get("fp4") or o.fp8_recipe not in ("", "delayed"),
         sharding=TORCH_FSDP,
     ),
     _not_tried(
         "--async-save",
         lambda o: o.get("async_save"),
-        "; its default, --async-strategy nvrx, needs a nvidia-resiliency-ext newer than 0.4.1",
+        "; the default --async-strategy nvrx needs nvidia-resiliency-ext newer than 0.4.1",
     ),
     _not_tried(
         "--use-torch-fsdp2 with --save or --load",

@@ -42,55 +42,57 @@ from tests.support.compatibility import (
     WORKING,
     command_line,
     page,
+    split,
+    verified_values,
 )
 from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 ROOT = Path(__file__).parents[5]
 UNSHARDED = "!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format"
-WHOLE_OVERLAP = "--overlap-moe-expert-parallel-comm, whole layers"
+WHOLE_OVERLAP = "--overlap-moe-expert-parallel-comm with DistributedDataParallel and whole layers"
 _EXAMPLES = [
-    ("--fsdp-double-buffer missing", "!fsdp-double-buffer"),
-    ("--fsdp-db-use-persist-buf-on-alloc-fail missing", "!fsdp-db-use-persist-buf-on-alloc-fail"),
+    ("--fsdp-double-buffer not given", "!fsdp-double-buffer"),
+    ("--fsdp-db-use-persist-buf-on-alloc-fail not given", "!fsdp-db-use-persist-buf-on-alloc-fail"),
     ("--cuda-graph-impl local", "--cuda-graph-impl local"),
     (
-        "--data-parallel-sharding-strategy other than optim_grads_params, fused gradient accumulation",
+        "--data-parallel-sharding-strategy optim_grads, optim or no_shard without --no-gradient-accumulation-fusion",
         "!no-gradient-accumulation-fusion --data-parallel-sharding-strategy optim",
     ),
     (
-        "--num-experts, whole layers, without --moe-use-grouped-tensor, or --cuda-graph-modules moe; not padded",
+        "--num-experts with whole MoE layers in graphs and token counts on the host",
         f"{MOE}",
     ),
     (
-        "--moe-router-load-balancing-type sinkhorn, router in graphs",
+        "--moe-router-load-balancing-type sinkhorn with the router in graphs",
         f"{MOE} --cuda-graph-modules attn moe_router --moe-router-load-balancing-type sinkhorn",
     ),
     (
-        "--mlp-chunks-for-training above 1, --cuda-graph-modules moe_router",
+        "--mlp-chunks-for-training with --cuda-graph-modules moe_router",
         f"{MOE} --cuda-graph-modules moe_router --mlp-chunks-for-training 2",
     ),
-    ("--recompute-granularity full, with dropout or --moe-input-jitter-eps", f"{FULL} --hidden-dropout 0.1"),
+    ("--recompute-granularity full with dropout or --moe-input-jitter-eps", f"{FULL} --hidden-dropout 0.1"),
     ("--overlap-moe-expert-parallel-comm", f"{MOE} --cuda-graph-modules attn {OVERLAP}"),
     (
         WHOLE_OVERLAP,
         f"!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format {MOE} {OVERLAP} {PADDED}",
     ),
     (
-        "--sft or --dataloader-inter-document-masking, attention in graphs, --cuda-graph-packed-sequences missing",
+        "--sft, --dataloader-inter-document-masking with attention in graphs, without --cuda-graph-packed-sequences",
         "--sft",
     ),
     (
-        "--sft or --dataloader-inter-document-masking, --micro-batch-size above 1, MoE layers in graphs",
+        "--sft, --dataloader-inter-document-masking with --micro-batch-size above 1 and MoE layers in graphs",
         f"{MOE} --cuda-graph-modules moe_router --sft --micro-batch-size 2",
     ),
-    ("--cuda-graph-packed-sequences, --micro-batch-size above 1", f"{PACKED} --micro-batch-size 2"),
+    ("--cuda-graph-packed-sequences with --micro-batch-size above 1", f"{PACKED} --micro-batch-size 2"),
     (
-        "--cuda-graph-packed-sequences, --no-rope-fusion, or yarn or mrope, which are not fused",
+        "--cuda-graph-packed-sequences with unfused rotary embeddings (--no-rope-fusion, yarn, mrope)",
         f"{PACKED} --position-embedding-type rope --no-rope-fusion",
     ),
-    ("--cuda-graph-packed-sequences, Mamba layers in graphs", f"{PACKED} --hybrid-layer-pattern *M"),
-    ("--qk-clip or --log-max-attention-logit, attention in graphs", "--log-max-attention-logit"),
+    ("--cuda-graph-packed-sequences with Mamba layers in graphs", f"{PACKED} --hybrid-layer-pattern *M"),
+    ("--qk-clip, --log-max-attention-logit with attention in graphs", "--log-max-attention-logit"),
     (
-        "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level 1 or 2",
+        "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level above 0",
         "--optimizer-cuda-graph --fp16",
     ),
     (
@@ -104,28 +106,30 @@ _EXAMPLES = [
     ),
     ("--cuda-graph-warmup-steps below 0", "--cuda-graph-warmup-steps -1"),
     (
-        "--moe-enable-routing-replay, router in graphs",
+        "--moe-enable-routing-replay with the router in graphs",
         f"{MOE} --cuda-graph-modules moe_router --moe-enable-routing-replay",
     ),
     (
-        "--cuda-graph-layers-per-graph, --cuda-graph-modules; model, --data-parallel-sharding-strategy other than "
-        "optim_grads_params",
+        "--cuda-graph-layers-per-graph with --cuda-graph-modules, or model without optim_grads_params",
         "--cuda-graph-modules attn --cuda-graph-layers-per-graph all",
     ),
     (
-        "--optimizer-cuda-graph, --weight-decay-incr-style linear or cosine",
+        "--optimizer-cuda-graph with --weight-decay-incr-style linear or cosine",
         "--optimizer-cuda-graph --start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear",
     ),
     ("--optimizer-cpu-offload", "--optimizer-cpu-offload"),
-    ("--fp4-format or --fp8-recipe mxfp8, blockwise or custom", "--fp8-format hybrid --fp8-recipe mxfp8"),
-    ("--use-torch-fsdp2 with --fp8-format or --fp4-format", f"{UNSHARDED} {TORCH} --fp8-format hybrid"),
+    ("--fp4-format, --fp8-recipe mxfp8 or custom", "--fp8-format hybrid --fp8-recipe mxfp8"),
+    (
+        "--use-torch-fsdp2 with --fp4-format, or --fp8-recipe other than delayed",
+        f"{UNSHARDED} {TORCH} --fp8-format hybrid --fp8-recipe tensorwise",
+    ),
     ("--async-save", "--save checkpoints --save-interval 5 --async-save"),
     ("--use-torch-fsdp2 with --save or --load", f"{UNSHARDED} {TORCH} --load checkpoints"),
 ]
 EXAMPLES = dict(_EXAMPLES)
 # megatron-core's validation of these flags needs TransformerEngine.
-NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", "--qk-clip or --log-max-attention-logit, attention in graphs"}
-LATER_CORE = "--megatron-fsdp-version 2, which megatron-core has from 0.20 on"
+NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", "--qk-clip, --log-max-attention-logit with attention in graphs"}
+LATER_CORE = "--megatron-fsdp-version 2"
 # Options that the rows of grouped experts reject
 GROUPED: dict[str, Any] = {"moe_use_grouped_tensor": True, "num_moe_experts": 8}
 GROUPED |= {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
@@ -386,8 +390,8 @@ def configs(**changes: Any) -> Options:
     ("changes", "flag"),
     [
         ({}, None),
-        ({"num_moe_experts": 4}, "--num-experts, whole layers"),
-        ({"recompute_granularity": "full", "hidden_dropout": 0.1}, "--recompute-granularity full, with dropout"),
+        ({"num_moe_experts": 4}, "--num-experts with whole"),
+        ({"recompute_granularity": "full", "hidden_dropout": 0.1}, "--recompute-granularity full with dropout"),
         ({"cuda_graph_warmup_steps": -1}, "--cuda-graph-warmup-steps below 0"),
     ],
 )
@@ -422,4 +426,25 @@ def test_local_graphs_reject_hooks_of_megatron_fsdp(hook):
 
 def test_committed_page_matches_the_table():
     assert (ROOT / "docs" / "compatibility.md").read_text() == page(), "run make docs"
-    assert "## Other flags" not in page(), "add the flag to TOPICS"
+
+
+def test_flags_of_a_row_share_its_condition():
+    assert split("--a x or y, --b or --c with --d and e") == [
+        ("--a x or y", "with --d and e"),
+        ("--b", "with --d and e"),
+        ("--c", "with --d and e"),
+    ]
+
+
+def test_page_lists_each_flag_of_a_row_in_order():
+    lines = [line.split(" | ") for line in page().splitlines() if line.startswith("| --")]
+    flags = [line[0].split()[1] for line in lines]
+    assert flags == sorted(flags)
+    assert {*flags} == {item.split()[0] for row in ROWS for item, _ in split(row.flags)}
+
+
+def test_cell_lists_values_that_were_verified():
+    facts = {"--a", "--a x", "--b not given"}
+    assert [verified_values(item, facts) for item in ("--a", "--a x", "--a x or y", "--b not given", "--c")] == [
+        *("yes", "yes", "x", "yes", ""),
+    ]
