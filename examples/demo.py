@@ -76,7 +76,7 @@ def on_the_cpu_backend() -> Setup:
         --distributed-backend gloo --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion
         --no-bias-dropout-fusion --no-rope-fusion --no-gradient-reduce-div-fusion
     """
-    note = "The CPU backend shows what is computed; its times say nothing about GPUs."
+    note = "The CPU backend verifies numerics; its times do not predict times on GPUs."
     launch = ("-m", "megatron_fsdp_cuda_graphs.cpu_backend")
     return Setup("CPU backend, 2 gloo ranks", 2, launch, flags, steps=20, note=note)
 
@@ -186,7 +186,7 @@ def conclude(eager: Run, graphed: Run, steps: int, picture: Path, title: str) ->
     for sentence in found:
         print(f"FAILED: {sentence}")
     if not found:
-        print("PASSED: every loss and gradient norm with graphs has the bits of the eager run")
+        print("PASSED: with graphs, every loss and gradient norm is bit-identical to the eager run")
     return 1 if found else 0
 
 

@@ -10,37 +10,40 @@ from benchmarks._step_time.variants import parts
 
 from .steps import Results, Row, commit, gpus
 
-ENGINES = {"native": "ours", "transformer_engine": "TransformerEngine's"}
+ENGINES = {"native": "", "transformer_engine": ", TransformerEngine's engine"}
 FLAG = re.compile(r"~?--\S+(?: (?!~?--)\S+)*")  # with its values; ~ removes it
 MUST_DIFFER = "control=dead_"  # in the name of a negative control
 
 
 def equality(results: Results) -> Iterator[Row]:
     """Yield a row for each kind of comparison, with the number of cases equal to eager, summed over files."""
-    yield "what", "engine", "layout", "GPUs", "equal", "others", "commit"
+    yield "what", "layouts", "GPUs", "equal", "others", "commit"
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for found in results:
         if "results" in found:
             runs.setdefault((gpus(found), found["commit"]), []).append(found)
     for (machine, measured), shares in runs.items():
-        groups: dict[tuple[str, str, str], Counter] = {}
+        groups: dict[tuple[str, str], Counter] = {}
+        layouts: dict[tuple[str, str], set[str]] = {}
         for case in chain.from_iterable(share["results"] for share in shares):
-            group = case["tests"], case.get("engine", "native"), case.get("layout", "data parallel")
+            group = case["tests"], case.get("engine", "native")
             groups.setdefault(group, Counter())[_outcome(case)] += 1
-        for (tests, engine, layout), counts in sorted(groups.items()):
+            layouts.setdefault(group, set()).add(case.get("layout", "data parallel"))
+        for (tests, engine), counts in sorted(groups.items()):
+            layout = "; ".join(sorted(layouts[tests, engine]))
             others = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if outcome != "equal")
-            cases = counts.total() - counts["differ and must"]
+            cases = counts.total() - counts["must differ"]
             yield (
-                *(f"`tests/gpu/{tests}.py`", ENGINES[engine], layout, machine),
+                *(f"`{tests}`{ENGINES[engine]}", layout.replace("two instances", "HSDP"), machine),
                 *(f"{counts['equal']} of {cases}", others, measured),
             )
         left = sum(share.get("cases", len(share["results"])) - len(share["results"]) for share in shares)
         if left > 0:
-            yield "not run", "", "", machine, "", f"{left} cases", measured
+            yield "not run", "", machine, "", f"{left} cases", measured
     for found in results:
         for each in found.get("comparisons", ()):
             yield (
-                *(each["what"], each["engine"], each["layout"], gpus(each)),
+                *(each["what"], each["layout"], gpus(each)),
                 *(f"{each['equal']} of {each['cases']}", each["others"], each["commit"]),
             )
 
@@ -50,7 +53,7 @@ def _outcome(case: Mapping[str, Any]) -> str:
         return "failed"
     if not case["differences"]:
         return "equal"
-    return "differ and must" if MUST_DIFFER in case["case"] else "differ"
+    return "must differ" if MUST_DIFFER in case["case"] else "differ"
 
 
 def faults(results: Results) -> Iterator[Row]:
@@ -100,6 +103,10 @@ def repeated(results: Results) -> Iterator[Row]:
             variant, _, variant_flags = parts(row["variant"])
             yield (
                 *(f"{name}, `{own}`" if own else name, gpus(found)),
-                " ".join([variant, *(f"`{flag}`" for flag in [" ".join(variant_flags)] if flag)]),
+                " ".join([_trained(variant), *(f"`{flag}`" for flag in [" ".join(variant_flags)] if flag)]),
                 *(f"{row['equal']} of {row['runs']}", str(row["results"]), row["commit"]),
             )
+
+
+def _trained(variant: str) -> str:
+    return variant.replace("native", "graphs").replace("+", ", ")

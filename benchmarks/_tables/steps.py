@@ -72,11 +72,11 @@ def _settings(variant: str) -> str:
 
 def memory(results: Results) -> Iterator[Row]:
     """Yield a row for each variant of a configuration."""
-    yield "model", "GPUs", "", "reserved: MiB", "tensors at their peak: MiB", "pools of graphs: MiB", "capture: s"
+    yield "model", "GPUs", "trained", "reserved: MiB", "tensors at their peak: MiB", "pools of graphs: MiB", "capture: s"
     for found, model, variants in _trained(results):
         for name, said in NAMES.items():
             row = variants.get(name, {})
-            if "reserved_mib" in row:
+            if "reserved_mib" in row and name != "compute_alone":  # it does not shard
                 keys = ("reserved_mib", "max_allocated_mib", "graph_pools_mib")
                 yield (
                     model,

@@ -13,9 +13,9 @@ CI, MAKEFILE = ".ci/run", "Makefile"
 # How commands of the README begin, and the file that runs them.
 RUN_BY = {
     "pip install -c constraints.txt": MAKEFILE,
-    "pip install --no-deps": "tests/integration_tests/test_install.py",
     "pip uninstall": "tests/integration_tests/test_install.py",
     "python -m megatron_fsdp_cuda_graphs": "tests/integration_tests/test_install.py",
+    "torchrun": "examples/launch_gpt.sh",
     "python -m tools.patch": "tests/support/patched_checkout.py",
     "make demo": CI,
     "make test": CI,

@@ -53,11 +53,12 @@ def test_equality_counts_negative_controls_separately():
     found = {"results": [case, case | {"differences": ["loss"]}, dead, other | {"error": "no"}, other], "cases": 7}
     one, two, left = cells("equality", found)
     assert (one["what"], one["equal"], one["others"]) == (
-        "`tests/gpu/test_a.py`",
+        "`test_a`",
         "1 of 2",
-        "1 differ, 1 differ and must",
+        "1 differ, 1 must differ",
     )
-    assert (two["engine"], two["layout"], two["others"]) == ("TransformerEngine's", "tensor parallel", "1 failed")
+    assert (two["what"], two["layouts"]) == ("`test_b`, TransformerEngine's engine", "tensor parallel")
+    assert two["others"] == "1 failed"
     assert (left["what"], left["others"]) == ("not run", "2 cases")
 
 
