@@ -1,6 +1,7 @@
 """Static inputs for each layer and micro-batch, shared if their lifetimes do not overlap."""
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,22 +29,13 @@ def sample_arguments(
     Returns:
         Positional and keyword inputs of each slot.
     """
-    made: dict[int, SampleArguments] = {}  # created for the signature, then used by the first slot that needs inputs
-    signatures: dict[int, Hashable] = {}
 
-    def signature_of(slot: int) -> Hashable:
-        index = plan.callable_of_slot[slot]
-        if index not in signatures:
-            made.clear()
-            made[index] = make(index)
-            signatures[index] = values(index), signature(*made[index])
-        return signatures[index]
+    @cache
+    def signature_of(index: int) -> Hashable:
+        return values(index), signature(*make(index))
 
-    def inputs_of(slot: int) -> SampleArguments:
-        index = plan.callable_of_slot[slot]
-        return made.pop(index) if index in made else make(index)
-
-    return share_inputs(plan, signature_of, inputs_of)
+    index_of = plan.callable_of_slot
+    return share_inputs(plan, lambda slot: signature_of(index_of[slot]), lambda slot: make(index_of[slot]))
 
 
 def attention_mask_type(layer: Any) -> AttnMaskType | None:
