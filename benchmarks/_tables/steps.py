@@ -72,7 +72,10 @@ def _settings(variant: str) -> str:
 
 def memory(results: Results) -> Iterator[Row]:
     """Yield a row for each variant of a configuration."""
-    yield "model", "GPUs", "trained", "reserved: MiB", "tensors at their peak: MiB", "pools of graphs: MiB", "capture: s"
+    yield (
+        *("model", "GPUs", "trained"),
+        *("reserved: MiB", "tensors at their peak: MiB", "pools of graphs: MiB", "capture: s"),
+    )
     for found, model, variants in _trained(results):
         for name, said in NAMES.items():
             row = variants.get(name, {})

@@ -1,6 +1,8 @@
-"""Links of the documents resolve, and a test or CI runs each command of the README."""
+"""Links resolve, explained errors exist, and a test or CI runs each command of the README."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -9,6 +11,7 @@ PAGES += sorted((ROOT / "docs").glob("*.md"))
 FENCED = re.compile(r"^ *```[a-z]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^ {4}((?:make|pip|python|git|torchrun) .+?)(?: {2,}#.*)?$", re.MULTILINE)
+EXPLAINED = re.compile(r"^- `(.+)`$", re.MULTILINE)  # a message in docs/troubleshooting.md
 CI, MAKEFILE = ".ci/run", "Makefile"
 # How commands of the README begin, and the file that runs them.
 RUN_BY = {
@@ -37,6 +40,34 @@ def broken_links(page: Path, text: str) -> list[str]:
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
             found.append(link)
     return found
+
+
+def texts(file: Path) -> Iterator[str]:
+    """Yield the texts in a Python file, with ``…`` for values."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def unknown_messages(page: str, known: list[str]) -> list[str]:
+    """Return the explained messages with a part that no text contains."""
+    explained = EXPLAINED.findall(page)
+    return [
+        message
+        for message in explained
+        if not all(any(part.strip() in text for text in known) for part in message.split("…"))
+    ]
+
+
+def test_explained_errors_exist():
+    files = [file for folder in ("megatron", "megatron_fsdp_cuda_graphs") for file in (ROOT / folder).rglob("*.py")]
+    known = [text for file in files for text in texts(file)]
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert len(EXPLAINED.findall(page)) > 20
+    assert unknown_messages(page, known) == []
+    assert unknown_messages("- `rank … did not sneeze`", known) == ["rank … did not sneeze"]
 
 
 def test_links_resolve():
