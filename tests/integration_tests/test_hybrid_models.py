@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
 from tests.support.trainings.compared import assert_as_eager, assert_differs_from, replays_of_evaluations
 
@@ -59,16 +58,3 @@ def test_graphs_of_pipeline_stages_are_bit_identical_to_eager(trained, case, gra
 @pytest.mark.long
 def test_dead_replay_changes_the_loss(trained):
     assert_differs_from(trained(SIZES | {"pattern": "M*-M", "control": "dead_replay"}), 3)
-
-
-@pytest.mark.long
-def test_pretraining_is_bit_identical_to_eager(tmp_path):
-    flags = """
-        --train-iters 6 --hybrid-layer-pattern M-*M --spec tests.support.layers.hybrid_spec local
-        --untie-embeddings-and-output-weights --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4
-    """
-    eager = pretrain(tmp_path / "eager", flags, graphs=False)
-    graphed = pretrain(tmp_path / "graphed", flags, graphs=True)
-    assert len(eager) == 6
-    assert numbers(graphed) == numbers(eager)
-    assert [step["graphs"] for step in graphed] == [0] * 2 + [1] * 4  # graphs of all layers

@@ -18,22 +18,6 @@ STEPS = 9
 CAPTURED_AFTER = 3
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--iterations-to-skip 2 6",  # before and after the capture
-        "--step-batch-size-schedule 0:4,768:8",  # two micro-batches instead of one from step 7 on, after 768 tokens
-    ],
-)
-def test_changing_steps_are_bit_identical_to_eager(tmp_path, flags):
-    flags = f"--train-iters {STEPS} {flags}"
-    eager, graphed = (pretrain(tmp_path / str(graphs), flags, graphs=graphs) for graphs in (False, True))
-    assert eager[-1]["step"] == STEPS
-    assert numbers(graphed) == numbers(eager)
-    assert [step["graphs"] > 0 for step in graphed] == [step["step"] > CAPTURED_AFTER for step in graphed]
-
-
 def test_rerun_step_replays_the_same_result(tmp_path):
     # The run ends with status 16 if the wrong result of the second step is reproducible.
     run = Pretraining(

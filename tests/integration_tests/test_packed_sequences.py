@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.documents import write_documents
-from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
 from tests.support.trainings.compared import assert_as_eager, replays_of_evaluations
 from tests.support.trainings.models import FULL_RECOMPUTE
@@ -41,13 +39,6 @@ CP: list[tuple[dict[str, Any], int]] = [
     ({"holds": "model", "fp8": "delayed", **FULL_RECOMPUTE}, 1),
 ]
 STAGES: dict[str, Any] = {"layers": 4, "tied": False, "microbatches": 4, "dropout": 0.1}
-# Graphs of layers per rank in each layout
-LAYOUTS = {
-    "": 3,
-    "--tensor-model-parallel-size 2": 3,
-    "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
-    " --untie-embeddings-and-output-weights": 2 * 4,
-}
 
 
 def assert_replayed(result, case, pieces):
@@ -96,19 +87,3 @@ def test_host_read_of_lengths_fails_the_capture_and_is_named(trained):
     error = trained(SIZES | {"positions": "rope"})["error"]
     assert "CaptureFailedError" in error
     assert "Tensor.tolist copies device data to the host" in error
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["DP2", "TP2", "PP2 VPP2"])
-def test_pretraining_within_documents_is_bit_identical_to_eager(tmp_path, layout):
-    data = write_documents(tmp_path / "documents", count=500, longest=20)  # several sequences per sample
-    flags = f"""
-        {layout} --train-iters 6 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4 --micro-batch-size 1
-        --global-batch-size 4 --dataloader-inter-document-masking --cuda-graph-packed-sequences 32
-        --spec tests.support.layers.packed_attention local_layer --position-embedding-type learned_absolute
-    """
-    eager = pretrain(tmp_path / "eager", flags, graphs=False, data=data)
-    graphed = pretrain(tmp_path / "graphed", flags, graphs=True, data=data)
-    assert len(eager) == 6
-    assert numbers(graphed) == numbers(eager)
-    assert [step["graphs"] for step in graphed] == [0] * 2 + [LAYOUTS[layout]] * 4

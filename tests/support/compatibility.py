@@ -18,7 +18,7 @@ _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
 _TORCH = "tests/integration_tests/test_torch_fsdp.py"
 _PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
 _HYBRID = "tests/integration_tests/test_hybrid_models.py"
-_PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
+_PAIRS = "tests/integration_tests/test_pairs.py"
 _RESUMED = "tests/integration_tests/test_resumed_runs.py"
 _INSTANCES = "tests/integration_tests/test_hybrid_sharding.py"
 _AVERAGED = "tests/integration_tests/test_unsharded_gradients.py"
@@ -175,7 +175,7 @@ WORKING = (
     Working(
         "heterogeneous layers",
         "--heterogeneous-layers-config-path",
-        _PRETRAIN,
+        _PAIRS,
         "--heterogeneous-layers-config-path layers.json",
     ),
     Working(
@@ -305,7 +305,7 @@ WORKING = (
         holds="layers",
     ),
     Working("user buffers", "--use-nccl-ub", _GPU_FLAGS, "--use-nccl-ub"),
-    Working("all-gather group", "--create-all-gather-group", _PRETRAIN, "--create-all-gather-group"),
+    Working("all-gather group", "--create-all-gather-group", _PAIRS, "--create-all-gather-group"),
     Working("averaging collectives", "--ddp-average-in-collective", _AVERAGED, "--ddp-average-in-collective"),
     Working(
         "training loop",

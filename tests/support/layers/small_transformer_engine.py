@@ -220,32 +220,6 @@ class DotProductAttention(torch.nn.Module):
         return x.tanh()
 
 
-class Operation(torch.nn.Module):
-    """Operation with statistics per direction."""
-
-    def __init__(self):
-        super().__init__()
-        self._fp8_metas = {mode: _statistics() for mode in ("forward", "backward")}
-
-    def num_quantizers(self, mode):
-        return 1 if mode == "forward" else 0
-
-    def forward(self, x):
-        return x * 2
-
-
-class Fused(torch.nn.Module):
-    """Fused module that does not call its operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.operation = Operation()
-        self._module_groups = None
-
-    def forward(self, x):
-        return x * 2
-
-
 def statistics(modules, recipe):
     if recipe in (None, CURRENT):
         return None

@@ -1,11 +1,7 @@
 """Tests of the effects of captures and replays."""
 
-import inspect
-
 import pytest
 import torch
-
-from megatron_fsdp_cuda_graphs.cpu_backend import patches
 
 from .conftest import capture
 
@@ -40,27 +36,6 @@ def test_autograd_is_recorded():
     graph.replay()
     expected = torch.autograd.grad((x * weight).tanh().sum(), [x])[0]
     assert torch.equal(grad, expected)
-
-
-def test_replay_runs_no_python():
-    calls = []
-    x = torch.ones(2, device="cuda")
-
-    def body():
-        calls.append(1)
-        return x + 1
-
-    graph, _ = capture(body)
-    graph.replay()
-    graph.replay()
-    assert calls == [1]
-    assert graph.replays == 2
-
-
-def test_views_and_allocations_are_not_recorded():
-    x = torch.ones(4, 4, device="cuda")
-    graph, _ = capture(lambda: torch.empty_like(x).view(2, 8).t().copy_(x.view(8, 2)))
-    assert graph.op_count == 1
 
 
 def test_meta_tensors_are_not_recorded():
@@ -169,11 +144,3 @@ def test_accumulated_gradients_are_restored():
     graph.replay()
     assert weight.grad.tolist() == [7, 7, 7]
     saved.sum().backward()  # replays do not bump version counters
-
-
-@pytest.mark.parametrize("name", ["__init__", "capture_begin", "capture_end", "replay", "reset", "pool"])
-def test_methods_have_torchs_signatures(name):
-    (torchs,) = {patch.original for patch in patches.APPLIED if patch.replacement is torch.cuda.CUDAGraph}
-    method = getattr(torchs, "__new__" if name == "__init__" else name)
-    ours, theirs = (inspect.signature(m).parameters for m in (getattr(torch.cuda.CUDAGraph, name), method))
-    assert list(theirs)[1:] == list(ours)[1 : len(theirs)]

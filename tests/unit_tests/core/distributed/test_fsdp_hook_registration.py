@@ -2,8 +2,6 @@
 
 import copy
 import weakref
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -25,8 +23,6 @@ SENTINELS = {
     "_forward_pre_hooks": "_cuda_graph_backward_handler",
     "_forward_hooks": "_cuda_graph_backward_pre_handler",
 }
-OTHER_DICTS = ("_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-
 VARIANTS = {
     **{strategy: Variant(small(data_parallel_sharding_strategy=strategy)) for strategy in STRATEGIES},
     "fine forward": Variant(fsdp=FINE_FORWARD),
@@ -90,17 +86,6 @@ def test_every_hook_stays_out_of_graphs(ranks, name):
         left = [hook for kind in HOOK_DICTS for hook in vars(module)[kind].values()]
         withheld.restore()
         assert left == []
-
-
-def test_every_hook_is_a_method_of_one_object(fsdp):
-    owner = fsdp.fsdp_hooks
-    for module in fsdp.modules():
-        for kind in (*HOOK_DICTS, *OTHER_DICTS):
-            for hook in vars(module)[kind].values():
-                method: Any = getattr(hook, "hook", hook)  # torch wraps state-dict hooks
-                method = method.func if isinstance(method, partial) else method
-                assert method.__self__ is owner
-                assert getattr(type(owner), method.__name__)
 
 
 def test_only_units_are_released(fsdp):

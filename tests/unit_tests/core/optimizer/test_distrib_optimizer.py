@@ -248,23 +248,6 @@ def test_an_optimizer_on_the_host_reloads_parameters(optimizer, monkeypatch):
     assert made.optimizer.updates == 1
 
 
-def test_parameter_names_number_layers_in_the_model(optimizer, monkeypatch):
-    monkeypatch.setattr(distrib_optimizer, "handle_experts_in_state_dict", lambda params, experts: params)
-
-    class Chunk(torch.nn.Module):
-        config = SimpleNamespace(num_moe_experts=None)
-
-        def __init__(self, number):
-            super().__init__()
-            self.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
-            self.layers[0].layer_number = number
-
-    made = optimizer([])
-    made.model_chunks = [Chunk(2), Chunk(4)]
-    names = [made._param_name(chunk.layers[0].weight) for chunk in made.model_chunks]
-    assert names == ["layers.1.weight", "layers.3.weight"]
-
-
 @pytest.fixture
 def scaled(optimizer):
     """Return a factory of optimizers without a loss scaler."""

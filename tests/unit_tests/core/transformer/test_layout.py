@@ -144,17 +144,3 @@ def test_files_import_while_te_wrappers_are_imported() -> None:
     prefixes = ("megatron.core.models", "megatron.core.extensions")
     origins = [(name, i) for name in (*FILES, *FSDP_FILES) for i in _all_imports(name, inside_functions=False)]
     assert origins and not [(name, origin) for name, origin in origins if origin.startswith(prefixes)]
-
-
-def test_the_tree_takes_only_extend_from_the_package_around_it() -> None:
-    """``extend`` in a file shows that megatron-core's file of the same name runs first."""
-    own = "megatron_fsdp_cuda_graphs"
-    paths = [path.relative_to(REPOSITORY).with_suffix("") for path in REPOSITORY.joinpath("megatron").rglob("*.py")]
-    imports = {i for path in paths for i in _all_imports(".".join(path.parts), inside_functions=True)}
-    assert {i for i in imports if i.startswith(own)} == {f"{own}.overlay", f"{own}.overlay.extend"}
-
-
-@pytest.mark.parametrize("folder", ["", "engine", "te", "local"])
-def test_init_file_is_empty(folder: str) -> None:
-    init = _path_of(PACKAGE).with_suffix("") / folder / "__init__.py"
-    assert init.read_text() == "" == FSDP_FOLDER.joinpath("_graphs", "__init__.py").read_text()

@@ -93,19 +93,6 @@ def test_layer_in_evaluation_mode_runs_eagerly(layer):
     assert layer.events == ["eager"]
 
 
-def test_eager_pass_restores_token_dispatcher(layer):
-    dispatcher = SimpleNamespace(hidden_shape="of the graphs")
-    layer.mlp = torch.nn.Module()
-    layer.mlp.token_dispatcher = dispatcher
-
-    def pre_hook(module, args):
-        dispatcher.hidden_shape = "of this pass"
-
-    layer.register_forward_pre_hook(pre_hook)
-    assert layer.eval()(X) is X
-    assert dispatcher.hidden_shape == "of the graphs"
-
-
 def kept(**changes):
     """Return a layer graph that returns its arguments."""
     return layer_graph(graphed=lambda *args, **kwargs: (args, kwargs), shape=X.shape, **changes)

@@ -85,35 +85,7 @@ def replaying(fsdp, layers, direction="backward"):
             del layer.replaying
 
 
-def outcome(fsdp, error):
-    """Run a capture, and raise ``error`` in it if given."""
-    try:
-        with fsdp.graphs.layer_capture(fsdp.module.decoder.layers):
-            for layer in fsdp.module.decoder.layers:
-                fsdp.fsdp_hooks.unshard_for_forward(layer)
-                fsdp.fsdp_hooks.release_after_forward(layer)
-            if error:
-                fsdp.fsdp_hooks.unshard_for_backward(fsdp.module.decoder.layers[-1])
-                raise error
-    except KeyboardInterrupt:
-        pass
-
-
 # ------------------------------------------------------------------------------------------------------- capture mode
-
-ERRORS = pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["success", "exception"])
-
-
-@ERRORS
-@pytest.mark.parametrize("distributed", [True, False], ids=["DTensor", "raw"])
-def test_capture_restores_parameters(fsdp, distributed, error):
-    if not distributed:
-        fsdp._replace_param_with_raw_if_needed()
-    before = dict(fsdp.module.named_parameters())
-    outcome(fsdp, error)
-    after = dict(fsdp.module.named_parameters())
-    assert all(after[name] is before[name] for name in before)
-    assert fsdp.is_param_fsdp_distributed == distributed
 
 
 def test_backward_uses_the_runner_of_its_forward_pass(fsdp, layers):
@@ -153,18 +125,6 @@ def test_gradients_computed_during_capture_are_ignored(fsdp, layers):
         assert fsdp.grad_reduce_pipeline.grad_reduce_queue == []
         assert in_use(fsdp)["gradients"] == {}
         param.grad = None
-
-
-@ERRORS
-def test_nothing_is_left_of_a_capture(fsdp, error):
-    for param in fsdp.raw_param.values():
-        param.grad, param.grad_added_to_main_grad = torch.zeros_like(param), True
-    outcome(fsdp, error)
-    assert fsdp.graphs.captured is None
-    assert in_use(fsdp) == NOTHING
-    assert not fsdp.all_gather_pipeline.param_gather_event_map
-    assert {module._training_state.name for module in fsdp.module.modules()} == {"IDLE"}
-    assert not any(param.grad is not None or param.grad_added_to_main_grad for param in fsdp.raw_param.values())
 
 
 # --------------------------------------------------------------------------------------------------- moved parameters

@@ -2,7 +2,6 @@
 
 import re
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -169,10 +168,6 @@ class TestBallot:
         assert "--distributed-timeout-minutes" in str(first)
         assert str(third).startswith("rank 2 waited")
 
-    def test_fake_backend_votes_alone(self, monkeypatch):
-        monkeypatch.setattr(dist, "get_backend", lambda group: "fake")
-        assert Ballot(Group(4)).vote(objections={"a": "reason"}) == {"a": "reason"}
-
 
 @pytest.mark.usefixtures("store")
 class TestCaptures:
@@ -225,26 +220,6 @@ class TestCaptures:
         shown = f"{type(interrupt).__name__}: {interrupt}".removesuffix(": ")
         expected = f"CUDA graph capture was interrupted on rank 3, layer 1, forward: {shown}"
         assert {str(error) for error in errors[:3]} == {expected}
-
-    def test_nested_capture_failure_is_the_cause(self):
-        errors = self.capture(fails_on=(0, 0), error=CaptureFailedError("of another helper"))
-        assert {str(error) for error in errors} == {
-            "CUDA graph capture failed on rank 0, layer 0, forward: CaptureFailedError: of another helper"
-        }
-
-    def test_missing_rank_fails_others_after_timeout(self):
-        def run(rank):
-            if rank == 1:
-                Ballot(Group(2))
-                return
-            agreed = agreement_of(rank, timeout=SHORT)
-            with agreed.together(lambda: None):
-                join(agreed, "layer 1, forward")
-
-        start = time.monotonic()
-        error, _ = on_ranks(2, run)
-        assert time.monotonic() - start < LIMIT
-        assert ", layer 1, forward: RuntimeError: rank 0 waited" in str(error)
 
     def test_lost_store_fails_the_capture_at_once(self, monkeypatch):
         server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -325,28 +300,11 @@ class TestBeforeEachCollective:
         # "reconfigure" changes the ranks of a group, which no layer does; "monitored_barrier" returns no work.
         assert launching - {"_end_coalescing", "reconfigure"} | {"monitored_barrier"} == {*LAUNCHING}
 
-    @pytest.mark.parametrize("name", ["allreduce", "_allgather_base"])
-    def test_vote_comes_right_before_each_collective(self, group, name):
-        events: list = []
-        with (
-            in_place_of_torch([name], lambda *call, **options: events.append((call, options))),
-            _before_each_collective(lambda: events.append("join")),
-        ):
-            getattr(group, name)(1, timeout=2)
-        assert events == ["join", ((name, group, 1), {"timeout": 2})]
-
     def test_failed_vote_prevents_the_launch(self, group):
         launched, refuse = mock.Mock(), mock.Mock(side_effect=Fault)
         with in_place_of_torch(["allreduce"], launched), pytest.raises(Fault), _before_each_collective(refuse):
             group.allreduce()
         assert not launched.called
-
-    def test_recorded_collectives_need_no_vote(self, group, monkeypatch):
-        join = mock.Mock()
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with in_place_of_torch(["allreduce"], mock.Mock()), _before_each_collective(join):
-            group.allreduce()
-        assert not join.called
 
     def test_other_threads_need_no_vote(self, group):
         join, launched = mock.Mock(), mock.Mock()

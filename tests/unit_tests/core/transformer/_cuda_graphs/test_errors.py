@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.cuda_graphs import (
-    ArgMetadata,
-    CudaGraphManager,
-    _check_supported_type,
-    _CudagraphGlobalRecord,
-)
+from megatron.core.transformer.cuda_graphs import ArgMetadata, CudaGraphManager, _check_supported_type
 
 from .layer_graphs import layer_graph
 from .local.local_graph_cases import HIDDEN, batch, config, groups, record, runners, stack, use_graphable_rng
@@ -25,6 +20,11 @@ def recorded():
     return model, runners(model)[0]
 
 
+def with_another_rng_tracker():
+    random.initialize_rng_tracker(use_cudagraphable_rng=False, force_reset=True)
+    CudaGraphManager(config(), pg_collection=groups())
+
+
 @pytest.mark.parametrize(
     "refused",
     [
@@ -32,70 +32,39 @@ def recorded():
         lambda: _check_supported_type(ArgMetadata(object())),
         lambda: layer_graph().replay((), {}),
         lambda: layer_graph().replay((torch.ones(3, HIDDEN),), {"packed_seq_params": object()}),
+        lambda: CudaGraphManager(config(cuda_graph_impl="none"), pg_collection=groups()),
+        with_another_rng_tracker,
     ],
-    ids=["zeros of an int", "type", "too few inputs", "unknown keyword"],
+    ids=["zeros of an int", "type", "too few inputs", "unknown keyword", "implementation", "RNG tracker"],
 )
-def test_arguments_are_refused(refused):
+def test_arguments_and_options_are_refused(refused):
+    use_graphable_rng()
     with pytest.raises(AssertionError):
         refused()
 
 
-def test_other_graph_implementation_is_refused():
-    use_graphable_rng()
-    with pytest.raises(AssertionError):
-        CudaGraphManager(config(cuda_graph_impl="none"), pg_collection=groups())
-
-
-def test_unusable_rng_tracker_is_refused():
-    random.initialize_rng_tracker(use_cudagraphable_rng=False, force_reset=True)
-    with pytest.raises(AssertionError):
-        CudaGraphManager(config(), pg_collection=groups())
-
-
-def test_call_without_graph_is_refused(recorded):
-    model, _ = recorded
-    with pytest.raises(AssertionError):
-        model(batch(1, size=4))
-
-
-def test_unrecorded_model_is_refused(recorded):
-    with pytest.raises(AssertionError):
-        stack()(batch(0))
-
-
-def test_too_many_microbatches_are_refused():
-    model = stack(count=1, pipeline=2)
-    record(model)
-    model(batch(1))
-    with pytest.raises(AssertionError):
-        model(batch(1))
-
-
-def test_other_arguments_are_refused(recorded):
-    _, runner = recorded
-    with pytest.raises(AssertionError):
-        runner.replay_graph_capture(False, (torch.ones(4, HIDDEN),), {})
-
-
-def test_runner_without_graphs_is_refused(recorded):
-    _, runner = recorded
+def after_reset(model, runner):
     runner.reset()
-    with pytest.raises(AssertionError):
-        runner.replay_graph_capture(False, (torch.ones(3, HIDDEN, requires_grad=True),), {})
+    runner.replay_graph_capture(False, (torch.ones(3, HIDDEN, requires_grad=True),), {})
 
 
-def test_forward_pre_hook_is_refused(recorded):
-    model, _ = recorded
+def with_a_hook(model, runner):
     model.layers[0].linear.register_forward_pre_hook(lambda module, args: None)
+    model(batch(1))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda model, runner: model(batch(1, size=4)),
+        lambda model, runner: stack()(batch(0)),
+        lambda model, runner: [model(batch(1)) for _ in range(2)],
+        lambda model, runner: runner.replay_graph_capture(False, (torch.ones(4, HIDDEN),), {}),
+        after_reset,
+        with_a_hook,
+    ],
+    ids=["shape", "another model", "micro-batches", "arguments", "reset", "hook"],
+)
+def test_calls_that_fit_no_graph_are_refused(recorded, refused):
     with pytest.raises(AssertionError):
-        model(batch(1))
-
-
-def test_pass_recorded_after_capture_is_refused(recorded):
-    _, runner = recorded
-    _CudagraphGlobalRecord.cudagraph_record.append((runner, "fwd"))
-    try:
-        with pytest.raises(AssertionError):
-            _CudagraphGlobalRecord.create_cudagraphs()
-    finally:
-        _CudagraphGlobalRecord.cudagraph_record.clear()
+        refused(*recorded)

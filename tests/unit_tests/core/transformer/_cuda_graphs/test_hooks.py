@@ -11,7 +11,6 @@ from megatron.core.transformer._cuda_graphs.hooks import (
     BACKWARD_HANDLER,
     BACKWARD_PRE_HANDLER,
     HOOK_KINDS,
-    ModuleHooks,
     extracted_hooks,
     runs_outside_graphs,
 )
@@ -68,15 +67,6 @@ def with_sentinel(sentinel, handler):
 # ---------------------------------------------------------------------------------------------------- phase 1
 
 
-def test_extract_copies_and_removes_hooks_and_flags():
-    module = module_with_every_kind()
-    before = contents(module)
-    assert all(before.values())
-    saved = ModuleHooks.extract(module).saved
-    assert {name: list(entries.items()) for name, entries in saved.items()} == before
-    assert contents(module) == {name: [] for name in ALL_DICTS}
-
-
 # ---------------------------------------------------------------------------------------------------- phase 2
 
 
@@ -125,11 +115,6 @@ def test_handler_replaces_its_wrapper(sentinel, register, kind_of_plain, kind_of
     register(module, plain)
     expected = {kind: [] for kind in HOOK_KINDS} | {kind_of_plain: [plain], kind_of_handler: [handler]}
     assert handed_over(module) == expected
-
-
-def test_sentinels_have_protocol_names():
-    assert BACKWARD_HANDLER == "_cuda_graph_backward_handler"
-    assert BACKWARD_PRE_HANDLER == "_cuda_graph_backward_pre_handler"
 
 
 def test_deprecated_backward_hook_is_refused():

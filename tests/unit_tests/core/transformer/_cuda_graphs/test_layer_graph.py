@@ -54,20 +54,6 @@ def test_keyword_is_restored_after_other_value():
             assert torch.equal(static, MASK)
 
 
-def test_layers_share_one_copy_of_captured_value():
-    defaults, statics = DefaultInputs(), [MASK.clone() for _ in range(3)]
-    copied: list[torch.Tensor] = []
-
-    def to(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        copied.append(tensor)
-        return MASK
-
-    with mock.patch.object(torch.Tensor, "to", to):
-        for static in statics:
-            defaults.will_overwrite("attention_mask", static)
-    assert [tensor.data_ptr() for tensor in copied] == [statics[0].data_ptr()]
-
-
 def test_unknown_keyword_is_refused_unless_none():
     _, kwargs = replayed_with(masked(), HIDDEN, inference_context=None)
     assert "inference_context" not in kwargs

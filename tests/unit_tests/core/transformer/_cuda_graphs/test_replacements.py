@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.replacements import Replacements, between, replaced_attribute
+from megatron.core.transformer._cuda_graphs.replacements import Replacements, replaced_attribute
 
 
 def former(*args: object) -> str:
@@ -74,15 +74,3 @@ def test_classes_keep_inherited_attributes():
         assert Derived().name() == Base().name() == "other"
     assert "name" not in vars(Derived)
     assert vars(Base)["name"] is before
-
-
-def test_between_calls_end_after_an_exception():
-    calls = []
-
-    def fail():
-        calls.append("inside")
-        raise ValueError("inside")
-
-    with pytest.raises(ValueError, match="inside"), between(lambda: calls.append("begin"), lambda: calls.append("end")):
-        fail()
-    assert calls == ["begin", "inside", "end"]

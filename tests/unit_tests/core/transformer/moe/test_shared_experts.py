@@ -11,7 +11,6 @@ import torch
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe import shared_experts
 from megatron.core.transformer.moe.shared_experts import FusedSharedExpertMLP, SharedExpertMLP, SharedExpertState
-from megatron_fsdp_cuda_graphs.overlay import upstream
 from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 
@@ -82,9 +81,3 @@ def test_the_experts_stream_is_joined_at_capture(experts, capturing, monkeypatch
     monkeypatch.setattr(type(current), "wait_stream", lambda stream, other: joined.append((stream, other)))
     begin(experts)
     assert joined[-1] == (current, experts.stream)
-
-
-def test_fused_experts_inherit_megatron_cores_steps():
-    theirs = upstream(shared_experts.__name__).FusedSharedExpertMLP
-    for step in ("forward", "linear_fc1_forward_and_act", "linear_fc2_forward", "backward_dw"):
-        assert getattr(FusedSharedExpertMLP, step) is getattr(theirs, step)

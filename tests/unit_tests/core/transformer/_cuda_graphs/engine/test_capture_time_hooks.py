@@ -167,11 +167,6 @@ def test_graph_reads_parameters_that_hooks_moved():
 # ---------------------------------------------------------------------------------------------------------- errors
 
 
-def capture_two(hooks):
-    modules = torch.nn.Linear(3, 3).cuda(), torch.nn.Sequential(torch.nn.Linear(3, 3)).cuda()
-    make_graphed_callables(modules, inputs(2), capture_time_hooks=hooks)
-
-
 @pytest.mark.parametrize(
     ("hooks", "error", "message"),
     [

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from megatron.core.transformer._cuda_graphs.engine.memory import (
     REUSE_OPTION,
     PoolMemory,
@@ -58,46 +57,6 @@ def captured(pool, make):
     return graph, made
 
 
-@pytest.fixture
-def snapshots(cpu_backend, monkeypatch) -> list[int]:
-    """Record the number of segments in each ``torch.cuda.memory_snapshot``."""
-    sizes: list[int] = []
-    take = torch.cuda.memory_snapshot
-
-    def counting(mempool_id=None, include_traces=True):
-        segments = take(mempool_id, include_traces)
-        sizes.append(len(segments))
-        return segments
-
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", counting)
-    return sizes
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, placeholder):
-        ctx.save_for_backward(weight)
-        ctx.placeholder = placeholder
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0], ctx.placeholder, None
-
-
-class Placeholder(torch.nn.Module):
-    """Returns an output and a weight gradient allocated outside graphs, as fused weight gradients are."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(6, device="cuda"))
-        self.register_buffer("table", torch.ones(6, device="cuda"))
-        self.placeholder = torch.ones(6, device="cuda")
-
-    def forward(self, x):
-        return _Product.apply(x, self.weight, self.placeholder), self.table
-
-
 @pytest.mark.usefixtures("cpu_backend")
 class TestPoolMemory:
     def test_owns_tensors_of_its_graphs_only(self):
@@ -109,14 +68,6 @@ class TestPoolMemory:
         _graph, other = captured(torch.cuda.graph_pool_handle(), lambda: before * 2)
         _second, later = captured(graph.pool(), lambda: before * 3)
         assert memory.owned([made[0], other, later]) == {storage_address(made[0]), storage_address(later)}
-
-    def test_snapshots_memory_at_most_once_per_graph(self, snapshots):
-        layers = tuple(Placeholder() for _ in range(16))
-        samples = [(torch.ones(4, 6, device="cuda", requires_grad=True),) for _ in layers]
-        make_graphed_callables(
-            layers, samples, _order=[1, -1], _num_layers_per_chunk=[16], _reuse_graph_input_output_buffers=True
-        )
-        assert len(snapshots) <= 16
 
     @pytest.mark.parametrize(("number", "is_passed"), [(256, True), (257, False)])
     def test_passes_small_pool_numbers_only(self, monkeypatch, number, is_passed):

@@ -20,16 +20,6 @@ def test_unordered_plan_runs_backwards_in_reverse():
     assert passes(plan.forward_only()) == "f0 f1 f2"
 
 
-def test_slots_are_numbered_by_chunk_micro_batch_and_layer():
-    plan = ordered_plan([1, 1, 2, 2, -2, -2, -1, -1], [2, 1], 3)
-    assert plan.callable_of_slot == (0, 1, 0, 1, 2, 2)
-
-
-def test_passes_follow_an_interleaved_order():
-    plan = ordered_plan([1, 2, 1, 2, -2, -1, -2, -1], [2, 1], 3)
-    assert passes(plan) == "f0 f1 f4 f2 f3 f5 b4 b1 b0 b5 b3 b2"
-
-
 def test_callables_divide_evenly_by_default():
     assert ordered_plan([1, 2, -2, -1], None, 6) == ordered_plan([1, 2, -2, -1], [3, 3], 6)
 

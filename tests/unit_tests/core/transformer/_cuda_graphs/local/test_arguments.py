@@ -1,7 +1,6 @@
 """Tests for graph arguments: metadata, traversal and comparison."""
 
 import dataclasses
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +24,6 @@ class Packed:
 
     def __post_init__(self):
         object.__setattr__(self, "derived", self.count * 2)
-
-
-class Color(Enum):
-    RED = 1
 
 
 class TestArgMetadata:

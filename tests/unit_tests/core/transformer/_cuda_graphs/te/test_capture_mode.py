@@ -1,7 +1,6 @@
 """Tests for capture mode, failed captures, and the cleanup after a capture."""
 
 import gc
-import importlib
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -153,39 +152,3 @@ class TestCaptureMode:
     def test_deleting_missing_graphs_is_refused(self):
         with pytest.raises(CallOrderError, match="there are no CUDA graphs to delete"):
             helper_of().delete_cuda_graphs()
-
-
-def clears(monkeypatch):
-    """Return the chunks, and the calls that the cleanup after a capture makes with two chunks and two optimizers."""
-    from megatron.core.transformer import multi_token_prediction
-    from megatron.core.transformer.moe import moe_logging
-
-    calls: list[object] = []
-
-    def noting(what):
-        return lambda *arguments: calls.append((what, *arguments))
-
-    chunks = [SimpleNamespace(zero_grad_buffer=noting(f"gradients of chunk {i}")) for i in range(2)]
-    optimizers = [SimpleNamespace(zero_grad=noting(f"gradients of optimizer {i}")) for i in range(2)]
-    tracker = SimpleNamespace(clear=noting("MoE metrics"))
-    monkeypatch.setattr(moe_logging, "get_moe_metrics_tracker", lambda: tracker)
-    # A function of the same name shadows the module.
-    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    monkeypatch.setattr(finalize, "reset_model_temporary_tensors", noting("temporary tensors"))
-    monkeypatch.setattr(
-        multi_token_prediction.MTPLossLoggingHelper, "clean_metrics_in_tracker", noting("metrics of MTP")
-    )
-    helper = SimpleNamespace(config="config", model=chunks, optimizers=optimizers)
-    te_helper.TECudaGraphHelper._reset_after_capture(helper)  # type: ignore[arg-type]
-    return calls, chunks
-
-
-def test_cleanup_zeroes_gradients_and_metrics(monkeypatch):
-    calls, chunks = clears(monkeypatch)
-    assert calls == [
-        *[(f"gradients of chunk {i}",) for i in range(2)],
-        *[(f"gradients of optimizer {i}",) for i in range(2)],
-        ("MoE metrics",),
-        ("metrics of MTP",),
-        ("temporary tensors", "config", chunks),
-    ]

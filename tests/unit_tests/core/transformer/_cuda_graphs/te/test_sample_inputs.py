@@ -9,7 +9,6 @@ from hypothesis import given
 from megatron.core.transformer._cuda_graphs.engine.plan import Pass, ordered_plan
 from megatron.core.transformer._cuda_graphs.te.sample_inputs import (
     LayerInputs,
-    captures_attention,
     packed_use,
     sample_arguments,
 )
@@ -147,22 +146,6 @@ def test_use_of_packed_sequences(modules, attention, expected):
     assert packed_use(layer) is None
     layer.config.cuda_graph_packed_sequences = 4
     assert packed_use(layer) == expected
-
-
-@pytest.mark.parametrize(
-    ("layer", "captured"),
-    [
-        (Layer(), True),
-        (Layer([CudaGraphModule.attn]), True),
-        (Layer([CudaGraphModule.moe_router, CudaGraphModule.attn]), True),
-        (Layer([CudaGraphModule.moe_router]), False),
-        (Layer(attention=IdentityOp()), False),
-        (SimpleNamespace(config=SimpleNamespace(cuda_graph_modules=[])), False),
-    ],
-    ids=["whole layer", "attn", "router and attn", "router", "attention is the identity", "no attention"],
-)
-def test_captures_attention(layer, captured):
-    assert captures_attention(layer) is captured
 
 
 def test_layers_share_one_rotary_table():

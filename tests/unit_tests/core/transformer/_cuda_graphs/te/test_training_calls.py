@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls, expected_inputs, unused_by
+from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
 
 
 class Model(torch.nn.Module):
@@ -228,24 +228,3 @@ def test_chunk_blocker_checks_what_the_chunk_reads(place, args, reason):
     calls = TrainingCalls([chunk])
     chunk(*args)
     assert calls.blocker == reason
-
-
-@pytest.mark.parametrize(
-    ("place", "read"),
-    [
-        (FIRST, {"input_ids", "position_ids", "attention_mask"}),
-        (BETWEEN, {"attention_mask"}),
-        (LAST, {"attention_mask", "labels"}),
-    ],
-)
-def test_expected_and_unused_inputs_of_a_chunk(place, read):
-    chunk = Chunk(*place)
-    assert expected_inputs(chunk, 2, 4).keys() == read
-    assert unused_by(chunk) == {"input_ids", "position_ids", "labels", "loss_mask"} - read
-    chunk.position_embedding_type = "mrope"  # each chunk computes its own embeddings from position_ids
-    assert expected_inputs(chunk, 2, 4).keys() == read | {"position_ids"}
-    chunk.config = SimpleNamespace(context_parallel_size=2)
-    assert expected_inputs(chunk, 2, 4)["position_ids"] == ((3, 2, 8), torch.int64)
-    chunk.position_embedding_type = "rope"
-    chunk.mtp = torch.nn.Module()  # also embeds tokens
-    assert expected_inputs(chunk, 2, 4).keys() == read | {"input_ids", "position_ids", "loss_mask"}

@@ -153,14 +153,6 @@ def test_unfit_training_calls_are_logged_once(caplog):
     assert "captured without decoder_input" in record.message
 
 
-def test_reset_restores_forward():
-    model, graphs, _ = graphed()
-    graphs.reset()
-    assert "forward" not in vars(model)
-    assert not replays(model, ids(), ids(), mask(), labels=ids())
-    assert graphs.slots[0].replayed is None
-
-
 def test_copied_model_runs_eagerly():
     model, _, _ = graphed()
     copied = copy.deepcopy(model)
