@@ -6,7 +6,7 @@ PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile
 # `make test-all` runs tests marked `long` once, with the default versions and instruction set.
 QUICK := -m "not long"
 LONG :=
-# mypy refuses a folder without Python files.
+# mypy rejects a folder without Python files.
 TYPED := $(foreach folder,megatron megatron_fsdp_cuda_graphs tools examples tests benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null),$(folder)))
 CHECKED := $(TYPED) typings setup.py
 
@@ -51,7 +51,8 @@ help:
 
 .venv: $(ENVIRONMENT)
 
-# The stamp is written last, so that an interrupted installation is repeated. pip compiles serially, and more modules.
+# The stamp is written last, so that an interrupted installation is repeated. pip itself would compile serially, and
+# compile modules that nobody imports.
 .venv/.installed: setup.py pyproject.toml constraints.txt
 	@echo "Installing torch, megatron-core and the tools of this project into .venv"
 	$(PYTHON) -m venv --clear .venv
@@ -70,7 +71,7 @@ test: $(ENVIRONMENT)
 test-all: LONG := yes
 test-all: test test-processors test-versions test-torches test-installed test-patch demo
 
-# Operators sum in another order with another instruction set or number of threads. MKL_CBWR works on all processors.
+# The order of sums depends on the instruction set and the number of threads. MKL_CBWR works on all processors.
 test-processors: test-avx2 test-sse4 test-threads
 
 test-avx2: export ATEN_CPU_CAPABILITY := avx2
@@ -100,13 +101,13 @@ test-core-0.19.1: test-core-%: build/cores/%/megatron | build/cores/0.19.0/megat
 	diff -r --exclude package_info.py --exclude __pycache__ build/cores/0.19.0/megatron $<
 	$(call with_core,$*) $(PY) -m pytest tests/unit_tests/package/test_overlay_extensions.py
 
-# Puts that version ahead of the installed one.
+# Put that version ahead of the installed one.
 with_core = CORE_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/cores/$(1)$(addprefix :,$(PYTHONPATH))
 
 $(OTHER_CORES:%=build/cores/%/megatron): build/cores/%/megatron: | $(ENVIRONMENT)
 	$(PY) -m pip install --quiet --no-deps --target build/cores/$* megatron-core==$*
 
-# Puts a copy installed by pip ahead of this folder.
+# Put a copy installed by pip ahead of this folder.
 test-installed: COPY := PYTHONPATH=$(CURDIR)/build/installed$(addprefix :,$(PYTHONPATH))
 test-installed: $(ENVIRONMENT)
 	rm -rf build/installed
@@ -119,10 +120,10 @@ $(OTHER_TORCHES:%=test-torch-%): test-torch-%: build/torches/%/.installed
 	$(call with_torch,$*) $(PY) examples/demo.py --device cpu --steps 8 --output build/torches/demo
 	$(call with_torch,$*) $(PYTEST) $(QUICK) tests/unit_tests $(TORCH_TRAININGS)
 
-# Like with_core. GPUs are hidden: the CUDA packages fit the environment's own torch.
+# Like with_core. GPUs are hidden, because the CUDA packages match the torch of the environment.
 with_torch = CUDA_VISIBLE_DEVICES= TORCH_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/torches/$(1)$(addprefix :,$(PYTHONPATH))
 
-# That torch, and the requirements without which its import fails. A machine's own constraints may lack new versions.
+# Install that torch and the packages that its import needs. Constraints of the machine may exclude new versions.
 $(OTHER_TORCHES:%=build/torches/%/.installed): export PIP_CONSTRAINT := /dev/null
 $(OTHER_TORCHES:%=build/torches/%/.installed): build/torches/%/.installed: | $(ENVIRONMENT)
 	rm -rf build/torches/$*

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: where the patch's ``megatron/`` tree goes, and where metadata is built."""
+"""Install the ``megatron/`` tree as package data, and write metadata outside of the source folder."""
 
 import shutil
 from pathlib import Path
@@ -9,19 +9,19 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 TREE = "megatron"
 
-# Metadata that setuptools leaves here would be found by any Python started in this folder: torch of another environment
-# would call an entry point that is not installed there, and `import torch` would fail.
+# Any Python started in this folder would find metadata here: the torch of a different environment would call an entry
+# point that is not installed there, and `import torch` would fail.
 METADATA = ROOT / "build"
 METADATA.mkdir(exist_ok=True)
-# Modules that an earlier build left would be installed too.
+# Otherwise modules of an earlier build would also be installed.
 shutil.rmtree(METADATA / "lib", ignore_errors=True)
 
 
 class BuildWithTree(build_py):
-    """Copies the tree into the package as data, beside megatron-core and never over it.
+    """Copies the tree into the package as data, next to megatron-core, whose files it never overwrites.
 
-    The folder's name has a dot, so no import statement reaches it: only the finder of ``overlay.py`` loads its files,
-    each under its one name ``megatron.*``. An editable installation uses the tree where it is.
+    The folder's name has a dot, so that no import statement can load a file under a second name: only the finder of
+    ``overlay.py`` loads the files, as ``megatron.*``. An editable installation uses the tree in the source folder.
     """
 
     def run(self) -> None:
@@ -32,11 +32,11 @@ class BuildWithTree(build_py):
                 self.copy_file(file, self._target(file))
 
     def get_source_files(self) -> list[str]:
-        """List what a source distribution takes."""
+        """Return the files of a source distribution."""
         return [*super().get_source_files(), *self._tree()]
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        """List what is installed."""
+        """Return the installed files."""
         return [*super().get_outputs(include_bytecode), *map(self._target, self._tree())]
 
     def _tree(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Measures all documented figures at one commit, and writes them to one folder. Later calls resume.
+"""Measure all documented figures at one commit, and write them to one folder. Later calls resume.
 
     python benchmarks/measure.py                       # all parts for the GPUs of this machine
     python benchmarks/measure.py --only 'step_time*'   # parts with matching names

@@ -1,4 +1,4 @@
-"""Trains the same models several times and names the first tensor that differs between two runs.
+"""Train the same models several times, and name the first tensor that differs between two runs.
 
     python benchmarks/repeated_training.py --configurations D --variants eager+grouped native+grouped
 

@@ -1,4 +1,4 @@
-"""Writes results to a file, with the command, hardware and versions that produced them."""
+"""Write results to a file, with the command, hardware and versions that produced them."""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""Measures how step time, memory and capture time grow with the numbers of layers and micro-batches.
+"""Measure how step time, memory and capture time grow with the numbers of layers and micro-batches.
 
     python benchmarks/scaling.py --gpus 2 --output scaling.json
 

@@ -1,4 +1,4 @@
-"""Compares long training runs with and without graphs bit for bit, with evaluation, checkpoints and a restart.
+"""Compare long training runs with and without graphs bit for bit, with evaluation, checkpoints and a restart.
 
     python benchmarks/soak.py --output soak.json      # two GPUs, or two CPU ranks
 

@@ -1,4 +1,4 @@
-"""Compares training step times: Megatron-FSDP eager, with graphs and with a full-iteration graph; DDP; FSDP2.
+"""Compare training step times: Megatron-FSDP eager, with graphs and with a full-iteration graph; DDP; FSDP2.
 
     python benchmarks/step_time.py --gpus 2 --output step_time.json
 

@@ -1,4 +1,4 @@
-"""Writes docs/results.md from ``benchmarks/_tables/results.md`` and the files in ``benchmarks/results``.
+"""Write docs/results.md from ``benchmarks/_tables/results.md`` and the files in ``benchmarks/results``.
 
     python benchmarks/tables.py            # write the page
     python benchmarks/tables.py --check    # exit with 1 if the page differs from the results

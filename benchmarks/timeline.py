@@ -1,4 +1,4 @@
-"""Draws one step of several traces on one time scale as an SVG.
+"""Draw one step of several traces on one time scale as an SVG.
 
     python benchmarks/step_time.py --configurations B --variants eager native --logs LOGS
     python benchmarks/timeline.py docs/images/step_timeline.svg "eager=LOGS/EAGER.trace.json.gz" "graphs=LOGS/..."

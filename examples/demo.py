@@ -1,4 +1,4 @@
-"""Trains the same small GPT twice under Megatron-FSDP, eagerly and with CUDA graphs, and compares them.
+"""Train the same small GPT twice under Megatron-FSDP, eagerly and with CUDA graphs, and compare the runs.
 
 Runs one rank per GPU, on at most two GPUs, or two ranks on the CPU backend without a GPU. Writes the dataset, logs,
 metrics and a plot to the output folder. Exits with 1 unless graphs were captured and all losses and gradient norms are

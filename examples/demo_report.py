@@ -1,4 +1,4 @@
-"""Compares the step metrics of two runs in a table and a plot."""
+"""Compare the step metrics of two runs in a table and a plot."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Builds a Megatron indexed dataset (PREFIX.bin, PREFIX.idx) from text files, one token per byte.
+"""Build a Megatron indexed dataset (PREFIX.bin, PREFIX.idx) from text files, one token per byte.
 
 Each file is a document: its bytes (IDs 0 to 255), then END_OF_DOCUMENT (256). Train on it with
 

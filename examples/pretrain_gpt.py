@@ -1,4 +1,4 @@
-"""Pretrains a GPT with Megatron-Core and the flags of ``megatron.training``.
+"""Pretrain a GPT with Megatron-Core and the flags of ``megatron.training``.
 
 Supports real data (``--data-path``, ``--train-data-path``, ...) and ``--mock-data``; dense and mixture-of-experts
 layers; local and TransformerEngine layers; hybrid models (``--hybrid-layer-pattern``); multi-token prediction;

@@ -1,4 +1,4 @@
-"""Writes exact metrics of each training step as JSON lines.
+"""Write exact metrics of each training step as JSON lines.
 
 ``megatron.training`` prints six digits of the loss and three of the gradient norm, too few to compare runs, and has no
 callback. :meth:`StepMetrics.record_training_log` therefore wraps its public function ``training_log``, which is called

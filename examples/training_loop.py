@@ -1,4 +1,4 @@
-"""Trains a small GPT under Megatron-FSDP with CUDA graphs in a custom training loop.
+"""Train a small GPT under Megatron-FSDP with CUDA graphs in a custom training loop.
 
     torchrun --nproc-per-node 2 examples/training_loop.py
     torchrun --nproc-per-node 2 examples/training_loop.py --eager     # the same losses, without graphs

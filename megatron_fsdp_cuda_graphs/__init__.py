@@ -1,3 +1,3 @@
-"""Installs, inspects and tests the patch to Megatron-Core for CUDA graphs under Megatron-FSDP."""
+"""Install, inspect and test the patch to Megatron-Core for CUDA graphs under Megatron-FSDP."""
 
 __version__ = "0.3.0"

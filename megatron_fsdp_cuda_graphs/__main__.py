@@ -1,4 +1,4 @@
-"""Inspects an environment or a training command for CUDA graphs under Megatron-FSDP.
+"""Inspect an environment or a training command for CUDA graphs under Megatron-FSDP.
 
 Usage: python -m megatron_fsdp_cuda_graphs [COMMAND]
 

@@ -1,4 +1,4 @@
-"""Reports whether CUDA graphs under Megatron-FSDP can work in this environment, and lists missing requirements."""
+"""Report whether CUDA graphs under Megatron-FSDP can work in this environment, and list missing requirements."""
 
 import importlib
 import importlib.metadata

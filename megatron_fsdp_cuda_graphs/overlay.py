@@ -1,4 +1,4 @@
-"""Overlays megatron-core with this project's ``megatron/`` tree, whose files replace, extend or add modules.
+"""Overlay megatron-core with this project's ``megatron/`` tree, whose files replace, extend or add modules.
 
 torch calls ``activate`` at the end of ``import torch``, through its ``torch.backends`` entry points. megatron-core
 imports torch first, so the patch is on before any module that it changes. ``activate`` registers one finder on

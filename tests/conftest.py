@@ -1,4 +1,4 @@
-"""Settings shared by all tests."""
+"""Set the number of threads, skip GPU tests without a GPU, and mark sampled tests."""
 
 import os
 import zlib

@@ -1,4 +1,4 @@
-"""Writes this project as one patch for ``git am`` in a Megatron-LM checkout.
+"""Write this project as one patch for ``git am`` in a Megatron-LM checkout.
 
     python -m tools.patch CHECKOUT | git -C CHECKOUT am
 

@@ -1,4 +1,4 @@
-"""Checks the patch against a different megatron-core without importing it.
+"""Check the patch against a different megatron-core without importing it.
 
     python -m tools.upstream_check FOLDER
 

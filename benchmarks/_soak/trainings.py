@@ -1,4 +1,4 @@
-"""Runs training jobs in new processes, several at a time."""
+"""Run several training jobs at a time in new processes."""
 
 import json
 import os

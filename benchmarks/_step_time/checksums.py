@@ -1,4 +1,4 @@
-"""Computes checksums of gradients and weights."""
+"""Compute checksums of gradients and weights."""
 
 from collections.abc import Iterator
 from typing import Any

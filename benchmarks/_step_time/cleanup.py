@@ -1,4 +1,4 @@
-"""Cleans up a process between training runs.
+"""Clean up a process between training runs.
 
 Keeps torch.distributed and the model-parallel groups, because NCCL does not free the memory of destroyed communicators.
 """

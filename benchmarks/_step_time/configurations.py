@@ -1,4 +1,4 @@
-"""Defines the trained models, as flags of ``megatron.training``."""
+"""Define the trained models, as flags of ``megatron.training``."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Computes CUDA API calls, GPU time and host waits from a ``torch.profiler`` trace."""
+"""Compute CUDA API calls, GPU time and host waits from a ``torch.profiler`` trace."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Launches the ranks of a plan, and continues with the next runs if one fails or hangs."""
+"""Launch the ranks of a plan, and continue with the next runs if one fails or hangs."""
 
 import json
 import os

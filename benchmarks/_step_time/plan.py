@@ -1,4 +1,4 @@
-"""Plans the training runs of a benchmark."""
+"""Plan the training runs of a benchmark."""
 
 import re
 from collections.abc import Iterable

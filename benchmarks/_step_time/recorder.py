@@ -1,4 +1,4 @@
-"""Records losses, gradient norms and times of steps when ``megatron.training`` logs them."""
+"""Record losses, gradient norms and times of steps when ``megatron.training`` logs them."""
 
 import functools
 import gc

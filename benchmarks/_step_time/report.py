@@ -1,4 +1,4 @@
-"""Compares the variants of a configuration, and formats the results."""
+"""Compare the variants of a configuration, and format the results."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Disables the collectives of Megatron-FSDP, to time computation alone."""
+"""Disable the collectives of Megatron-FSDP, to time computation alone."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

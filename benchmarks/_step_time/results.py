@@ -1,4 +1,4 @@
-"""Collects the results of runs."""
+"""Collect the results of runs."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median

@@ -1,4 +1,4 @@
-"""Profiles a few training steps: CUDA API calls and GPU work, then Python calls."""
+"""Profile a few training steps: CUDA API calls and GPU work, then Python calls."""
 
 import cProfile
 import io

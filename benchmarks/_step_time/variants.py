@@ -1,4 +1,4 @@
-"""Defines the variants of a configuration: eager or with graphs, under Megatron-FSDP, FSDP2 or DDP."""
+"""Define the variants of a configuration: eager or with graphs, under Megatron-FSDP, FSDP2 or DDP."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

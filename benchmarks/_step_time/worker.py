@@ -1,4 +1,4 @@
-"""Runs one rank of a benchmark: trains every run of a plan with a fresh model and the same data.
+"""Run one rank of a benchmark: train every run of a plan with a fresh model and the same data.
 
     torchrun --nproc-per-node 2 benchmarks/_step_time/worker.py PLAN RESULTS LOGS
 

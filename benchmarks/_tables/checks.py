@@ -1,4 +1,4 @@
-"""Tables of comparisons with eager training."""
+"""Generate tables of comparisons with eager training."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Tables of times and memory, from results of ``step_time.py`` and ``scaling.py``."""
+"""Generate tables of times and memory from results of ``step_time.py`` and ``scaling.py``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Emulates ``torch.cuda`` and CUDA graphs on CPU tensors, for tests and demonstrations without a GPU.
+"""Emulate ``torch.cuda`` and CUDA graphs on CPU tensors, for tests and demonstrations without a GPU.
 
 Call ``install()`` before importing megatron, or run ``python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT``. A
 captured graph is a tape: the ATen operators and collectives of the capture, with their addresses.

@@ -1,4 +1,4 @@
-"""Runs a program written for CUDA on the CPU backend. Takes the same arguments as python.
+"""Run a program written for CUDA on the CPU backend. Takes the same arguments as python.
 
     python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]
     python -m megatron_fsdp_cuda_graphs.cpu_backend -m MODULE [ARGS...]

@@ -1,4 +1,4 @@
-"""Emulates one CUDA device with CPU tensors.
+"""Emulate one CUDA device with CPU tensors.
 
 Replaces all functions of ``torch`` and ``torch.Tensor`` that create or move tensors, so that the emulation covers all
 threads, hooks and tensor subclasses. Without a device, or with the string "cpu", they return host tensors.

@@ -1,4 +1,4 @@
-"""Runs code written for NCCL on gloo.
+"""Run code written for NCCL on gloo.
 
 gloo completes collectives in its own threads, which free tensors concurrently with the main thread and thereby corrupt
 the heap in long runs. Here the launching thread waits for completion. A collective with ``async_op=True`` writes to

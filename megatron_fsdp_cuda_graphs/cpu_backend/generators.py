@@ -1,4 +1,4 @@
-"""Emulates CUDA's random number generators with CPU generators.
+"""Emulate CUDA's random number generators with CPU generators.
 
 torch's C++ code draws from its default CPU generator. Here that generator holds the state of the current *device*
 generator, so that operations on device tensors need no wrapper. A second generator serves ``torch.get_rng_state`` and

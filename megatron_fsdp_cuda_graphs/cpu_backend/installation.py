@@ -1,4 +1,4 @@
-"""Installs and uninstalls the backend in this process, and ends the process."""
+"""Install and uninstall the backend in this process, and end the process."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""Tracks host memory, memory pools of graphs, and addresses that a tape reads and writes.
+"""Track host memory, memory pools of graphs, and the addresses that a tape reads and writes.
 
 Tensors of a tape do not own their memory, so a graph keeps no input alive and does not follow ``param.data = other``.
 Each replay checks all addresses. Storages of host memory are marked. Views share the mark, and results of operations

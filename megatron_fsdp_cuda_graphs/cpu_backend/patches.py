@@ -1,4 +1,4 @@
-"""Replaces and restores attributes of torch."""
+"""Replace and restore attributes of torch."""
 
 import functools
 import sys

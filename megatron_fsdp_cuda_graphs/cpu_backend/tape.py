@@ -1,4 +1,4 @@
-"""Emulates ``torch.cuda.CUDAGraph``: records the operators of a capture below autograd, and replays them.
+"""Emulate ``torch.cuda.CUDAGraph``: record the operators of a capture below autograd, and replay them.
 
 Operators run during capture, because Python needs their results. The end of the capture undoes their writes: it
 restores memory from outside the capture, and fills memory allocated in the capture with NaN (integers and bools: zero).

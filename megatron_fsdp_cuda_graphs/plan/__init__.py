@@ -1,1 +1,1 @@
-"""Checks flags without a GPU, and shows the graphs that they capture and the memory of one rank."""
+"""Check flags without a GPU, and show the graphs that they capture and the memory of one rank."""

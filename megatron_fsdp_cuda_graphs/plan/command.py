@@ -1,4 +1,4 @@
-"""The command ``plan``."""
+"""Run the command ``plan``."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Builds one pipeline stage of a job from fake tensors, with megatron-core and Megatron-FSDP.
+"""Build one pipeline stage of a job from fake tensors, with megatron-core and Megatron-FSDP.
 
 This process acts as one rank of the job, and its collectives transfer nothing. Megatron's local layers stand in for
 TransformerEngine's, because their parameters have the same shapes.

@@ -1,4 +1,4 @@
-"""Parses and checks training flags without starting a training run."""
+"""Parse and check training flags without starting a training run."""
 
 import argparse
 import io

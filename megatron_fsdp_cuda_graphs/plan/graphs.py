@@ -1,4 +1,4 @@
-"""Lists the graphs that a ``TECudaGraphHelper`` would capture, and the parts of the model in them."""
+"""List the graphs that a ``TECudaGraphHelper`` would capture, and the parts of the model in them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sums the memory of the tensors that megatron-core and Megatron-FSDP create on one rank."""
+"""Sum the memory of the tensors that megatron-core and Megatron-FSDP create on one rank."""
 
 import argparse
 from collections import Counter

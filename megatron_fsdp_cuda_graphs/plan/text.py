@@ -1,4 +1,4 @@
-"""Prints a plan. Import this module after installing the CPU backend."""
+"""Print a plan. Import this module after installing the CPU backend."""
 
 import argparse
 import sys

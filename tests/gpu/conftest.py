@@ -1,4 +1,4 @@
-"""Fixtures of the GPU tests."""
+"""Train all cases of a layout in one launch."""
 
 import json
 from collections.abc import Callable, Sequence

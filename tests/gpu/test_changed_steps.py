@@ -1,4 +1,4 @@
-"""Test that recapture for growing sequence lengths is bit-identical to eager before, between and after captures.
+"""Test that graphs are recaptured for longer sequences, and that every step is bit-identical to eager.
 
 Data parallel over all GPUs, under Megatron-FSDP and DistributedDataParallel. `test_ddp_graphs.py` changes numbers of
 micro-batches in a pipeline.

@@ -180,9 +180,6 @@ def test_delayed_weight_gradients_train_bit_for_bit(had_gradients):
     assert_same_bits(delayed_weight_gradients(native, had_gradients), delayed_weight_gradients(None, False))
 
 
-# ----------------------------------------------------------------------------------------------- capture-time hooks
-
-
 # -------------------------------------------------------------------------------------------- unsupported captures
 
 

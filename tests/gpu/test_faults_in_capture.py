@@ -1,4 +1,4 @@
-"""Test faults in captures and killed ranks on GPUs, like the integration tests of the same names."""
+"""Test faults in captures and killed ranks on GPUs."""
 
 import json
 

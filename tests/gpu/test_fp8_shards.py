@@ -1,4 +1,4 @@
-"""Test that casts of shards to FP8 are bit-identical to casts with transposes."""
+"""Test that FP8 casts of shards without transposes are bit-identical to casts with them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test that steps of TransformerEngine's Adam with recorded lists are bit-identical to its own steps."""
+"""Test that steps of TransformerEngine's Adam with cached tensor lists are bit-identical to its own steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test that per-micro-batch graphs of whole pipeline chunks are bit-identical to eager, in two stages."""
+"""Test that graphs of whole chunks in two pipeline stages are bit-identical to eager."""
 
 from typing import Any
 

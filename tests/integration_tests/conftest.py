@@ -1,4 +1,4 @@
-"""Fixtures of the integration tests, and their distribution to workers."""
+"""Share training runs among integration tests, and distribute the tests to workers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Variants to train with megatron-core's ``MegatronFSDP`` and with ours."""
+"""Define the variants to train with megatron-core's ``MegatronFSDP`` and with ours."""
 
 from tests.unit_tests.core.distributed.fsdp_variants import (
     FINE_BOTH,

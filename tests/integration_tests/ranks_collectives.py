@@ -1,4 +1,4 @@
-"""Collectives on two ranks of the CPU backend; run by test_cpu_ranks.py."""
+"""Run collectives on two ranks of the CPU backend, for test_cpu_ranks.py."""
 
 import pytest
 import torch

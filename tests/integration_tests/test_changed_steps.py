@@ -1,4 +1,4 @@
-"""Test that recapture after shape changes is bit-identical to eager before, between and after captures.
+"""Test that graphs are recaptured after shape changes, and that every step is bit-identical to eager.
 
 Sequence lengths and micro-batch sizes change without pipeline stages; numbers of micro-batches, with two stages.
 """

@@ -1,4 +1,4 @@
-"""Test that per-micro-batch graphs of chunks or layers are bit-identical to eager in Megatron-FSDP pipeline stages.
+"""Test that graphs of chunks or layers in Megatron-FSDP pipeline stages are bit-identical to eager.
 
 Two stages with one chunk (1F1B) or several interleaved chunks each, on two CPU ranks, or on four with two data-parallel
 or tensor-parallel ranks per stage.

@@ -1,4 +1,4 @@
-"""Test dropless experts with token counts on the GPU (--moe-use-grouped-tensor), where graphs hold whole MoE layers.
+"""Test graphs of whole MoE layers with dropless experts, whose token counts stay on the GPU.
 
 Two CPU ranks, 6 steps with capture after 3. Training is bit-identical to eager, including logged MoE metrics. Without
 the flag, only rounding differs.

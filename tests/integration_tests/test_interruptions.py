@@ -1,4 +1,4 @@
-"""Test that interrupted runs continue with graphs as they do eagerly."""
+"""Test that interrupted runs with graphs continue bit-identically to eager runs."""
 
 import os
 import re

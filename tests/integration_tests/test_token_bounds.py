@@ -1,4 +1,4 @@
-"""Test that steps that overflow the bound on tokens sent between ranks are rerun from unchanged state.
+"""Test that steps that exceed the bound on tokens sent between ranks are rerun from unchanged state.
 
 Two CPU ranks with two of four experts each, dropout, router statistics, expert bias and two micro-batches. A rank
 overflows when all its tokens go to the experts of one rank, twice an even share.

@@ -1,4 +1,4 @@
-"""Test that ``examples/training_loop.py`` has the same losses with and without graphs."""
+"""Test that ``examples/training_loop.py`` has bit-identical losses with and without graphs."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test that micro-batches count equally on two ranks, even for unsharded gradients next to sharded ones."""
+"""Test that all micro-batches have equal weight on two ranks, also in unsharded gradients."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Test combinations in whole-model graphs that the command lines of test_pairs.py do not reach, on CPU ranks."""
+"""Test combinations in whole-model graphs that test_pairs.py does not cover, on CPU ranks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Apply the patch to a megatron-core checkout, and check imports, bit-identical eager training, and tests.
+"""Apply the patch to a megatron-core checkout, and check imports, eager training and tests.
 
     python -m tests.support.patched_checkout FOLDER [--quick]
 

@@ -1,4 +1,4 @@
-"""Allocator settings that are refused with CUDA graphs."""
+"""Test which allocator settings are rejected with CUDA graphs."""
 
 import pytest
 

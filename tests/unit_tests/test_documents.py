@@ -1,4 +1,4 @@
-"""Links resolve, explained errors exist, and a test or CI runs each command of the README."""
+"""Test links in the documents, explanations of errors, and that tests or CI run all commands of the README."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^ {4}((?:make|pip|python|git|torchrun) .+?)(?: {2,}#.*)?$", re.MULTILINE)
 EXPLAINED = re.compile(r"^- `(.+)`$", re.MULTILINE)  # a message in docs/troubleshooting.md
 CI, MAKEFILE = ".ci/run", "Makefile"
-# How commands of the README begin, and the file that runs them.
+# The beginning of each command in the README, and the file that runs it.
 RUN_BY = {
     "pip install -c constraints.txt": MAKEFILE,
     "pip uninstall": "tests/integration_tests/test_install.py",
@@ -26,13 +26,13 @@ RUN_BY = {
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of the headings of a page, as a forge makes them."""
+    """Return the anchors of a page's headings, as code hosts generate them."""
     titles = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def broken_links(page: Path, text: str) -> list[str]:
-    """The links in ``text`` that lead nowhere from ``page``."""
+    """Return the links in ``text`` that do not resolve from ``page``."""
     found = []
     for link in LINK.findall(FENCED.sub("", text)):
         path, _, anchor = link.partition("#")

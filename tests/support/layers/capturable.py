@@ -1,4 +1,4 @@
-"""Stand-ins that make an optimizer's step capturable without TransformerEngine.
+"""Make an optimizer's step capturable without TransformerEngine.
 
 Without TransformerEngine, megatron-core uses torch's Adam, which rejects ``capturable`` on CPU ranks, and a norm that
 synchronizes.

@@ -1,4 +1,4 @@
-"""Stand-ins for fused weight-gradient kernels on CPU ranks."""
+"""Provide stand-ins for fused weight-gradient kernels on CPU ranks."""
 
 import inspect
 from collections.abc import Iterator

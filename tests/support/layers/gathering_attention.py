@@ -1,4 +1,4 @@
-"""Context-parallel attention that gathers all keys and values, a stand-in for TransformerEngine's."""
+"""Replace TransformerEngine's context-parallel attention with one that gathers all keys and values."""
 
 from copy import deepcopy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Specs of hybrid models without TransformerEngine or ``mamba-ssm``.
+"""Define specs of hybrid models without TransformerEngine or ``mamba-ssm``.
 
 Use them with ``--hybrid-layer-pattern M-*-ME --spec tests.support.layers.hybrid_spec local``.
 """

@@ -1,4 +1,4 @@
-"""Attention within packed sequences, a stand-in for TransformerEngine's, and random packed sequences.
+"""Replace TransformerEngine's attention within packed sequences, and draw random packed sequences.
 
 Each context-parallel rank holds one chunk from the front and one from the back of each sequence.
 """

@@ -1,4 +1,4 @@
-"""Miniature TransformerEngine with delayed and current scaling, cached weights, and the interface of version 2.20."""
+"""Emulate TransformerEngine 2.20: delayed and current scaling, and cached weights."""
 
 import sys
 from collections.abc import Iterator

@@ -200,7 +200,7 @@ def command(names: Iterable[str]) -> list[str]:
     """Return the flags for training with these features, without ``GRAPHS``.
 
     Raises:
-        ValueError: two set a flag differently.
+        ValueError: Two features set a flag differently.
     """
     setting = joined(names)
     if setting is None:
@@ -219,7 +219,7 @@ def planned(names: Iterable[str]) -> list[str]:
     """Return the flags for training with these features and graphs, for ``plan``.
 
     Raises:
-        ValueError: two set a flag differently.
+        ValueError: Two features set a flag differently.
     """
     return [*command(names), *GRAPHS[True].split(), "--mock-data"]
 

@@ -1,4 +1,4 @@
-"""Fixtures that make this process rank 0 of four on the CPU backend, with collectives that move no data.
+"""Make this process rank 0 of four on the CPU backend, with collectives that move no data.
 
 Megatron-FSDP's hooks, allocations and releases do not depend on the data. Tests of values use one rank.
 """

@@ -1,4 +1,4 @@
-"""Stand-in in plain torch for Apex's extension of the same name, for tests of fused weight gradients.
+"""Replace Apex's extension of the same name with plain torch, for tests of fused weight gradients.
 
 Megatron's own linear layers reject ``gradient_accumulation_fusion`` without the extension, which must be built from
 source.

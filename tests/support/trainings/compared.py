@@ -1,4 +1,4 @@
-"""Assertions about the results of ``compare_runs.py``."""
+"""Check the results of ``compare_runs.py``."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Controls: captures that break one thing, which a comparison must detect, and unusual captures that must succeed."""
+"""Capture with one part broken, which a comparison must detect, or in unusual ways, which must succeed."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Sizes and environment for comparisons on GPUs."""
+"""Define sizes and environment variables for comparisons on GPUs."""
 
 from typing import Any
 

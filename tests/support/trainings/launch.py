@@ -1,4 +1,4 @@
-"""Fixtures that run ``compare_runs.py`` on separate ranks.
+"""Run ``compare_runs.py`` and ``inject_faults.py`` on separate ranks.
 
 torchrun starts the ranks on GPUs; without a GPU they are forked.
 """

@@ -1,4 +1,4 @@
-"""Tolerance for numbers that differ only in summation order."""
+"""Define the tolerance for numbers that differ only in summation order."""
 
 # Relative tolerance per step. Up to about 2**14 consecutive float32 additions precede a number: all layers of a small
 # model in both directions, then the squares of a weight's gradient. Each rounds by at most 2**-24 in either direction;

@@ -1,4 +1,4 @@
-"""Tests of measure.py: parts run sequentially at one commit, and later calls resume."""
+"""Test measure.py: parts run sequentially at one commit, and later calls resume."""
 
 import json
 import shlex

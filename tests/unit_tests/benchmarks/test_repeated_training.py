@@ -1,4 +1,4 @@
-"""Tests of repeated_training.py: comparison of repeated runs."""
+"""Test repeated_training.py: comparison of repeated runs."""
 
 from benchmarks.repeated_training import compared, first_difference
 

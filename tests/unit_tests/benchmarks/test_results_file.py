@@ -1,4 +1,4 @@
-"""Tests of the layout and metadata of results files."""
+"""Test the layout and metadata of results files."""
 
 import json
 

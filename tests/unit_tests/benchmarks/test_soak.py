@@ -1,4 +1,4 @@
-"""Tests of soak.py: detection of differences between two runs."""
+"""Test soak.py: detection of differences between two runs."""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of step_time.py: failed and hung runs are reported, and the remaining runs start in a new launch."""
+"""Test step_time.py: failed and hung runs are reported, and the remaining runs start in a new launch."""
 
 import json
 import subprocess

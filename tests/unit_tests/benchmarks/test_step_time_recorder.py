@@ -1,4 +1,4 @@
-"""Tests of step_time.py: recorded times, losses and gradient norms."""
+"""Test step_time.py: recorded times, losses and gradient norms."""
 
 import time
 

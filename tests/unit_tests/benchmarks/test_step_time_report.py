@@ -1,4 +1,4 @@
-"""Tests of step_time.py: comparison of variants and launches."""
+"""Test step_time.py: comparison of variants and launches."""
 
 from typing import Any
 

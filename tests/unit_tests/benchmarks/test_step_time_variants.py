@@ -1,4 +1,4 @@
-"""Tests of step_time.py: configurations and variants on the command line."""
+"""Test step_time.py: configurations and variants on the command line."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests that the results page and the figures in README match the results files."""
+"""Test that the results page and the figures in README match the results files."""
 
 import json
 import re

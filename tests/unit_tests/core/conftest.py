@@ -1,4 +1,4 @@
-"""Fixtures of the tests of ``megatron.core``; tests that capture use ``cpu_backend``."""
+"""Provide the CPU backend for tests of ``megatron.core``."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Tests of the agreement by host messages. Each rank is a thread with its own gloo group."""
+"""Test that ranks agree by host messages. Each rank is a thread with its own gloo group."""
 
 import time
 import weakref

@@ -1,4 +1,4 @@
-"""Reruns: agreement without the GPU, random numbers, and results validated after the passes."""
+"""Test reruns: agreement without the GPU, random numbers, and validation of results after the passes."""
 
 import math
 from functools import partial

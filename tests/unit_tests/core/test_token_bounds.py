@@ -1,4 +1,4 @@
-"""Token bounds: the overflow flag, saved statistics, and repeated steps."""
+"""Test token bounds: the overflow flag, saved statistics, and repeated steps."""
 
 from types import SimpleNamespace
 from typing import Any

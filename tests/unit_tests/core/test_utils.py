@@ -1,4 +1,4 @@
-"""Batches of a tensor-parallel group of one rank: megatron-core's, without its broadcasts."""
+"""Test that a tensor-parallel group of one rank gets its batch without broadcasts."""
 
 from typing import Any
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Fixtures that run every test on the CPU backend."""
+"""Run every test of this folder on the CPU backend."""
 
 import pytest
 import torch

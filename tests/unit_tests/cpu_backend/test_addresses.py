@@ -1,4 +1,4 @@
-"""Tests of the addresses of graphs and the memory of pools."""
+"""Test the addresses of graphs and the memory of pools."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Tests of the effects of captures and replays."""
+"""Test the effects of captures and replays."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests of device and host tensors."""
+"""Test which tensors are on the device and which on the host."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Tests of random numbers on the host, on the device and in graphs."""
+"""Test random numbers on the host, on the device and in graphs."""
 
 import pickle
 

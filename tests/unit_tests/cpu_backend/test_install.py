@@ -1,4 +1,4 @@
-"""Tests of the installation in a process, and of the launcher for scripts."""
+"""Test the installation of the CPU backend, and its launcher for scripts."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests that operations forbidden in a capture raise, and that a failed capture has no side effects."""
+"""Test that operations forbidden in a capture raise, and that a failed capture has no side effects."""
 
 import pytest
 import torch

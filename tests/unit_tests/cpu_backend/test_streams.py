@@ -1,4 +1,4 @@
-"""Tests of streams and events, inside and outside captures."""
+"""Test streams and events, inside and outside captures."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Fixtures for the example scripts."""
+"""Make the example scripts importable."""
 
 from pathlib import Path
 

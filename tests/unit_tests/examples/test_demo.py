@@ -1,4 +1,4 @@
-"""Tests of demo.py and demo_report.py: comparison of two runs."""
+"""Test demo.py and demo_report.py: comparison of two runs."""
 
 import json
 import math

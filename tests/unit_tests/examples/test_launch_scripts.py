@@ -1,4 +1,4 @@
-"""Tests that megatron.training accepts the flags of the launch scripts."""
+"""Test that megatron.training accepts the flags of the launch scripts."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests of prepare_text.py: conversion of text files to an indexed dataset."""
+"""Test prepare_text.py: conversion of text files to an indexed dataset."""
 
 import pytest
 

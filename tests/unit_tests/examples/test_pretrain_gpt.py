@@ -1,4 +1,4 @@
-"""Tests of pretrain_gpt.py and step_metrics.py without a training run."""
+"""Test pretrain_gpt.py and step_metrics.py without a training run."""
 
 import inspect
 import json

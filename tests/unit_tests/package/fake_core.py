@@ -1,4 +1,4 @@
-"""Creates stubs of megatron-core, torch and the patch around the real overlay, and runs code in subprocesses."""
+"""Run code in subprocesses with the real overlay and stubs of megatron-core, torch and the patch."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests of ``python -m megatron_fsdp_cuda_graphs doctor``."""
+"""Test ``python -m megatron_fsdp_cuda_graphs doctor``."""
 
 import importlib.metadata
 import os

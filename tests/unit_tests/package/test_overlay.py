@@ -1,4 +1,4 @@
-"""Tests that files of the patch replace or extend modules of megatron-core."""
+"""Test that files of the patch replace or extend modules of megatron-core."""
 
 from textwrap import dedent
 

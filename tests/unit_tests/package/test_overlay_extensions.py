@@ -1,4 +1,4 @@
-"""Tests of the names that this tree's files replace in extended modules of megatron-core."""
+"""Test which names of megatron-core this tree's files replace."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Tests of the patched versions of megatron-core, and of ``MEGATRON_FSDP_CUDA_GRAPHS``."""
+"""Test the patched versions of megatron-core, and of ``MEGATRON_FSDP_CUDA_GRAPHS``."""
 
 from textwrap import dedent
 

@@ -1,4 +1,4 @@
-"""Fixtures to run the command in this process on the CPU backend."""
+"""Run ``plan`` in this process on the CPU backend."""
 
 import argparse
 import gc

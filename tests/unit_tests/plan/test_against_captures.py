@@ -1,4 +1,4 @@
-"""Tests plans against captures on the CPU backend, and against memory measured on GPUs."""
+"""Test plans against captures on the CPU backend, and against memory measured on GPUs."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Tests of ``python -m megatron_fsdp_cuda_graphs plan``."""
+"""Test ``python -m megatron_fsdp_cuda_graphs plan``."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tests the graphs in the output of ``plan`` against the documentation, for each documented example that works."""
+"""Test that ``plan`` lists the graphs that the documentation promises for each example."""
 
 import pytest
 

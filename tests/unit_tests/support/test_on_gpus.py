@@ -1,4 +1,4 @@
-"""Tests concurrent training of the cases of tests/gpu."""
+"""Test the concurrent training of the GPU test cases."""
 
 import json
 import sys

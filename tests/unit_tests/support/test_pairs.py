@@ -1,4 +1,4 @@
-"""Tests that the sets of flags contain every pair of compatible features."""
+"""Test that the sets of flags contain every pair of compatible features."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests the contents of the patch for ``git am``. ``make test-patch`` applies it and runs tests in the checkout."""
+"""Test the contents of the patch for ``git am``. ``make test-patch`` applies it and runs tests in the checkout."""
 
 import ast
 import shutil

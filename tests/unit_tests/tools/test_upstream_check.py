@@ -1,4 +1,4 @@
-"""Tests the check of the patch against changed copies of the installed megatron-core."""
+"""Test the check of the patch against changed copies of the installed megatron-core."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Megatron-FSDP checkpoints: layer names, contents, and errors."""
+"""Test Megatron-FSDP checkpoints: layer names, contents and errors."""
 
 import re
 import types

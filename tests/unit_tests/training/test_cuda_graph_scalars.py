@@ -1,4 +1,4 @@
-"""Scalars on CUDA graphs are written to Megatron's writers at the log interval."""
+"""Test that scalars on CUDA graphs reach Megatron's writers at the log interval."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Losses accumulate over steps without synchronizing, with the same sums as in megatron-core."""
+"""Test that losses accumulate over steps without synchronizing, with the same sums as in megatron-core."""
 
 import inspect
 from unittest import mock

@@ -1,4 +1,4 @@
-"""compile_helpers runs make only if the helper is missing."""
+"""Test that compile_helpers runs make only if the helper is missing."""
 
 import subprocess
 import sys

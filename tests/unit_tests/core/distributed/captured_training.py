@@ -1,4 +1,4 @@
-"""Eager and graphed training runs in this process, for bitwise comparison of their results."""
+"""Train eagerly and with graphs in this process, for bitwise comparison."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

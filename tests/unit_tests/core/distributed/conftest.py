@@ -1,4 +1,4 @@
-"""Fixtures that run all tests of this folder on the CPU backend and a side stream."""
+"""Run all tests of this folder on the CPU backend and a side stream."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""GPT models under Megatron-FSDP in several variants, with our hooks or megatron-core's own."""
+"""Build variants of a GPT under Megatron-FSDP, with our hooks or megatron-core's."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -116,7 +116,7 @@ def delay_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def hook_by_user(module: torch.nn.Module, *unused: Any) -> None:
-    """Do nothing; a user's hook, registered before the model is wrapped."""
+    """Do nothing, like a user's hook that was registered before the model is wrapped."""
 
 
 def hook_layers(model: torch.nn.Module) -> None:

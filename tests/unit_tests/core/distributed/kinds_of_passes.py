@@ -1,4 +1,4 @@
-"""Graph scopes, and pairs of forward passes whose backward passes run after both."""
+"""Define graph scopes, and steps in which two forward passes precede both backward passes."""
 
 import torch
 

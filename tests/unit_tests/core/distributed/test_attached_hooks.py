@@ -1,4 +1,4 @@
-"""Autograd calls the handlers that Megatron-FSDP attaches around a module, for all kinds of arguments."""
+"""Test that autograd calls the handlers that Megatron-FSDP attaches around a module."""
 
 import pytest
 import torch

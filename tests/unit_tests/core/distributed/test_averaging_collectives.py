@@ -1,4 +1,4 @@
-"""``--ddp-average-in-collective``: reductions average gradients."""
+"""Test that reductions average gradients with ``--ddp-average-in-collective``."""
 
 import pytest
 import torch

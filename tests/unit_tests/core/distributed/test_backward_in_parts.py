@@ -1,4 +1,4 @@
-"""Parameters with gradients from several autograd passes, under a schedule that runs layers in parts.
+"""Test the reduction of gradients that several autograd passes accumulate.
 
 ``--overlap-moe-expert-parallel-comm`` uses such a schedule: the embedding and a tied output layer have separate
 autograd passes. A reduction before the last pass would read memory that this pass writes.

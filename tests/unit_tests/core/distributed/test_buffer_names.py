@@ -1,4 +1,4 @@
-"""Each model under Megatron-FSDP has its own fixed buffers, which are freed with it."""
+"""Test that each model under Megatron-FSDP has its own fixed buffers, which are freed with it."""
 
 import gc
 

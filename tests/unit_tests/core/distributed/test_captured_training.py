@@ -1,4 +1,4 @@
-"""Training with graphs under Megatron-FSDP is bit-identical to eager training, whatever happens between steps.
+"""Test that training with graphs under Megatron-FSDP is bit-identical to eager training.
 
 These tests run in this process, with one rank. The integration tests use two ranks.
 """

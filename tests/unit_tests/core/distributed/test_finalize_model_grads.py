@@ -1,4 +1,4 @@
-"""Router statistics are reset after each step, and shared embedding gradients are reduced."""
+"""Test that router statistics are reset after each step, and shared embedding gradients are reduced."""
 
 import gc
 import importlib

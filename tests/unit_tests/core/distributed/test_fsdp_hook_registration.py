@@ -1,4 +1,4 @@
-"""Megatron-FSDP registers the same hooks as megatron-core, on the same modules, in the same order, with equal flags."""
+"""Test that Megatron-FSDP registers the same hooks as megatron-core, in the same order, with equal flags."""
 
 import copy
 import weakref

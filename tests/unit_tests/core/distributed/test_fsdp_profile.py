@@ -1,4 +1,4 @@
-"""Profiles show Megatron-FSDP's hooks by phase and module."""
+"""Test that profiles show Megatron-FSDP's hooks by phase and module."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Names in checkpoints contain global layer numbers."""
+"""Test that names in checkpoints contain global layer numbers."""
 
 import pytest
 

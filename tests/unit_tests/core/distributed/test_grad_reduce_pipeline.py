@@ -1,4 +1,4 @@
-"""With double buffers, a gradient bucket is overwritten only after the reduction that reads it."""
+"""Test that a gradient bucket is overwritten only after the reduction that reads it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The gradient norm and the number of zeros count each element once."""
+"""Test that the gradient norm and the number of zeros count each element once."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Lifetime of the memory of the optimizer's gradients, outside and inside of a graph's pool."""
+"""Test when the memory of the optimizer's gradients is allocated, freed, and taken from a graph's pool."""
 
 import pytest
 import torch

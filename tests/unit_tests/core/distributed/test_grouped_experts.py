@@ -1,4 +1,4 @@
-"""Grouped experts under Megatron-FSDP: weights are not copied, and token counts stay on the GPU."""
+"""Test that grouped experts under Megatron-FSDP copy no weights and keep token counts on the GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Decoders that read hidden states between layers, skip layers, or call them twice or in a different order.
+"""Test decoders that read hidden states between layers, skip layers, or call them in a different order.
 
 With graphs they are bit-identical to eager execution or raise an error, and the next step is unaffected.
 """

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's device meshes contain only the ranks of one pipeline stage."""
+"""Test that Megatron-FSDP's device meshes contain only the ranks of one pipeline stage."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Casts of FP8 shards skip transposes."""
+"""Test that casts of FP8 shards skip transposes."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""The optimizer's gradients equal the main gradients, and occupy memory only while the optimizer needs them."""
+"""Test that the optimizer's gradients equal the main gradients, and use memory only during its step."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Synchronization at the end of a step: parameter gathers and gradient reductions."""
+"""Test parameter gathers and gradient reductions at the end of a step."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -1,4 +1,4 @@
-"""Swaps between raw and optimizer parameters match megatron-core, without lookups by name."""
+"""Test that swaps between raw and optimizer parameters match megatron-core, without lookups by name."""
 
 from typing import Any
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Activation recomputation in graphs of all layers or the whole model, and its memory savings."""
+"""Test activation recomputation in graphs of all layers or the whole model, and its memory savings."""
 
 import logging
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""DTensors of tensor-parallel parameters are checked only among ranks that share them, not across pipeline stages."""
+"""Test that ranks of different pipeline stages do not check each other's DTensors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Host costs of a training step with graphs: Megatron-FSDP's Python calls, and launches.
+"""Test the host costs of a training step with graphs: Megatron-FSDP's Python calls, and launches.
 
 A step is counted from zeroing gradients to the last reduction, without the optimizer. The bounds are slightly above the
 counts.

@@ -1,4 +1,4 @@
-"""Planned copies of gradients and weights around the optimizer step produce megatron-core's results."""
+"""Test that planned copies of gradients and weights match megatron-core's results."""
 
 from contextlib import contextmanager
 from unittest import mock

@@ -1,4 +1,4 @@
-"""After an exception in a backward pass, training continues as if the pass had not begun."""
+"""Test that training continues unaffected after an exception in a backward pass."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

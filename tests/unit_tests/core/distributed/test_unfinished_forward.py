@@ -1,4 +1,4 @@
-"""After an exception in a forward pass, training continues as if the pass had not begun."""
+"""Test that training continues unaffected after an exception in a forward pass."""
 
 from contextlib import contextmanager, nullcontext
 from unittest import mock

@@ -1,4 +1,4 @@
-"""All micro-batches of a step have equal weight, even in unsharded gradients."""
+"""Test that all micro-batches of a step have equal weight, also in unsharded gradients."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Fused rotary kernels of multi-latent attention: block sizes, and results in Triton's interpreter."""
+"""Test the fused rotary kernels of multi-latent attention: block sizes, and results in Triton's interpreter."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Positional embeddings split among context-parallel ranks as in megatron-core, without the host."""
+"""Test that context-parallel ranks split positional embeddings like megatron-core, without host tensors."""
 
 import importlib
 from types import SimpleNamespace

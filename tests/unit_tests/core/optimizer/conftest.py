@@ -1,4 +1,4 @@
-"""Fixture for a single-rank device mesh, used by optimizer tests."""
+"""Provide a device mesh with one rank."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The distributed optimizer under Megatron-FSDP: gradients, clipping in a graph, checkpoints."""
+"""Test the distributed optimizer under Megatron-FSDP: gradients, graphs of clipping, and checkpoints."""
 
 import weakref
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Optimizer states of empty shards have the same names and step counts as those of other parameters."""
+"""Test that optimizer states of empty shards have the names and step counts of other states."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps with recorded tensor lists are bit-identical to the optimizer's own steps."""
+"""Test that steps with cached tensor lists are bit-identical to the optimizer's own steps."""
 
 import pytest
 import torch

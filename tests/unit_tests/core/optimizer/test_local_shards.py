@@ -1,4 +1,4 @@
-"""Steps on local shards are bit-identical to steps on DTensors."""
+"""Test that steps on local shards are bit-identical to steps on DTensors."""
 
 import copy
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Graph of the optimizer step: gathers after replays, and eager steps after changes."""
+"""Test graphs of the optimizer step: gathers after replays, and eager steps after changes."""
 
 from types import SimpleNamespace
 from unittest import mock

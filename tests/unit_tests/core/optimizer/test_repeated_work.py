@@ -1,4 +1,4 @@
-"""Repeated work is captured in a graph once its memory is stable, and otherwise runs eagerly."""
+"""Test that repeated work is captured once its addresses are stable, and otherwise runs eagerly."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests that the names in ``cuda_graphs`` exist and can be patched."""
+"""Test that all names of ``cuda_graphs`` exist, and that patching them affects the functions that use them."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Tests megatron-core's own attention with key and value sizes that differ from the configuration."""
+"""Test megatron-core's own attention with key and value sizes that differ from the configuration."""
 
 from contextlib import nullcontext
 

@@ -1,4 +1,4 @@
-"""Tests that files import no higher layer. The layers are leaves, engine, te and local, and the public module.
+"""Test that no file imports from a higher layer: leaves, engine, te and local, public module.
 
 Files are parsed, not imported: imports inside functions count as well, unless only import-time cycles matter.
 """

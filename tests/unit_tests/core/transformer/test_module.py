@@ -1,4 +1,4 @@
-"""Tests that layers replay their graphs inside their own call."""
+"""Test that layers replay their graphs inside their own call."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Tests multi-token prediction: static scales and metrics, and packed sequences rolled without host synchronization."""
+"""Test multi-token prediction: static scales and metrics, and packed sequences rolled without host synchronization."""
 
 from types import SimpleNamespace
 from unittest import mock

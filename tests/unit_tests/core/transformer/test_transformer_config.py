@@ -1,4 +1,4 @@
-"""Tests that TransformerConfig allows full recomputation with graphs, after megatron-core's checks."""
+"""Test that TransformerConfig allows full recomputation with graphs, after megatron-core's checks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Step statistics in a model-parallel group of one rank are reduced without synchronizing."""
+"""Test that step statistics are reduced without synchronizing if the model-parallel group has one rank."""
 
 from types import SimpleNamespace
 from unittest import mock

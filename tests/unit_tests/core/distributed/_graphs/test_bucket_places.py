@@ -1,4 +1,4 @@
-"""Buckets used by graphs must have the same addresses in replays as during capture."""
+"""Test that replays reject buckets that have moved since capture."""
 
 import pytest
 import torch

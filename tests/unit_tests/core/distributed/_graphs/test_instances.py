@@ -1,4 +1,4 @@
-"""Communication across HSDP replicas with graphs: once per step, in the same order on all ranks."""
+"""Test that graphs communicate across HSDP replicas once per step, in the same order on all ranks."""
 
 from contextlib import contextmanager
 from functools import partial

@@ -1,4 +1,4 @@
-"""Capture and replay of single layers under Megatron-FSDP: gathers, gradients, moved buffers, cleanup."""
+"""Test layer graphs under Megatron-FSDP: gathers, gradients, moved buffers and cleanup."""
 
 from contextlib import contextmanager
 from functools import partial

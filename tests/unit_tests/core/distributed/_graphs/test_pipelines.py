@@ -1,4 +1,4 @@
-"""Both pipelines are cleaned up after a failure without communication."""
+"""Test that the gather and reduction pipelines recover from a failure without communication."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -121,7 +121,7 @@ def places_of(fsdp):
     return list(places.values())
 
 
-def assert_neighbours_share_nothing(places):
+def assert_neighbors_share_nothing(places):
     assert len(places) == 4
     assert all(unit.isdisjoint(following) for unit, following in pairwise(places))
 
@@ -135,4 +135,4 @@ def test_neighboring_units_use_different_buffers(ranks, case):
     fsdp = Variant(case).build().module
     take_places(fsdp)
     assert taken(fsdp) == [{}, {}]
-    assert_neighbours_share_nothing(places_of(fsdp))
+    assert_neighbors_share_nothing(places_of(fsdp))

@@ -1,4 +1,4 @@
-"""Recorded all-gathers and reductions are replayed; if a buffer has moved, megatron-core's run instead."""
+"""Test recorded all-gathers and reductions, and the fallback to megatron-core's if a buffer has moved."""
 
 from contextlib import contextmanager
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Graphs of all decoder layers, mixed with eager passes of the same layers."""
+"""Test graphs of all decoder layers mixed with eager passes of the same layers."""
 
 from contextlib import contextmanager
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Graphs of a whole model under Megatron-FSDP: gathers, moved buffers, cleanup, and unsupported configurations."""
+"""Test whole-model graphs under Megatron-FSDP: gathers, moved buffers, cleanup and unsupported configurations."""
 
 import logging
 import weakref

@@ -1,4 +1,4 @@
-"""Layer graphs without an engine."""
+"""Create layer graphs without an engine."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategy for pipeline orders."""
+"""Provide a Hypothesis strategy for pipeline orders."""
 
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Tests that ranks agree on a capture. Each rank is a thread; all share a store."""
+"""Test that ranks agree on a capture. Each rank is a thread; all share a store."""
 
 import re
 import threading

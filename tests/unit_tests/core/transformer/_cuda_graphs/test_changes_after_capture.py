@@ -1,4 +1,4 @@
-"""Tests that after changes between capture and replay, results equal eager or an error is raised.
+"""Test that changes after capture either give eager results or raise an error.
 
 Each change is applied to a run with graphs and to the same run without, on one rank in this process.
 """

@@ -1,4 +1,4 @@
-"""Tests that errors where megatron-core asserts are also AssertionErrors, as its callers expect."""
+"""Test that errors are AssertionErrors where megatron-core asserts, as its callers expect."""
 
 import pytest
 import torch

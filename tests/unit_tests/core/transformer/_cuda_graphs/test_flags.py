@@ -1,4 +1,4 @@
-"""Tests that each row of the flag table rejects or warns, and that working flags pass."""
+"""Test that each row of the flag table rejects or warns, and that working flags pass."""
 
 import logging
 import sys

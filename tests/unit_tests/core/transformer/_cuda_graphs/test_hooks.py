@@ -1,4 +1,4 @@
-"""Tests that hooks are removed for capture, passed to the engine, and restored."""
+"""Test that hooks are removed for capture, passed to the engine, and restored."""
 
 import inspect
 from functools import partial
@@ -62,9 +62,6 @@ def with_sentinel(sentinel, handler):
     wrapper = hook("wrapper")
     setattr(wrapper, sentinel, handler)
     return wrapper
-
-
-# ---------------------------------------------------------------------------------------------------- phase 1
 
 
 # ---------------------------------------------------------------------------------------------------- phase 2

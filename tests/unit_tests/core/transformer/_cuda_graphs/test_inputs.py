@@ -1,4 +1,4 @@
-"""Tests packed sequences: offsets as static inputs, rejected formats, and padding of ``PackedSeqParams``."""
+"""Test packed sequences: offsets as static inputs, rejected formats, and padding of ``PackedSeqParams``."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests graphs of one layer: which calls they match, and the arguments of the engine."""
+"""Test layer graphs: the calls that they match, and the arguments that the engine gets."""
 
 import copy
 import weakref

@@ -1,4 +1,4 @@
-"""Tests temporary replacements of attributes."""
+"""Test temporary replacements of attributes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests that snapshots detect and name changes since capture."""
+"""Test that snapshots detect and name changes since capture."""
 
 from collections import Counter, deque
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Tests tokens exchanged in buffers of equal size: order, gradients and unused rows."""
+"""Test the exchange of tokens in buffers of equal size: order, gradients and unused rows."""
 
 import pytest
 

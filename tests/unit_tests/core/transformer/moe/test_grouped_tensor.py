@@ -1,4 +1,4 @@
-"""Tests grouped experts against one matrix product per expert: bits, memory and unused rows."""
+"""Test grouped experts against one matrix product per expert: bits, memory and unused rows."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
-# megatron-core's package, untyped. Without this, the type checker takes this repository's folder of the same name,
-# which has no __init__.py, for the whole of it.
+# Untyped stub of megatron-core's package. Without it, the type checker would find only this repository's folder of the
+# same name, which has no __init__.py.
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -1,4 +1,4 @@
-"""Callables to capture, and a training loop that returns every number for comparison."""
+"""Define callables to capture, and a training loop that returns every number for comparison."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

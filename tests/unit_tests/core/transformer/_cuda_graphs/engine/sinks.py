@@ -1,4 +1,4 @@
-"""A gradient sink that records its calls, and a recorder of graph replays."""
+"""Record the calls of a gradient sink, and graph replays."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

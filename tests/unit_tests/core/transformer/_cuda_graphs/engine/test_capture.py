@@ -1,4 +1,4 @@
-"""Tests captures into one pool, and the process state after a failed capture."""
+"""Test consecutive captures, and the process state after a failed capture."""
 
 import gc
 import weakref

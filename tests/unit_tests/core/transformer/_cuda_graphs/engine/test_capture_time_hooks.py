@@ -1,4 +1,4 @@
-"""Tests that capture-time hooks run around every warm-up and capture pass, outside the graph."""
+"""Test that capture-time hooks run around every warm-up and capture pass, outside the graph."""
 
 import re
 

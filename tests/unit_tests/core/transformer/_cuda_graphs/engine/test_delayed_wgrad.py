@@ -1,4 +1,4 @@
-"""Tests weight gradients that modules compute in a separate pass, as TransformerEngine's do."""
+"""Test weight gradients that modules compute in a separate pass, like TransformerEngine's."""
 
 import queue
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Tests backward graphs that write parameter gradients to a sink instead of returning them to autograd."""
+"""Test backward graphs that write parameter gradients to a sink instead of returning them to autograd."""
 
 from typing import Any
 from unittest import mock

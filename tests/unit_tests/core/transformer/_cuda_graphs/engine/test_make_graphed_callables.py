@@ -1,4 +1,4 @@
-"""Tests that replays of graphed callables are bit-identical to eager execution."""
+"""Test that replays of graphed callables are bit-identical to eager execution."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Tests the errors of make_graphed_callables for unsupported arguments."""
+"""Test the errors of make_graphed_callables for unsupported arguments."""
 
 import pytest
 import torch

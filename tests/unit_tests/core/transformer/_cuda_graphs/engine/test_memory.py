@@ -1,4 +1,4 @@
-"""Tests that weak references do not own memory, and that the memory of a pool is recognized."""
+"""Test weak references to tensors, and the detection of memory that belongs to a pool."""
 
 import gc
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Tests the plan of steps for a pipeline order."""
+"""Test the plan of steps for a pipeline order."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Tests that a capture, even a failed one, preserves the state of the process."""
+"""Test that a capture, even a failed one, preserves the state of the process."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""Tests quantized callables with a stub of TransformerEngine; tests/gpu uses the real one."""
+"""Test quantized callables with a stub of TransformerEngine; tests/gpu uses the real one."""
 
 import pytest
 import torch

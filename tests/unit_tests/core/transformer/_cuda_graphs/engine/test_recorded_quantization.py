@@ -1,4 +1,4 @@
-"""Tests graphs that update FP8 statistics, with a stub of TransformerEngine."""
+"""Test graphs that update FP8 statistics, with a stub of TransformerEngine."""
 
 from collections import deque
 
@@ -190,6 +190,3 @@ def test_uncached_weights_are_quantized_in_each_replay(engine):
             layer.weight.mul_(3)
     assert not torch.equal(passes.replay([x]), before[0])
     assert State.quantization_state.skip_fp8_weight_update_tensor.item() == 1
-
-
-# -------------------------------------------------------------------------------------------------- compared arguments

@@ -1,4 +1,4 @@
-"""Tests replays of graphed callables: returned memory, inputs and errors."""
+"""Test replays of graphed callables: returned memory, inputs and errors."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests the order of replays of graphs that share memory: replays may be skipped but not reordered."""
+"""Test the order of replays of graphs that share memory: replays may be skipped but not reordered."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests that ``reset`` frees graphs and allows recapture."""
+"""Test that ``reset`` frees graphs and allows recapture."""
 
 import gc
 import weakref

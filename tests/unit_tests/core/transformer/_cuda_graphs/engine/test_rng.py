@@ -1,4 +1,4 @@
-"""Tests graph-safe generators and the flags of a capture."""
+"""Test graph-safe generators, and draws during a capture."""
 
 import random
 import sys

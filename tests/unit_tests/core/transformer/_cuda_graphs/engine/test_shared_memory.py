@@ -1,4 +1,4 @@
-"""Tests memory that graphs share, and memory that they do not own."""
+"""Test memory that graphs share or do not own."""
 
 import gc
 

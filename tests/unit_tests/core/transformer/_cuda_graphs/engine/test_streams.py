@@ -1,4 +1,4 @@
-"""Tests that gradients on the legacy default stream are rejected, and workspaces of the capture stream."""
+"""Test that gradients on the legacy default stream are rejected, and workspaces belong to the capture stream."""
 
 from unittest import mock
 

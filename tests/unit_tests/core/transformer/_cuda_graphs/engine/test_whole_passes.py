@@ -1,4 +1,4 @@
-"""Tests graphs of whole forward and backward passes, including the work of their hooks."""
+"""Test graphs of whole forward and backward passes, including the work of their hooks."""
 
 from collections import Counter
 from contextlib import contextmanager

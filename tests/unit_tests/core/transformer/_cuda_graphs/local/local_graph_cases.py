@@ -1,4 +1,4 @@
-"""Small layers with a ``CudaGraphManager``, and training loops for them, eager or with local graphs."""
+"""Define small layers with a ``CudaGraphManager``, and train them eagerly or with local graphs."""
 
 from types import SimpleNamespace
 from typing import Any

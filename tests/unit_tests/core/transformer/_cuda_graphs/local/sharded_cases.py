@@ -1,4 +1,4 @@
-"""Layers with weights sharded across this rank and a simulated rank, using megatron-core's chain of weights.
+"""Train layers whose weights are sharded across this rank and a simulated rank, with megatron-core's code.
 
 Stand-ins replace only TransformerEngine's gather and reduction. Their output contains NaN until it is waited for.
 """

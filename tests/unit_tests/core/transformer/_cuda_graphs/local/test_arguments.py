@@ -1,4 +1,4 @@
-"""Tests for graph arguments: metadata, traversal and comparison."""
+"""Test graph arguments: metadata, traversal and comparison."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Tests that replays are rejected if the module changed since capture."""
+"""Test that replays are rejected if the module changed since capture."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests for local inference graphs, which are captured at their first call."""
+"""Test local graphs for inference, which are captured at their first call."""
 
 import weakref
 from contextlib import nullcontext

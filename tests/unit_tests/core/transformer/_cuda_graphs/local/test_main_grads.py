@@ -1,4 +1,4 @@
-"""Tests that main gradients with local graphs equal eager main gradients."""
+"""Test that main gradients with local graphs equal eager main gradients."""
 
 from typing import Any
 

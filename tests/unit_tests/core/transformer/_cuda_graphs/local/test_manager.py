@@ -1,4 +1,4 @@
-"""Tests that CudaGraphManager replays, runs eagerly or rejects calls as documented."""
+"""Test which calls CudaGraphManager replays, runs eagerly or rejects."""
 
 import copy
 

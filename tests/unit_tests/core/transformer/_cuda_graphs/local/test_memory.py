@@ -1,4 +1,4 @@
-"""Tests that static tensors have one user at a time, and that the memory pool outlives its graphs."""
+"""Test that static tensors have one user at a time, and that the memory pool outlives its graphs."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Tests for local graphs with packed sequences (``PackedSeqParams``), including padding between sequences."""
+"""Test local graphs with packed sequences (``PackedSeqParams``), including padding between sequences."""
 
 import pytest
 import torch

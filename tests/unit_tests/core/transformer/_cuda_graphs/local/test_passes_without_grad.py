@@ -1,4 +1,4 @@
-"""Tests for passes without grad alongside local graphs: evaluation, and log-probabilities in RL training."""
+"""Test passes without gradients next to local graphs: evaluation, and log-probabilities in RL training."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Tests for local graphs of quantized layers with a miniature TransformerEngine; tests/gpu uses the real one."""
+"""Test local graphs of quantized layers with a miniature TransformerEngine; tests/gpu uses the real one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests for capture, failed capture and deletion of recorded graphs."""
+"""Test capture, failed capture and deletion of recorded graphs."""
 
 import gc
 import weakref

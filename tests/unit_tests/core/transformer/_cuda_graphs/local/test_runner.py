@@ -1,4 +1,4 @@
-"""Tests that runners record layers in the first step and replay them afterwards, with results equal to eager."""
+"""Test that runners record the first step and replay it, with results equal to eager."""
 
 import sys
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Tests that training with local graphs, which share memory, equals eager training under random schedules.
+"""Test that training with local graphs equals eager training under random pipeline schedules.
 
 On the CPU backend, graph memory contains NaN before and after its use.
 """

@@ -1,4 +1,4 @@
-"""Tests for local graphs of layers with weights sharded across ranks (``--tensor-parallel-num-weight-shards``)."""
+"""Test local graphs of layers with weights sharded across ranks (``--tensor-parallel-num-weight-shards``)."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

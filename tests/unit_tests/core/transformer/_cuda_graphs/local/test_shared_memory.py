@@ -1,4 +1,4 @@
-"""Tests that the graphs of one recording share static tensors and memory."""
+"""Test that the graphs of one recording share static tensors and memory."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Tests for local graphs of layers that differ from megatron-core's."""
+"""Test local graphs of layers that differ from megatron-core's."""
 
 import pytest
 import torch

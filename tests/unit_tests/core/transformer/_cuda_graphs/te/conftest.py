@@ -1,4 +1,4 @@
-"""Fixtures that set up this process as the first of one or two pipeline stages."""
+"""Set up this process as the first of one or two pipeline stages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pipeline stages of simple layers, and functions that capture them."""
+"""Build pipeline stages of simple layers, and capture them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

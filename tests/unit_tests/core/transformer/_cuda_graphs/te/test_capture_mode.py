@@ -1,9 +1,11 @@
-"""Tests for capture mode, failed captures, and the cleanup after a capture."""
+"""Test capture mode, failed captures, and the cleanup after a capture."""
 
 import gc
+import importlib
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -152,3 +154,14 @@ class TestCaptureMode:
     def test_deleting_missing_graphs_is_refused(self):
         with pytest.raises(CallOrderError, match="there are no CUDA graphs to delete"):
             helper_of().delete_cuda_graphs()
+
+    def test_capture_resets_optimizers_and_token_counts(self, monkeypatch):
+        # A function of the same name shadows the module.
+        finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+        reset = mock.Mock()
+        monkeypatch.setattr(finalize, "reset_model_temporary_tensors", reset)
+        capturing = helper_of()
+        capturing.optimizers = [mock.Mock()]
+        capturing.create_cudagraphs()
+        reset.assert_called_once_with(capturing.config, capturing.model)
+        capturing.optimizers[0].zero_grad.assert_called_once_with()

@@ -1,4 +1,4 @@
-"""Tests for the capture report: graphs, memory pools, and eager parts."""
+"""Test the capture report: graphs, memory pools, and eager parts."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Tests that ranks agree on a new shape before a recapture."""
+"""Test that ranks agree on a new shape before a recapture."""
 
 from types import SimpleNamespace
 

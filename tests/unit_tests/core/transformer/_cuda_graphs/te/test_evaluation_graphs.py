@@ -1,4 +1,4 @@
-"""Tests that evaluation graphs are bit-identical to eager evaluation and do not affect training.
+"""Test that evaluation graphs are bit-identical to eager evaluation and do not affect training.
 
 Each run uses one rank in this process. Integration tests evaluate on two ranks.
 """

@@ -1,4 +1,4 @@
-"""Tests for graph usage counters: replays, eager steps, captures and memory.
+"""Test graph usage counters: replays, eager steps, captures and memory.
 
 One rank trains three layers on the CPU backend.
 """

@@ -1,4 +1,4 @@
-"""Tests for the helper, and for captures of simple layers without a model."""
+"""Test ``TECudaGraphHelper``, with captures of simple layers without a model."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests for finding graphable layers, and the models that contain them."""
+"""Test the search for graphable layers, and for the models that contain them."""
 
 from itertools import combinations
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Tests for the order of passes in pipeline schedules."""
+"""Test the order of passes in pipeline schedules."""
 
 import doctest
 

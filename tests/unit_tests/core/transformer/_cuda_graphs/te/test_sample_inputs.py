@@ -1,4 +1,4 @@
-"""Tests for static inputs of slots, and their sharing across slots."""
+"""Test static inputs of slots, and their sharing across slots."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Tests that TrainingCalls detects whether graphs match training calls."""
+"""Test that TrainingCalls detects whether graphs match the calls of training."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Tests for graphs of a vision encoder, in one process as the first of one or two pipeline stages."""
+"""Test graphs of a vision encoder, in one process as the first of one or two pipeline stages."""
 
 import inspect
 import logging

@@ -1,4 +1,4 @@
-"""Tests for the calls that ModelGraphs and DecoderGraphs replay, and for their static inputs."""
+"""Test which calls ModelGraphs and DecoderGraphs replay, and their static inputs."""
 
 import copy
 import logging
