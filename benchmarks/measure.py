@@ -187,7 +187,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--seconds",
         type=float,
         default=math.inf,
-        help="time limit for all parts; skips parts that take longer than the rest",
+        help="time limit for all parts; skips parts longer than the remaining time",
     )
     parser.add_argument("--launches", type=int, default=2, help="launches of dense models; times are medians over them")
     parser.add_argument("--list", action="store_true", help="list the parts, and measure nothing")
@@ -285,7 +285,7 @@ def main() -> int:
         file, begun = part.file(args.folder, gpus), time.monotonic()
         before, left = measured(file), deadline - begun
         if before.get("commit") == commit and before.get("exit") == 0:
-            print(f"{what}: done before", flush=True)
+            print(f"{what}: already measured", flush=True)
         elif part.seconds > left:
             print(f"{what}: skipped: takes about {part.seconds} s", flush=True)
         else:

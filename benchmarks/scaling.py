@@ -25,7 +25,7 @@ from benchmarks._step_time.plan import MIN_STEPS, Run, plan  # noqa: E402
 from benchmarks._step_time.results import Results  # noqa: E402
 from benchmarks.results_file import command_line, write_results  # noqa: E402
 
-CPU_NOTE = "CPU backend: these times and sizes say nothing about GPUs."
+CPU_NOTE = "CPU backend: these times and sizes do not apply to GPUs."
 COLUMNS: report.Columns = (
     ("layers", ("layers",)),
     ("micro-b.", ("micro_batches",)),

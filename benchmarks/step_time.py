@@ -51,7 +51,7 @@ from benchmarks._step_time.plan import MIN_STEPS, Run, plan  # noqa: E402
 from benchmarks._step_time.results import Results  # noqa: E402
 from benchmarks.results_file import command_line, write_results  # noqa: E402
 
-CPU_NOTE = "CPU backend: these times say nothing about GPUs."
+CPU_NOTE = "CPU backend: these times do not apply to GPUs."
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

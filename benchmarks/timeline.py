@@ -81,7 +81,7 @@ def drawing(traces: Sequence[tuple[str, Blocks]]) -> str:
 def main() -> None:
     """Draw the traces given on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="where to write the SVG")
+    parser.add_argument("output", type=Path, help="path of the SVG file")
     parser.add_argument("traces", nargs="+", metavar="NAME=TRACE")
     args = parser.parse_args()
     named = (text.split("=", 1) for text in args.traces)

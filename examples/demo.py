@@ -101,7 +101,7 @@ def prepare(prefix: Path) -> None:
     """
     if prefix.with_suffix(".idx").exists():
         return
-    print("Preparing the text: sources of Python's standard library, one token a byte", flush=True)
+    print("Preparing the text: sources of Python's standard library, one token per byte", flush=True)
     command = [
         sys.executable,
         str(EXAMPLES / "prepare_text.py"),
@@ -197,13 +197,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=EXAMPLES.parent / "demo-output", help="folder for all files")
     parser.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
-    parser.add_argument("--json", type=Path, help="file for what the table ends with")
+    parser.add_argument("--json", type=Path, help="JSON file for the summary")
     parser.add_argument("--steps", type=int, help="training steps of each run (default: 40 on GPUs, 20 on the CPU)")
     options = parser.parse_args(arguments)
     setup = choose(options.device)
     steps = setup.steps if options.steps is None else options.steps
     if steps <= GRAPH_WARMUP_STEPS:
-        parser.error(f"argument --steps: graphs come after {GRAPH_WARMUP_STEPS} steps; give more than {steps}")
+        parser.error(f"argument --steps: graphs are captured after {GRAPH_WARMUP_STEPS} steps; pass more than {steps}")
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     data = output / "stdlib"

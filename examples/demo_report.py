@@ -77,9 +77,9 @@ def failures(eager: Run, graphed: Run, steps: int) -> list[str]:
     if differing:
         found.append(f"loss or gradient norm differs in {len(differing)} steps, first in step {differing[0]}")
     if eager.graphs:
-        found.append(f"{eager.name} made {eager.graphs} graphs")
+        found.append(f"{eager.name} captured {eager.graphs} graphs")
     if not graphed.graphs:
-        found.append(f"{graphed.name} made no graphs")
+        found.append(f"{graphed.name} captured no graphs")
     return found
 
 
@@ -116,7 +116,7 @@ def table(eager: Run, graphed: Run) -> str:
         "",
         f"bit-equal steps        {found['equal_steps']} of {found['steps']}",
         f"median ms per step     {eager.name} {before:.1f}, {graphed.name} {after:.1f} ({ratio})",
-        f"graphs made on a rank  {eager.name} {eager.graphs}, {graphed.name} {graphed.graphs}",
+        f"graphs per rank        {eager.name} {eager.graphs}, {graphed.name} {graphed.graphs}",
     ]
     return "\n".join(rows)
 

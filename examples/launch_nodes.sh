@@ -13,7 +13,7 @@ set -euo pipefail
 : "${NNODES:?set it to the number of hosts}" "${NODE_RANK:?set it to the rank of this host}"
 : "${MASTER_ADDR:?set it to the host with NODE_RANK 0}"
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-SCRIPT=${1:?name a launch script first: launch_gpt.sh, say}
+SCRIPT=${1:?name a launch script, for example launch_gpt.sh}
 shift
 IS_HOST=$([ "$NODE_RANK" = 0 ] && echo true || echo false)   # whether this host runs the rendezvous store
 

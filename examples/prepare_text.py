@@ -85,7 +85,7 @@ def build(
         if count % 100 == 0:
             progress(f"{count} documents, {tokens / 1e6:.2f} million tokens")
     if count == 0:
-        raise ValueError("the files hold no text: a dataset needs at least one byte")
+        raise ValueError("all files are empty: pass at least one file with text")
     builder.finalize(get_idx_path(prefix))
     return count, tokens
 
@@ -100,14 +100,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("files", nargs="*", type=Path, help="text files (default: Python's standard library)")
-    parser.add_argument("--output-prefix", required=True, help="where PREFIX.bin and PREFIX.idx go")
-    parser.add_argument("--max-megabytes", type=float, help="stop after so many million bytes of text")
+    parser.add_argument("--output-prefix", required=True, help="path without suffix of the .bin and .idx files")
+    parser.add_argument("--max-megabytes", type=float, help="maximum megabytes of text (default: no limit)")
     options = parser.parse_args(arguments)
     for file in options.files:
         if not file.is_file():
-            parser.error(f"argument files: {file} is not a file; give paths of text files")
+            parser.error(f"argument files: {file} is not a file; pass paths of text files")
     if options.max_megabytes is not None and options.max_megabytes < 1e-6:
-        parser.error(f"argument --max-megabytes: {options.max_megabytes} is less than a byte; give a positive number")
+        parser.error(f"argument --max-megabytes: {options.max_megabytes} is less than a byte; pass a positive number")
     return options
 
 

@@ -220,7 +220,7 @@ def main() -> None:
     for name in LEFT_TO_MEGATRON_LM:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
-            raise SystemExit(f"{flag} is not in this example: train with Megatron-LM's own pretrain_gpt.py instead.")
+            raise SystemExit(f"This example does not support {flag}: use Megatron-LM's own pretrain_gpt.py.")
     for name in ONE_ROW if getattr(args, "dataloader_inter_document_masking", False) else ():
         if getattr(args, name) != 1:
             flag = "--" + name.replace("_", "-")

@@ -156,7 +156,7 @@ def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> Modu
     """Return megatron-core's spec of the module ``name`` with a loader of class ``kind``; None if there is no spec."""
     spec = copy.copy(ordinary_spec(name, path))
     if spec is None and kind is ExtensionLoader:
-        raise ImportError(f"{what} extends {name}, and megatron-core has no such module", name=name)
+        raise ImportError(f"{what} extends {name}, which megatron-core does not have", name=name)
     if spec is not None:
         spec.loader = kind(spec.loader, what)
     return spec
@@ -230,7 +230,7 @@ class ExtensionLoader(_CoreLoader):
         if stale:
             raise ImportError(
                 f"{', '.join(stale)} was imported from {module.__name__} before the patch replaced it (a circular "
-                f"import): define it in {self.what} before the import that leads there",
+                f"import): define it in {self.what} before the import that starts the circle",
                 name=module.__name__,
             )
 
@@ -336,7 +336,7 @@ def activate() -> None:
 @functools.cache
 def _warn_of_patching(problem: str) -> None:
     _warn(
-        f"{problem}. It is patched because {SWITCH} is untested. `python -m tools.upstream_check FOLDER`, in a "
+        f"{problem}. It is patched because {SWITCH}=untested is set. `python -m tools.upstream_check FOLDER`, in a "
         "checkout of this project with a tested megatron-core, lists incompatible changes; FOLDER contains the "
         "untested one. Compare a short training with an eager one."
     )

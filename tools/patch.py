@@ -51,7 +51,10 @@ def patched_files(checkout: Path) -> dict[str, str]:
             if file.suffix == ".py" and is_extension(file):
                 text = (checkout / path).read_text() + SEAM + _EXTEND.sub("", _IMPORT.sub("", text))
             if "megatron_fsdp_cuda_graphs.overlay" in text:
-                raise ValueError(f"{path} still needs the overlay: end its import block with `extend`")
+                raise ValueError(
+                    f"{path} imports megatron_fsdp_cuda_graphs.overlay, which a patched checkout does not have: "
+                    "import only `extend`, on a line of its own"
+                )
             texts[path] = text
     return texts
 

@@ -41,7 +41,7 @@ class Trainings:
         devices = gpus()
         groups = [",".join(devices[first : first + ranks]) for first in range(0, len(devices) - ranks + 1, ranks)]
         if devices and not groups:
-            raise ValueError(f"--ranks {ranks}: there are only {len(devices)} GPUs")
+            raise ValueError(f"--ranks {ranks} needs {ranks} GPUs, but {len(devices)} are visible: pass fewer ranks")
         self._on_cpu = not devices
         self._places: SimpleQueue[str] = SimpleQueue()
         for group in islice(cycle(groups or [""]), at_once):
@@ -65,7 +65,7 @@ class Trainings:
 
     def _train(self, name: str, flags: str, place: str) -> Steps:
         if self._stopped:
-            raise RuntimeError(f"{name} was not started")
+            raise RuntimeError(f"{name} was not started: the benchmark was stopped")
         metrics, log = self._metrics(name), self._logs / f"{name}.log"
         metrics.unlink(missing_ok=True)
         backend = "-m megatron_fsdp_cuda_graphs.cpu_backend" if self._on_cpu else ""

@@ -65,7 +65,9 @@ class Recorder:
         """
         lines = [step for step in range(max(first - 1, self._first), last + 1) if step % every == 0]
         if len(lines) < 2:
-            raise ValueError(f"--log-interval {every} prints fewer than two lines from step {first} to {last}")
+            raise ValueError(
+                f"--log-interval {every} prints fewer than two lines from step {first} to {last}: train more steps"
+            )
         ends = [self.times[step - self._first] for step in lines]
         each = [(after - before) * 1000 / every for before, after in pairwise(ends)]
         summary = {"ms": statistics.median(each), "ms_mean": statistics.mean(each), "ms_min": min(each)}

@@ -46,7 +46,7 @@ class Results:
             calls = result["profile"].get("calls", {}).get("launches", "-")
             print(f"{what}: {calls} launches, {result['profile']['python_calls']} Python calls per step", flush=True)
         else:
-            print(f"{what}: {result['ms']:.1f} ms, {result['left_mib']} MiB left afterwards", flush=True)
+            print(f"{what}: {result['ms']:.1f} ms, {result['left_mib']} MiB still allocated", flush=True)
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """Return the rows of each configuration."""

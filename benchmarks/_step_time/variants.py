@@ -128,7 +128,7 @@ def variant(text: str) -> Variant:
     name, variables, flags = parts(text)
     pairs = [pair.split("=", 1) for pair in variables]
     if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"--variants: {text!r} is not NAME:VARIABLE=VALUE,...:FLAGS")
+        raise ValueError(f"--variants: a variable in {text!r} has no value: write NAME:VARIABLE=VALUE,...:FLAGS")
     first, *added = name.split("+")
     base = _choice(VARIANTS, first)
     references = base.references

@@ -74,7 +74,7 @@ def soaks(results: Results) -> Iterator[Row]:
     names = {
         "dense": "dense, the whole model",
         "moe": "parts of MoE layers",
-        "grouped": "dropless experts in graphs of the whole model, tokens unbalanced anew in each micro-batch",
+        "grouped": "dropless experts in graphs of the whole model, with token imbalance drawn for each micro-batch",
     }
     for found in results:
         for name, said in names.items():

@@ -106,7 +106,8 @@ def _copy(call: Callable, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             raise state.invalidate(
                 CaptureError(
                     "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is "
-                    f"pinned. torch.{call.__name__}(data, device='cuda') copies host data: make it before."
+                    f"pinned. torch.{call.__name__}(data, device='cuda') copies host data: create the tensor before "
+                    "the capture."
                 )
             )
         kwargs["device"] = to_cpu(device)

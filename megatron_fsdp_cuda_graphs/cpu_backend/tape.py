@@ -268,7 +268,7 @@ class Recorder(TorchDispatchMode):
                 raise self.state.invalidate(
                     CaptureError(
                         f"{op.name} takes a host tensor of shape {tuple(tensor.shape)} together with device tensors in "
-                        f"a CUDA graph capture. Make it with device='cuda' before the capture."
+                        f"a CUDA graph capture. Create it with device='cuda' before the capture."
                     )
                 )
         if op.is_random and GeneratorState.active not in self.random_before:

@@ -34,7 +34,7 @@ def plan(arguments: Sequence[str]) -> int:
     try:
         own, given = parser.parse_known_args(arguments)
         if not given:
-            parser.error("add the flags of a training, as pretrain_gpt.py takes them")
+            parser.error("add the training flags that you pass to pretrain_gpt.py")
         if own.world_size is not None and own.world_size < 1:
             parser.error(f"--world-size must be a positive number of ranks, got {own.world_size}")
         _use_cpu()

@@ -204,7 +204,7 @@ def command(names: Iterable[str]) -> list[str]:
     """
     setting = joined(names)
     if setting is None:
-        raise ValueError(f"no training has all of {', '.join(names)}")
+        raise ValueError(f"features cannot be combined: {', '.join(names)}")
     flags = {flag: values for flag, *values in _flags(f"{FLAGS} {BATCH}".split())}
     if setting.get("--num-experts") and MODULES not in setting:
         setting = {**setting, MODULES: PARTS}

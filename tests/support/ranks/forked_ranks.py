@@ -66,7 +66,7 @@ class ForkedRanks:
         if self.running():
             self.terminate()
             self._launcher.join()
-            raise AssertionError(f"no end after {timeout} s:\n{self.log_tail()}")
+            raise AssertionError(f"still running after {timeout} s:\n{self.log_tail()}")
         assert self._launcher.exitcode is not None
         return self._launcher.exitcode
 

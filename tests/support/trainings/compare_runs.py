@@ -52,7 +52,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Parse the arguments of a job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=Path, help="JSON list of cases")
-    parser.add_argument("--output", type=Path, help="file of the results, as JSON")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks")
     parser.add_argument("--cp", type=int, default=1, help="context parallel ranks")

@@ -95,7 +95,7 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
     """Run out of memory in a layer of the last rank; with ``cuda_graph_fallback``, all ranks continue eagerly."""
 
     def hook(module, args, output):
-        raise torch.OutOfMemoryError("out of memory, as it were")
+        raise torch.OutOfMemoryError("simulated: out of memory")
 
     training.config.cuda_graph_fallback = "eager"
     last = dist.get_rank() == dist.get_world_size() - 1
@@ -160,7 +160,7 @@ def failed_recaptures(training: Training) -> None:
 
     def fail(hidden_states, *args, **kwargs):
         if torch.cuda.is_current_stream_capturing() and hidden_states.shape[0] != training.case.sequence:
-            raise torch.OutOfMemoryError("out of memory, as it were")
+            raise torch.OutOfMemoryError("simulated: out of memory")
         return forward(hidden_states, *args, **kwargs)
 
     training.config.cuda_graph_fallback = "eager"
@@ -182,7 +182,7 @@ def failed_backward_between_collectives(training: Training) -> None:
 
 
 def _run_out_of_memory(tensor: torch.Tensor) -> None:
-    raise torch.OutOfMemoryError("out of memory, as it were")
+    raise torch.OutOfMemoryError("simulated: out of memory")
 
 
 def _fail_between_collectives(training: Training, phase: str, touch: Callable[[torch.Tensor], object]) -> None:
@@ -361,7 +361,7 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
 
     def fail(*args, **kwargs):
         if fails():
-            raise torch.OutOfMemoryError("out of memory, as it were")
+            raise torch.OutOfMemoryError("simulated: out of memory")
         return forward(*args, **kwargs)
 
     def synchronize() -> None:
@@ -519,7 +519,7 @@ def _fail_local_capture(training: Training) -> None:
             create()
         except RuntimeError as error:
             failures.append(error)
-            print(f"capture failed as it should: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+            print(f"capture failed as expected: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
             assert _process_state() == before, "a failed capture changed the state of the process"
         assert len(failures) == 1, "the capture should have failed, once"
 
@@ -599,7 +599,7 @@ def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -
     try:
         training.helper.create_cudagraphs()
     except RuntimeError as error:
-        print(f"capture failed as it should: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        print(f"capture failed as expected: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     else:
         raise AssertionError("the capture should have failed")
     after = training_state(training)

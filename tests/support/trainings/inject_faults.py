@@ -326,14 +326,14 @@ def run(
 def main() -> None:
     """Run the command-line interface."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="where the results go, as JSON")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
     parser.add_argument("--stride", type=int, default=1, help="distance between faults")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of faults")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
     parser.add_argument("--case", type=json.loads, default={}, help="JSON: further arguments of Case.of")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
-    parser.add_argument("--holds", nargs="+", default=["decoder", "layer"], help="as in Case")
+    parser.add_argument("--holds", nargs="+", default=["decoder", "layer"], help="scopes of graphs; see Case")
     args = parser.parse_args()
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

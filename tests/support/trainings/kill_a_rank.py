@@ -111,7 +111,7 @@ def main() -> None:
     """Run a rank if RANK is set, otherwise start both ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=int, default=30, help="timeout of the process groups in seconds")
-    parser.add_argument("--holds", default="decoder", help="as in Case")
+    parser.add_argument("--holds", default="decoder", help="scope of graphs; see Case")
     parser.add_argument("--in-capture", action="store_true", help="kill the rank in the capture, not in a replay")
     args = parser.parse_args()
     if "RANK" in os.environ:
@@ -119,7 +119,7 @@ def main() -> None:
         return
     status, seconds, output = killed(args.timeout, args.holds, args.in_capture)
     print(output[-3000:])
-    print(f"the other rank ended {seconds:.1f} s after the one that was killed, with status {status}")
+    print(f"the surviving rank ended {seconds:.1f} s after the kill, with exit status {status}")
 
 
 if __name__ == "__main__":

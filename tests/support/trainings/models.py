@@ -35,7 +35,7 @@ def transformer_config(case: Case, graphs: bool):
 
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in case.config}
     if unknown := given.keys() - _names_of_transformers() - _names_of_sharding() - {*PATCHED, "reshard_after_forward"}:
-        raise ValueError(f"no configuration has {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown attributes of the configuration: {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {
         "num_layers": case.layers,
         "hidden_size": case.hidden,

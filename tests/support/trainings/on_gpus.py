@@ -127,7 +127,7 @@ def control(job: Job) -> str:
     return str(job.case.get("control", ""))
 
 
-def is_as_it_should_be(result: dict[str, Any]) -> bool:
+def is_expected(result: dict[str, Any]) -> bool:
     """Return whether a result equals eager, or differs if it must differ."""
     return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
 
@@ -161,18 +161,18 @@ def lacked_memory(result: dict[str, Any]) -> bool:
 def main() -> int:
     """Train, print unexpected results, and write all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="file of the results, JSON; written as they come")
-    parser.add_argument("--logs", type=Path, help="folder for what processes write")
+    parser.add_argument("--output", type=Path, help="JSON file for the results; updated after each launch")
+    parser.add_argument("--logs", type=Path, help="folder for the logs of the processes")
+    parser.add_argument("--processes", type=int, default=6, help="concurrent launches, each on all GPUs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help=f"time limit; none starts in the last {LAST} s")
     parser.add_argument(
-        "--processes", type=int, default=6, help="launches at a time, each on all GPUs; many more block each other"
+        "--share", default="1/1", metavar="PART/PARTS", help="every PARTS-th launch, starting with launch PART"
     )
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no launch begins in the last 75 of them")
-    parser.add_argument("--share", default="1/1", metavar="PART/PARTS", help="every so many'th launch, from which on")
     known = [*jobs()]
     layouts, files = ({*names} for names in zip(*((job.layout, job.tests) for job in known), strict=True))
-    parser.add_argument("--cases", type=int, help="train only the first cases of each layout, this many")
-    parser.add_argument("--layouts", nargs="+", choices=sorted(layouts), default=layouts, help="layouts of ranks")
-    parser.add_argument("--tests", nargs="+", choices=sorted(files), default=files, help="files of tests")
+    parser.add_argument("--cases", type=int, help="maximum number of cases of each layout")
+    parser.add_argument("--layouts", nargs="+", choices=sorted(layouts), default=layouts, help="default: all")
+    parser.add_argument("--tests", nargs="+", choices=sorted(files), default=files, help="default: all")
     args = parser.parse_args()
     named = [job for job in known if job.layout in args.layouts and job.tests in args.tests]
     if args.cases:
@@ -200,13 +200,13 @@ def main() -> int:
                 keep(result)
         for _, result in train_all(again, folder / "again", min(2, args.processes), until):
             keep(result)
-    wrong = [result for result in results if not is_as_it_should_be(result)]
+    wrong = [result for result in results if not is_expected(result)]
     for result in wrong:
-        what = result["error"][-800:] or result["differences"][:2] or "equal, and must not be"
+        what = result["error"][-800:] or result["differences"][:2] or "equal, but must differ"
         print(f"{result['tests']}, {result['layout']}: {result['case']}: {what}")
-    print(f"{len(results) - len(wrong)} of {len(results)} as they should be, {len(again)} trained again for memory")
+    print(f"{len(results) - len(wrong)} of {len(results)} as expected, {len(again)} repeated for lack of memory")
     if len(results) < len(chosen):
-        print(f"{len(chosen) - len(results)} did not run: time was up")
+        print(f"{len(chosen) - len(results)} did not run: pass more --seconds")
     return bool(wrong or len(results) < len(chosen))
 
 

@@ -47,7 +47,7 @@ def test_parts_done_at_this_commit_are_skipped(run):
     run({"times": WRITES})
     code, text = run({"times": CRASHES, "memory": WRITES})
     assert code == 0
-    assert "1 of 2: times: done before" in text
+    assert "1 of 2: times: already measured" in text
     assert "2 of 2: memory: done," in text
 
 

@@ -58,7 +58,7 @@ def test_difference_of_one_bit_fails(runs, tmp_path, capsys, key):
 def test_run_without_graphs_fails(runs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert conclude(runs(graphs=0), tmp_path) == 1
-    assert "graphed made no graphs" in capsys.readouterr().out
+    assert "graphed captured no graphs" in capsys.readouterr().out
 
 
 def test_nan_fails(runs):

@@ -50,6 +50,6 @@ def test_size_limit_truncates_the_last_document(prepare_text, files, tmp_path):
 
 
 def test_files_without_text_raise_and_leave_no_index(prepare_text, files, tmp_path):
-    with pytest.raises(ValueError, match="no text"):
+    with pytest.raises(ValueError, match="all files are empty"):
         prepare_text.build([files[1]], str(tmp_path / "set"))
     assert not (tmp_path / "set.idx").exists()

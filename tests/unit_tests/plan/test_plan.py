@@ -193,7 +193,7 @@ def test_disabled_patch(capsys, flags, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "add the flags of a training"),
+        ("", "add the training flags"),
         ("--world-size 0 --num-layers 2", "--world-size must be a positive number"),
         ("--no-such-flag", "--no-such-flag"),
     ],

@@ -32,5 +32,5 @@ def test_command_merges_features_into_the_base():
 
 def test_conflicting_features_are_an_error():
     assert pairs.joined(["job: fp32", "bf16"]) is None
-    with pytest.raises(ValueError, match="no training has all of job: fp32, bf16"):
+    with pytest.raises(ValueError, match="features cannot be combined: job: fp32, bf16"):
         pairs.command(["job: fp32", "bf16"])
