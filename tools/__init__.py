@@ -1,1 +1,1 @@
-"""Tools for maintainers of the patch, run from a checkout."""
+"""Provide tools for maintainers of the patch, run from a checkout."""

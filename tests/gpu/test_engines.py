@@ -128,7 +128,7 @@ def test_transformer_engines_modules_train_bit_for_bit(module, recipe, caches):
     assert_same_bits(training.run(native), training.run(None))
 
 
-def test_the_comparison_notices_statistics_that_are_not_updated(monkeypatch):
+def test_missing_statistics_update_is_detected(monkeypatch):
     training = Training(MODULES["LayerNormLinear"], RECIPES["delayed scaling"])
     eager = training.run(None)
     monkeypatch.setattr(FP8GlobalStateManager, "add_fp8_tensors_to_global_buffer", lambda meta: None)
@@ -234,14 +234,14 @@ def bytes_held(engine: Callable) -> int:
     return held
 
 
-def test_our_graphs_hold_no_more_memory_than_transformer_engines():
+def test_graphs_hold_no_more_memory_than_transformer_engine():
     # Use the minimum: the first use of cuBLAS on a stream allocates a workspace.
     held = [(bytes_held(native), bytes_held(transformer_engine)) for _ in range(3)]
     ours, theirs = map(min, zip(*held, strict=True))
     assert ours <= theirs
 
 
-def test_reset_gives_all_memory_back():
+def test_reset_frees_all_memory():
     layers, samples = large_layers()
     native(layers, samples, _order=[1, -1])  # allocates workspaces of cuBLAS
     before = reserved()
@@ -252,7 +252,7 @@ def test_reset_gives_all_memory_back():
     assert reserved() <= before
 
 
-def test_a_failed_capture_holds_no_memory():
+def test_failed_capture_frees_all_memory():
     layers, samples = large_layers()
     layers[-1][-1].register_forward_hook(lambda module, args, output: output.sum().item() and None)
     before = reserved()

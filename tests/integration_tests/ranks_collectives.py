@@ -88,7 +88,7 @@ def coalesced_results_are_held_until_wait() -> None:
     assert all(output.tolist() == [0, 1, 2, 3, 1, 2, 3, 4] for output in outputs)
 
 
-def a_rank_keeps_its_part_of_what_is_gathered_in_place() -> None:
+def in_place_gather_keeps_own_part() -> None:
     whole = torch.zeros(8, device="cuda")
     mine = whole.view(2, 4)[dist.get_rank()].copy_(contribution())
     work = dist.all_gather_into_tensor(whole, mine, async_op=True)
@@ -98,7 +98,7 @@ def a_rank_keeps_its_part_of_what_is_gathered_in_place() -> None:
     assert whole.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
 
 
-def a_result_is_no_new_version_of_its_tensor() -> None:
+def result_does_not_bump_the_version() -> None:
     weight = torch.ones(4, device="cuda", requires_grad=True)
     buffer = contribution()
     loss = (weight * buffer).sum()
@@ -107,7 +107,7 @@ def a_result_is_no_new_version_of_its_tensor() -> None:
     assert weight.grad.tolist() == [1, 3, 5, 7]
 
 
-def a_polled_or_awaited_future_hands_out_its_results() -> None:
+def polled_or_awaited_future_returns_results() -> None:
     tensor = contribution()
     work = dist.all_reduce(tensor, async_op=True)
     assert work.is_completed() and work.is_success()
@@ -121,7 +121,7 @@ def a_polled_or_awaited_future_hands_out_its_results() -> None:
         assert tensor.tolist() == [1, 3, 5, 7]
 
 
-def a_send_that_nobody_waits_for_arrives() -> None:
+def send_without_wait_arrives() -> None:
     values = [1.0, 2.0, 3.0]
     if dist.get_rank() == 0:
         for value in values:
@@ -191,7 +191,7 @@ def captured() -> None:
         assert all(map(torch.equal, (out, gathered, shard), eager))
 
 
-def a_forgotten_wait_in_a_capture() -> None:
+def missing_wait_in_a_capture() -> None:
     x = contribution()
     graph, forgetful = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -210,7 +210,7 @@ def a_forgotten_wait_in_a_capture() -> None:
         assert torch.isnan(wrong).all()
 
 
-def a_capture_waits_for_no_other_rank() -> None:
+def capture_does_not_wait_for_ranks() -> None:
     graph, counts = torch.cuda.CUDAGraph(), torch.full((1,), 7, device="cuda")
     if dist.get_rank() == 0:
         with torch.cuda.graph(graph):
@@ -243,17 +243,17 @@ CASES = [
     coalesced,
     results_are_held_until_wait,
     coalesced_results_are_held_until_wait,
-    a_rank_keeps_its_part_of_what_is_gathered_in_place,
-    a_result_is_no_new_version_of_its_tensor,
-    a_polled_or_awaited_future_hands_out_its_results,
-    a_send_that_nobody_waits_for_arrives,
+    in_place_gather_keeps_own_part,
+    result_does_not_bump_the_version,
+    polled_or_awaited_future_returns_results,
+    send_without_wait_arrives,
     every_group_has_one_thread,
     groups_share_the_device,
     low_precision,
     meshes,
     captured,
-    a_forgotten_wait_in_a_capture,
-    a_capture_waits_for_no_other_rank,
+    missing_wait_in_a_capture,
+    capture_does_not_wait_for_ranks,
     barrier_in_a_capture,
 ]
 

@@ -98,7 +98,7 @@ def test_graphs_are_recaptured_for_each_sequence_length(train, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", FAILED)
-def test_failed_recapture_keeps_graphs_of_the_former_shape(train, case):
+def test_failed_recapture_keeps_old_graphs(train, case):
     result = train(case)
     assert_as_eager(result)
     assert steps_of_replays(result) == [CAPTURED_AFTER, *range(CAPTURED_AFTER + 1 + TURN, case["steps"])]

@@ -86,7 +86,7 @@ OVERFLOWS = "--train-iters 6 --fp16 --initial-loss-scale 1048576 --hysteresis 1"
         (f"--train-samples 32 --lr-decay-samples 32 {SCHEDULE} 0:4,512:8", "--exit-interval 3"),
     ],
 )
-def test_run_that_ends_in_its_first_steps_is_resumed(tmp_path, flags, ends):
+def test_run_interrupted_in_its_first_steps_resumes(tmp_path, flags, ends):
     flags = f"{flags} --cuda-graph-warmup-steps 1 --override-opt-param-scheduler"
     saving = f"{flags} {ends} --save {tmp_path / 'saved'} --save-interval 1000"
     eager = pretrain(tmp_path / "eager", flags, graphs=False)

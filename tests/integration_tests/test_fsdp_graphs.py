@@ -185,7 +185,7 @@ def test_graphs_are_bit_identical_to_eager(train, case):
         assert any(norm < 0 for norm in result["grad_norms"][3:])
 
 
-def test_clipping_that_synchronizes_is_not_captured(train):
+def test_synchronizing_clipping_is_not_captured(train):
     assert train(MODEL[0])["clipping_replays"] == 0
 
 

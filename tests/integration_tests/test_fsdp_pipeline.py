@@ -140,7 +140,7 @@ def test_chunk_graphs_are_bit_identical_to_eager(train, layout, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "case"), REFUSED)
-def test_stage_that_refuses_whole_chunks_captures_layers_on_all(train, layout, case):
+def test_one_stage_without_model_graph_captures_layers_on_all(train, layout, case):
     assert_layers_replayed(case, train(layout, case))
 
 
@@ -151,7 +151,7 @@ def test_failure_on_one_rank_makes_all_stages_eager(train, layout, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", FAILED_EVALUATION)
-def test_stage_that_fails_to_capture_evaluation_is_eager_alone(train, case):
+def test_failed_evaluation_capture_affects_only_its_stage(train, case):
     result = train("PP2", case)
     assert_as_eager(result)
     replays = case.get("virtual", 1) * SIZES["microbatches"]

@@ -85,5 +85,5 @@ def test_megatron_fsdp_is_refused(train):
     assert "--use-megatron-fsdp with --cuda-graph-impl local" in train("DP2", {"wrapper": "fsdp"})["error"]
 
 
-def test_layer_that_cannot_be_captured_is_named(train):
+def test_error_names_the_uncapturable_layer(train):
     assert "cannot run in a CUDA graph (--cuda-graph-impl local)" in train("DP2", {"experts": 4})["error"]

@@ -74,7 +74,7 @@ def test_links_resolve():
     assert [(page.name, broken_links(page, page.read_text())) for page in PAGES] == [(page.name, []) for page in PAGES]
 
 
-def test_a_broken_link_is_found():
+def test_broken_link_is_found():
     assert broken_links(PAGES[0], "[a](docs/no.md) [b](#no-heading) [c](docs/guide.md)") == [
         "docs/no.md",
         "#no-heading",

@@ -81,7 +81,7 @@ def test_only_selects_parts_by_name(run, tmp_path):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.name} {part.gpus}")
-def test_each_part_runs_a_script_that_writes_its_file(part):
+def test_each_part_runs_a_script_and_writes_a_file(part):
     words = part.arguments.split()
     script = next((word for word in words if word.endswith(".py")), None)
     file = ROOT / (script or words[1].replace(".", "/") + ".py")

@@ -43,7 +43,7 @@ def test_ratios_to_other_variants():
     assert native["ratio_to_compute"] == 2.5
 
 
-def test_step_that_differs_from_the_reference_fails():
+def test_step_different_from_reference_fails():
     native = rows({"eager": timed(8.0), "native": timed(4.0, LATER)})["native"]
     assert (native["equal_steps"], native["steps"], native["reference"]) == (2, 4, "eager")
     assert report.failures(native) == ["differs from eager in step 3"]
@@ -60,7 +60,7 @@ def test_training_without_collectives_has_no_reference():
     assert report.failures(alone) == []
 
 
-def test_profiled_run_that_differs_fails():
+def test_different_profiled_run_fails():
     native = rows({"native": timed(4.0)}, {"native": profiled(numbers=LATER)})["native"]
     assert native["repeatable"] is False
     assert report.failures(native) == ["two runs differ"]

@@ -34,7 +34,7 @@ def test_hosts_agree_without_the_device(machine, value):
         parallel_state.destroy_model_parallel()
 
 
-def test_a_rerun_draws_the_same_random_numbers(machine):
+def test_rerun_draws_the_same_random_numbers(machine):
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
     def draw():
@@ -141,7 +141,7 @@ def test_other_rejection_functions_run_at_once(machine, validate):
     assert machine.failed_validation_call.caller.message == "another"
 
 
-def test_a_wrong_result_without_reruns_is_an_error(machine, validate):
+def test_wrong_result_without_reruns_is_an_error(machine, validate):
     from megatron.core import rerun_state_machine
 
     machine.set_mode(rerun_state_machine.RerunMode.DISABLED)

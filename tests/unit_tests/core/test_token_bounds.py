@@ -65,7 +65,7 @@ def test_overflow_of_a_microbatch_is_read_after_the_step(bounds, microbatches):
     assert not bounds.overflowed()
 
 
-def test_an_exception_does_not_suspend_the_next_step(bounds, router):
+def test_exception_does_not_suspend_the_next_step(bounds, router):
     bounds.begin()
     bounds.lift()
     bounds.begin()
@@ -90,7 +90,7 @@ def test_captures_are_bounded(bounds):
     assert not bounds.in_force
 
 
-def test_a_loop_that_repeats_no_steps_is_refused(bounds):
+def test_loop_without_repeated_steps_is_refused(bounds):
     with pytest.raises(RuntimeError, match=r"--moe-alltoall-capacity-factor requires .* should_run_forward_backward"):
         bounds.copy_to_host()
 
@@ -120,7 +120,7 @@ def test_statistics_are_restored_in_place(bounds, router):
     assert router.tokens.data_ptr() == place
 
 
-def test_an_overflowing_step_repeats_with_room_for_all(machine, bounds, router, caplog):
+def test_overflowing_step_repeats_with_room_for_all(machine, bounds, router, caplog):
     for _ in range(2):
         assert machine.should_run_forward_backward(None)
         assert bounds.in_force
@@ -136,7 +136,7 @@ def test_an_overflowing_step_repeats_with_room_for_all(machine, bounds, router, 
     assert len([text for text in caplog.messages if "--moe-alltoall-capacity-factor 1.25" in text]) == 1
 
 
-def test_a_wrong_result_counts_in_the_repeated_step_only(machine, bounds, router):
+def test_wrong_result_counts_in_the_repeated_step_only(machine, bounds, router):
     def validate(value):
         machine.validate_result(torch.tensor(value), torch.isnan, "found NaN", fatal=True)
 
@@ -153,7 +153,7 @@ def test_a_wrong_result_counts_in_the_repeated_step_only(machine, bounds, router
     assert machine.state == type(machine.state).RERUNNING_IN_PLACE
 
 
-def test_a_repeated_step_reads_the_same_data(machine, bounds):
+def test_repeated_step_reads_the_same_data(machine, bounds):
     from megatron.core.rerun_state_machine import RerunDataIterator
 
     data = RerunDataIterator(iter(range(10)))

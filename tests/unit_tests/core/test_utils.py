@@ -56,7 +56,7 @@ def _one_rank():
 
 @pytest.mark.parametrize("stage", STAGES, ids=str)
 @pytest.mark.usefixtures("_one_rank")
-def test_the_batch_equals_megatron_cores(stage):
+def test_batch_equals_megatron_core(stage):
     options = ALONE | stage | {"broadcast_group": dist.group.WORLD}
     expected = utils._upstream.get_batch_on_this_tp_rank(a_batch(), **options)
     found = utils.get_batch_on_this_tp_rank(a_batch(), **options)

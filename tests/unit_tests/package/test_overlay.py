@@ -56,7 +56,7 @@ class TestImport:
 
 
 class TestExtend:
-    def test_extended_module_has_megatron_cores_file(self, sandbox):
+    def test_extended_module_has_the_file_of_megatron_core(self, sandbox):
         code = """
             import sys
             from megatron.core import layers
@@ -66,7 +66,7 @@ class TestExtend:
         file = sandbox.site / "megatron/core/layers.py"
         assert sandbox.output(code) == f"{file} {file} module\n['megatron.core.layers']"
 
-    def test_megatron_cores_functions_use_the_patched_names(self, sandbox):
+    def test_megatron_core_functions_use_patched_names(self, sandbox):
         write(sandbox.site, {"megatron/core/layers.py": "class Linear: ...\ndef make(): return Linear()"})
         assert sandbox.output("from megatron.core import layers; print(layers.make().graphed)") == "True"
 
@@ -91,7 +91,7 @@ class TestExtend:
 
 
 class TestMonkeypatching:
-    """Tests that mocked names of an extended module affect both megatron-core and the patch."""
+    """Test that mocked names of an extended module affect both megatron-core and the patch."""
 
     FILES = {
         "megatron/core/layers.py": """
@@ -142,7 +142,7 @@ class TestMonkeypatching:
 
 
 class TestCircularImport:
-    """Tests a module of megatron-core that imports one of its users before the patch runs."""
+    """Test modules of megatron-core with circular imports."""
 
     def test_unreplaced_name_is_importable(self, sandbox):
         write(sandbox.site, {
@@ -177,7 +177,7 @@ class TestCircularImport:
 
 
 class TestInspection:
-    """Tests that ``inspect`` finds the file that defines a class or function."""
+    """Test that ``inspect`` finds the file that defines a class or function."""
 
     CORE = """
         from __future__ import annotations
@@ -292,7 +292,7 @@ class TestUpstream:
         write(sandbox.patch, {"core/user.py": user, "core/layers.py": f"from megatron.core.user import Norm\n{source}"})
         assert sandbox.output("import megatron.core.layers as layers; print(layers.Linear.graphed)") == "True"
 
-    def test_upstream_raises_while_megatron_cores_file_runs(self, sandbox):
+    def test_upstream_raises_while_megatron_core_file_runs(self, sandbox):
         write(sandbox.site, {"megatron/core/layers.py": f"import megatron.core.user\n{dedent(LAYERS)}"})
         user = "from megatron_fsdp_cuda_graphs.overlay import upstream\nupstream('megatron.core.layers')"
         write(sandbox.patch, {"core/user.py": user})

@@ -1,4 +1,4 @@
-"""Test the patched versions of megatron-core, and of ``MEGATRON_FSDP_CUDA_GRAPHS``."""
+"""Test which versions of megatron-core are patched, and the settings of ``MEGATRON_FSDP_CUDA_GRAPHS``."""
 
 from textwrap import dedent
 
@@ -32,7 +32,7 @@ class TestUntestedVersion:
         file.unlink() if source is None else file.write_text(source)
         assert sandbox.output(UNPATCHED) == "False False"
 
-    def test_version_that_imports_torch_late_is_importable(self, sandbox):
+    def test_version_importing_torch_late_is_importable(self, sandbox):
         files = core_files("0.18.0") | {"megatron/core/__init__.py": "import megatron.core.layers\n"}
         write(sandbox.site, files | {"megatron/core/layers.py": LAYERS + "    import torch\n"})
         done = sandbox.run("-c", f"import megatron.core\n{UNPATCHED}")
@@ -50,7 +50,7 @@ class TestUntestedVersion:
 
 
 class TestUntestedTraining:
-    """Tests warnings and rejected flags with an untested megatron-core."""
+    """Test warnings and rejected flags with an untested megatron-core."""
 
     ARGUMENTS = """
         def validate_args(args, defaults={}):

@@ -21,7 +21,7 @@ def test_patch_has_every_file_of_the_tree(files):
     assert {overlay.ROOT / path.removeprefix("megatron/") for path in files} == tree
 
 
-def test_extended_files_start_with_megatron_cores(files):
+def test_extended_files_start_with_megatron_core_code(files):
     sources = [path for path in files if path.endswith(".py")]
     changed = {path: installed() / path for path in sources if overlay.is_extension(overlay.ROOT.parent / path)}
     assert changed

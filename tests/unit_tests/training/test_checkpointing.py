@@ -58,7 +58,7 @@ def test_other_state_dicts_are_left_alone(loads):
 
 
 @pytest.mark.parametrize("flag", ["--no-load-rng", "--no-load-optim", "--padded-vocab-size"])
-def test_an_error_names_the_flags_to_add(loads, flag):
+def test_error_names_the_flags_to_add(loads, flag):
     message = "Size mismatch between saved [5056] and current: [16] for rng_state.(0, 0).0"
     with pytest.raises(ValueError, match=rf"(?s)--load folder .*{re.escape(message)}.*{flag}"):
         loads(fails_with(message), {})
@@ -102,7 +102,7 @@ def groups(lr, **others):
     return {"a.weight": {"lr": lr, **others}}
 
 
-def test_a_checkpoint_before_the_first_step_loads(loads_optimizer):
+def test_checkpoint_before_the_first_step_loads(loads_optimizer):
     saved = {"state": {}, "param_to_group_meta": groups(0.25)}
     into = {"state": {"a.weight": {"exp_avg": torch.ones(1)}}, "param_to_group_meta": groups(0.5, step=1)}
     assert loads_optimizer(saved, into) == saved
@@ -122,7 +122,7 @@ def test_one_missing_state_is_an_error(loads_optimizer):
         loads_optimizer(saved, into)
 
 
-def test_a_checkpoint_without_the_optimizer_is_an_error(loads_optimizer):
+def test_checkpoint_without_the_optimizer_is_an_error(loads_optimizer):
     into = {"state": {"a.weight": {"exp_avg": torch.ones(1)}}, "param_to_group_meta": groups(0.5)}
     with pytest.raises(ValueError, match="--no-load-optim"):
         loads_optimizer({}, into)
@@ -133,7 +133,7 @@ def test_training_starts_without_a_checkpoint(loads_optimizer):
 
 
 @pytest.mark.parametrize("scale", [{}, {"grad_scaler": {"scale": 2.0}}])
-def test_a_checkpoint_without_a_loss_scale_loads(loads_optimizer, caplog, scale):
+def test_checkpoint_without_a_loss_scale_loads(loads_optimizer, caplog, scale):
     saved = {"state": {"a.weight": {"step": 1.0}}, "param_to_group_meta": groups(0.25)} | scale
     into = {"state": {"a.weight": {"step": 0.0}}, "param_to_group_meta": groups(0.5), "grad_scaler": {"scale": 1.0}}
     with caplog.at_level("WARNING"):
@@ -194,7 +194,7 @@ def test_unused_output_weights_are_not_saved(prepared):
     assert prepared([Chunk(2)], optimizer={})[0]["optimizer"] == {}
 
 
-def test_chunks_are_loaded_under_megatron_cores_keys(loads):
+def test_chunks_are_loaded_under_megatron_core_keys(loads):
     asked = {"model0": {"module.layers.0.weight": 1}, "model1": {"module.layers.0.weight": 2}}
     state_dict = {checkpointing._CHUNKS: [Chunk(2), Chunk(4)], **asked}
     loaded, *_ = loads(lambda *given, **others: ({"model": {}, "iteration": 1}, "", False, None), state_dict)

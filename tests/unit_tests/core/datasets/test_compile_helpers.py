@@ -25,22 +25,22 @@ def compilations(monkeypatch):
     return calls
 
 
-def test_an_importable_helper_is_not_compiled(compilations, monkeypatch):
+def test_importable_helper_is_not_compiled(compilations, monkeypatch):
     monkeypatch.setitem(sys.modules, HELPER, object())
     utils.compile_helpers()
     assert compilations == []
 
 
-def test_a_missing_helper_is_compiled(compilations, monkeypatch):
+def test_missing_helper_is_compiled(compilations, monkeypatch):
     monkeypatch.setitem(sys.modules, HELPER, None)  # makes the import fail
     utils.compile_helpers()
     assert compilations == ["make"]
 
 
-def test_the_wheel_needs_no_makefile():
+def test_wheel_needs_no_makefile():
     utils.compile_helpers()  # megatron-core's own would exit here
 
 
-def test_other_names_are_megatron_cores():
+def test_other_names_are_unchanged():
     assert [split.name for split in utils.Split] == ["train", "valid", "test"]
     assert utils.get_blend_from_list(["30", "a", "70", "b"]) == (["a", "b"], [30.0, 70.0])

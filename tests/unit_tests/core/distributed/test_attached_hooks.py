@@ -23,7 +23,7 @@ def hooks(one_rank):
     ],
     ids=["arguments", "named arguments", "a dictionary", "a nested named argument"],
 )
-def test_a_handler_runs_after_backward_of_a_module(hooks, args, kwargs):
+def test_handler_runs_after_backward_of_a_module(hooks, args, kwargs):
     ran: list = []
     module, x = torch.nn.Linear(3, 3), torch.ones(3, requires_grad=True)
     torch.nn.init.constant_(module.weight, 2.0)  # sums are exact in any order
@@ -51,7 +51,7 @@ def test_no_handler_without_an_input_gradient(hooks):
 @pytest.mark.parametrize(
     "output", [lambda y: y, lambda y: (y, None), lambda y: (y, {"aux": y})], ids=["a tensor", "a pair", "nested"]
 )
-def test_a_handler_runs_before_backward_of_a_module(hooks, output):
+def test_handler_runs_before_backward_of_a_module(hooks, output):
     ran: list = []
     module, x = torch.nn.Linear(3, 3), torch.ones(3, requires_grad=True)
     x.register_hook(lambda grad: ran.append("input"))

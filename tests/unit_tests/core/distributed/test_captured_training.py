@@ -222,7 +222,7 @@ def other_calls(training):
         chunk.train()
 
 
-def test_calls_that_fit_no_graph_run_eagerly(one_rank):
+def test_calls_without_matching_graph_run_eagerly(one_rank):
     case = graphed(MODEL, dropout=0.1)
     between: dict[bool, list[torch.Tensor]] = {}
 
@@ -239,7 +239,7 @@ def test_calls_that_fit_no_graph_run_eagerly(one_rank):
     assert all(map(torch.equal, between[False], between[True]))
 
 
-def test_a_step_may_mix_replayed_and_eager_micro_batches(one_rank):
+def test_step_may_mix_replayed_and_eager_micro_batches(one_rank):
     """One micro-batch matches the graphs and the other does not; both contribute gradients."""
     case = graphed(MODEL)
 
@@ -303,7 +303,7 @@ def test_layers_are_captured_if_the_model_cannot_be(one_rank, monkeypatch, caplo
         (ONE, ("attn",), ""),
     ],
 )
-def test_hooks_that_replays_skip_are_named(one_rank, caplog, holds, modules, named):
+def test_warning_names_skipped_hooks(one_rank, caplog, holds, modules, named):
     called = []
     hooked = Variant(
         case := graphed(holds, modules=modules),
@@ -338,7 +338,7 @@ def test_gradients_of_a_synchronized_replay_are_attached(one_rank):
     training.delete()
 
 
-def test_a_failure_after_capture_leaves_no_layer_with_graphs(one_rank, monkeypatch):
+def test_failure_after_capture_leaves_no_layer_with_graphs(one_rank, monkeypatch):
     """Layers that got graphs before the failure lose them again."""
     made = []
 
@@ -442,7 +442,7 @@ class TrainsEmbeddingApart(CapturedTraining):
         return reduced
 
 
-def test_a_backward_pass_outside_the_model_adds_gradients(one_rank):
+def test_backward_pass_outside_the_model_adds_gradients(one_rank):
     traces = []
     for graphs in (False, True):
         training = TrainsEmbeddingApart(graphed(MODEL), graphs)

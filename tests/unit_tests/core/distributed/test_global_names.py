@@ -25,7 +25,7 @@ def chunk(*numbers, wrappers=1, **others):
 
 @pytest.mark.parametrize("wrappers", [0, 1, 3])
 @pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
-def test_layers_have_their_number_in_the_whole_model(wrappers, prefix):
+def test_layers_have_global_numbers(wrappers, prefix):
     rename = global_name(chunk(11, 12, wrappers=wrappers))
     assert rename(f"{prefix}decoder.layers.0.weight") == f"{prefix}decoder.layers.10.weight"
     assert rename(f"{prefix}decoder.layers.1") == f"{prefix}decoder.layers.11"
@@ -88,7 +88,7 @@ def test_chunks_of_a_stage_are_merged():
     assert merged["module.decoder.layers.2.weight"] is layers[1].weight
 
 
-def test_a_name_in_two_chunks_is_refused():
+def test_name_in_two_chunks_is_refused():
     chunks = [chunk(1), chunk(3)]
     with pytest.raises(
         ValueError, match=r"embedding\.weight is in two chunks .*--num-virtual-stages-per-pipeline-rank"

@@ -47,7 +47,7 @@ def test_writers_of_a_bucket_wait_for_its_last_reduction(queued):
     assert second.waiting == []
 
 
-def test_a_free_buffer_is_claimed_without_waiting(fsdp, queued):
+def test_free_buffer_is_claimed_without_waiting(fsdp, queued):
     units, reductions = queued
     units[1].mlp.linear_fc1.weight.get_main_grad()
     assert all(reduction.waiting == [] for reduction in reductions)

@@ -17,13 +17,13 @@ def ranks_of(group):
 
 
 @pytest.mark.parametrize(("outer", "ranks"), [("no_shard", [0, 1]), ("optim", [0, 1, 2, 3])])
-def test_replicas_that_shard_gradients_count_together(four_ranks, outer, ranks):
+def test_replicas_sharding_gradients_count_together(four_ranks, outer, ranks):
     sharding = {"num_distributed_optimizer_instances": four_ranks(2), "outer_dp_sharding_strategy": outer}
     assert ranks_of(built(Variant(small(), sharding=sharding)).get_grad_stats_parallel_group()) == ranks
 
 
 @pytest.mark.parametrize(("rank", "expert_groups"), [(0, 1), (1, 1), (1, 2), (2, 2)])
-def test_the_first_replica_counts_an_unsharded_gradient(four_ranks, rank, expert_groups):
+def test_first_replica_counts_an_unsharded_gradient(four_ranks, rank, expert_groups):
     four_ranks(1, rank=rank, expert_model_parallel_size=expert_groups)
     optimizer = built(Variant(small(data_parallel_sharding_strategy="no_shard", experts=4)))
     (chunk,) = optimizer.model_chunks

@@ -28,7 +28,7 @@ def test_expert_weights_are_read_in_their_bucket(ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_an_eager_moe_layer_does_not_synchronize(ranks, monkeypatch, dispatcher):
+def test_eager_moe_layer_does_not_synchronize(ranks, monkeypatch, dispatcher):
     synchronized: list[str] = []
     inside = MoELayer.forward
 

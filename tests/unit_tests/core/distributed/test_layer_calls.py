@@ -102,7 +102,7 @@ def read_in_hooks(model):
     )
 
 
-def test_steps_that_read_between_layers_run_eagerly(one_rank, caplog):
+def test_steps_reading_between_layers_run_eagerly(one_rank, caplog):
     traces = []
     for graphs in (False, True):
         training = CapturedTraining(small(layers=COUNT, holds=ALL, warmup=10, dropout=0.1), graphs)

@@ -43,7 +43,7 @@ def world(monkeypatch):
 
 
 @pytest.mark.parametrize(("dp", "ep", "tp"), product((1, 2, 3), (1, 2), (1, 2)))
-def test_mesh_without_stages_is_megatron_cores(world, dp, ep, tp):
+def test_mesh_without_stages_matches_megatron_core(world, dp, ep, tp):
     for rank in range(dp * ep * tp):
         world(rank, dp * ep * tp)
         of = groups(rank, dp=dp, ep=ep, tp=tp)
@@ -54,7 +54,7 @@ def test_mesh_without_stages_is_megatron_cores(world, dp, ep, tp):
 
 
 @pytest.mark.parametrize(("outer", "dp", "tp"), product((2, 3), (1, 2), (1, 2)))
-def test_hsdp_mesh_without_stages_is_megatron_cores(world, outer, dp, tp):
+def test_hsdp_mesh_without_stages_matches_megatron_core(world, outer, dp, tp):
     for rank in range(outer * dp * tp):
         world(rank, outer * dp * tp)
         of = groups(rank, outer=outer, dp=dp, tp=tp)

@@ -62,7 +62,7 @@ def test_tensors_without_a_transpose_get_rows_only(usage, transpose, written):
     assert quantizer.written[1] == (*before, None)
 
 
-def test_a_failed_cast_restores_the_quantizer():
+def test_failed_cast_restores_the_quantizer():
     quantizer = Float8Quantizer(fails=True)
     with pytest.raises(RuntimeError, match="out of memory"), mixed_precision.without_transposes():
         quantizer.update_quantized("weights", shard())

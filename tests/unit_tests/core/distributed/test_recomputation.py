@@ -66,7 +66,7 @@ def test_recomputation_trains_bit_identically(one_rank, variant, holds):
     assert eager.differences(graphs) == []
 
 
-def test_the_pool_keeps_no_recomputed_activations(one_rank):
+def test_pool_keeps_no_recomputed_activations(one_rank):
     nothing, selective, block, each, pairs, at_once = (
         kept(variant, MODEL) for variant in (NOTHING, SELECTIVE, BLOCK, EACH, PAIRS, AT_ONCE)
     )

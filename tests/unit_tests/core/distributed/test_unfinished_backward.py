@@ -61,7 +61,7 @@ def warns():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_next_step_is_unaffected(one_rank, strategy):
+def test_next_step_is_unaffected(one_rank, strategy):
     expected = step(built(strategy))
     assert any(grad.any() for grad in expected)
     training = built(strategy)
@@ -73,7 +73,7 @@ def test_the_next_step_is_unaffected(one_rank, strategy):
     assert same(step(training), expected)
 
 
-def test_a_forward_pass_drops_it(one_rank):
+def test_forward_pass_drops_an_unfinished_backward(one_rank):
     expected = step(built("optim_grads_params"))
     training = built("optim_grads_params")
     interrupted_backward(training)
@@ -103,7 +103,7 @@ def test_zeroing_gradients_releases_everything(one_rank):
     assert {module._training_state.name for module in training.fsdp.module.modules()} == {"IDLE"}
 
 
-def test_forward_passes_inside_backward_do_not_drop_it(one_rank):
+def test_forward_pass_inside_backward_drops_nothing(one_rank):
     """Activation checkpointing of the whole model runs a forward pass within the backward pass."""
     training = built("optim_grads_params")
     seen = []

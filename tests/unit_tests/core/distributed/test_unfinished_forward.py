@@ -41,7 +41,7 @@ def interrupted_forward(fsdp, case, layer, grad=True):
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("built", [eager, with_graphs])
-def test_the_next_pass_finds_the_double_buffer_free(ranks, built, layer):
+def test_next_pass_finds_the_double_buffer_free(ranks, built, layer):
     case = graphed("layer")
     with built(case) as fsdp:
         for grad in (True, False):

@@ -21,7 +21,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("seq_dim", [0, 1])
-def test_each_rank_gets_megatron_cores_pieces(module, seq_dim):
+def test_each_rank_gets_its_chunks_as_in_megatron_core(module, seq_dim):
     whole = torch.rand(16, 8, 3)
     with (
         mock.patch.object(torch.Tensor, "cuda", lambda tensor, **_: tensor),
@@ -34,7 +34,7 @@ def test_each_rank_gets_megatron_cores_pieces(module, seq_dim):
             assert module.get_pos_emb_on_this_cp_rank(whole.to("meta"), seq_dim, rank).shape == pieces.shape
 
 
-def test_a_missing_group_is_megatron_cores_error(module):
+def test_missing_group_is_an_error(module):
     with pytest.raises(ValueError, match="cp_group must be provided"):
         module.get_pos_emb_on_this_cp_rank(torch.rand(4, 1), 0, None)
 

@@ -168,7 +168,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_clipping_that_cannot_be_captured_is_upstreams(clipping, monkeypatch, change):
+def test_uncapturable_clipping_runs_as_in_megatron_core(clipping, monkeypatch, change):
     made, passes = clipping()
     CHANGES[change](made, monkeypatch)
     assert made.clip_grad_norm(1.0) == ("norm", 1.0)
@@ -233,7 +233,7 @@ def test_reloading_model_parameters_is_a_no_op(optimizer):
     made.reload_model_params({"model": {}})  # must not raise
 
 
-def test_an_optimizer_on_the_host_reloads_parameters(optimizer, monkeypatch):
+def test_optimizer_on_the_host_reloads_parameters(optimizer, monkeypatch):
     class OnHost:
         updates = 0
 
@@ -260,7 +260,7 @@ def scaled(optimizer):
     return make
 
 
-def test_the_loss_scale_of_1_is_read_without_a_sync(scaled):
+def test_loss_scale_of_1_is_read_without_a_sync(scaled):
     made = scaled()
     with mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("synchronizes")):
         assert [made.get_loss_scale().item() for _ in range(2)] == [1.0, 1.0]

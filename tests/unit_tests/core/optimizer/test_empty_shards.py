@@ -35,7 +35,7 @@ def completed(optimizer):
     return state_of_every_parameter(optimizer, own, lambda param: numbers[id(param)])
 
 
-def test_an_empty_shard_has_the_states_of_other_shards(optimizer):
+def test_empty_shard_has_the_states_of_other_shards(optimizer):
     step(optimizer)
     states = completed(optimizer)
     assert states[EMPTY].keys() == states[0].keys() == {"step", "exp_avg", "exp_avg_sq"}
@@ -45,7 +45,7 @@ def test_an_empty_shard_has_the_states_of_other_shards(optimizer):
     assert states[0] == optimizer.state[parameters(optimizer)[0]]
 
 
-def test_a_loaded_step_count_advances(optimizer):
+def test_loaded_step_count_advances(optimizer):
     step(optimizer)
     optimizer.state[parameters(optimizer)[EMPTY]] = loaded = completed(optimizer)[EMPTY]
     step(optimizer)

@@ -134,7 +134,7 @@ def test_each_step_restores_the_optimizer(build):
     assert optimizer.state is state and optimizer.multi_tensor_adam is launch
 
 
-def test_steps_that_cast_states_are_not_replayed(build):
+def test_steps_casting_states_are_not_replayed(build):
     assert compared(build, casts=True) == [6] * 5
 
 
@@ -173,7 +173,7 @@ def test_changed_gradients_are_listed_again(build, change):
     assert compared(build, steps=6, change=change_one) == [6, 6, 3, 6, 3, 3]
 
 
-def test_a_replayed_step_without_launches_is_an_error(build):
+def test_replayed_step_without_launches_is_an_error(build):
     optimizer = build()
     optimizer.step()
     shards = LocalShards(optimizer)

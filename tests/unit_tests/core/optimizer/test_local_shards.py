@@ -87,7 +87,7 @@ def test_steps_see_local_tensors_only_within_the_context(build):
     assert not any(param.grad is not None for param in inside)
 
 
-def test_an_exception_restores_the_optimizer(build):
+def test_exception_restores_the_optimizer(build):
     optimizer = build()
     step(optimizer, 0)
     params, state = parameters(optimizer), optimizer.state

@@ -78,7 +78,7 @@ def test_gradients_keep_their_addresses_under_megatron_fsdp(wrap, sharded):
     assert kept == [sharded] * 2
 
 
-def test_a_graph_reads_the_learning_rate_of_each_step(wrap):
+def test_graph_reads_the_learning_rate_of_each_step(wrap):
     optimizer = Optimizer()
     step = wrap(optimizer)
     rate, expected = optimizer.param_groups[0]["lr"], 0.0
@@ -117,7 +117,7 @@ def test_steps_run_eagerly_after_a_change(wrap, caplog, name):
     assert message.endswith(f"(--optimizer-cuda-graph): {name} changed after capture")
 
 
-def test_a_second_optimizer_does_not_replay_the_first(wrap):
+def test_second_optimizer_does_not_replay_the_first(wrap):
     first, second = Optimizer(), Optimizer()
     steps = wrap(first), wrap(second)
     for _ in range(2 * WARMUP + 2):

@@ -59,7 +59,7 @@ def test_changed_inputs_are_recaptured(work, doubling):
     assert work.replays == 2
 
 
-def test_inputs_that_keep_changing_run_eagerly(work, doubling, caplog):
+def test_changing_inputs_run_eagerly(work, doubling, caplog):
     for _ in range(CAPTURES + 1):
         doubling.vector = torch.ones(3, device="cuda")
         sums = run(work, doubling, EAGER_STEPS + 2)
@@ -89,7 +89,7 @@ def out_of_memory(doubling):
     ("fail", "reason"),
     [(read_on_the_host, "captur"), (without_a_tensor, "returns float"), (out_of_memory, "out of memory")],
 )
-def test_a_failed_capture_runs_eagerly(work, doubling, caplog, fail, reason):
+def test_failed_capture_runs_eagerly(work, doubling, caplog, fail, reason):
     def failing():
         return fail(doubling)
 

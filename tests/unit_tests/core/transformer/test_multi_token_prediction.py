@@ -27,7 +27,7 @@ def scale():
 
 
 @pytest.mark.usefixtures("cpu_backend")
-def test_a_scale_on_the_gpu_is_set_in_place(scale):
+def test_scale_on_the_gpu_is_set_in_place(scale):
     MTPLossAutoScaler.set_loss_scale(torch.full((1,), 2.0, device="cuda"))
     first = scale()
     for other in (torch.full((1,), 3.0, device="cuda"), torch.tensor(3.0, device="cuda")):
@@ -36,7 +36,7 @@ def test_a_scale_on_the_gpu_is_set_in_place(scale):
         assert first.tolist() == [3.0]
 
 
-def test_a_scale_on_the_host_is_replaced(scale):
+def test_scale_on_the_host_is_replaced(scale):
     first = scale()
     MTPLossAutoScaler.set_loss_scale(torch.tensor(2.0))
     assert (first.item(), scale().item()) == (1.0, 2.0)
@@ -67,7 +67,7 @@ def test_packed_sequences_roll_as_in_megatron_core(ends, leading):
 
 
 @pytest.mark.usefixtures("cpu_backend")
-def test_a_replay_rolls_the_sequences_of_its_inputs():
+def test_replay_rolls_the_sequences_of_its_inputs():
     offsets = torch.zeros(3, dtype=torch.int32, device="cuda")
     tensor = torch.arange(1, 5, device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -38,7 +38,7 @@ def upstream():
 
 
 @pytest.mark.parametrize("stat", [0.1, 3, float("inf"), None])
-def test_numbers_equal_megatron_cores(alone, utils, upstream, stat):
+def test_numbers_equal_megatron_core(alone, utils, upstream, stat):
     expected = upstream.reduce_max_stat_across_model_parallel_group(stat, alone)
     result = utils.reduce_max_stat_across_model_parallel_group(stat, alone)
     assert result == expected
@@ -55,7 +55,7 @@ def test_tensors_have_the_value_and_format_of_floats(alone, utils, upstream, dty
     assert f"{result:.3f} {result:.6E}" == f"{expected:.3f} {expected:.6E}"
 
 
-def test_a_result_is_a_copy(alone, utils):
+def test_result_is_a_copy(alone, utils):
     stat = torch.ones(1, device="cuda")
     result = utils.reduce_max_stat_across_model_parallel_group(stat, alone)
     stat.fill_(2.0)

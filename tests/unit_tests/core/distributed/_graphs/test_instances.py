@@ -164,7 +164,7 @@ def test_replays_wait_only_for_buckets_outside_of_units(hybrid_ranks):
         assert begun == [1, 0, 0] * 2
 
 
-def test_an_interrupted_replay_leaves_no_event(hybrid_ranks):
+def test_interrupted_replay_leaves_no_event(hybrid_ranks):
     with trained(MODEL, hybrid_ranks, "no_shard") as training:
         fsdp, hooks = training.fsdp, training.fsdp.fsdp_hooks
         with mock.patch.object(hooks.backward, "finish_backward", side_effect=ValueError), pytest.raises(ValueError):

@@ -131,7 +131,7 @@ def test_gradients_computed_during_capture_are_ignored(fsdp, layers):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_moved_parameter_is_named_with_the_flags(fsdp, layers, direction):
+def test_moved_parameter_is_named_with_the_flags(fsdp, layers, direction):
     capture(fsdp, layers)
     with replaying(fsdp, layers, direction) as hooks:
         gathers, moved = fsdp.all_gather_pipeline, layers[1].mlp.linear_fc1.weight
@@ -148,7 +148,7 @@ def test_a_moved_parameter_is_named_with_the_flags(fsdp, layers, direction):
     assert all(flag in str(error.value) for flag in FLAGS)
 
 
-def test_a_unit_that_runs_out_of_turn_is_detected(fsdp, layers):
+def test_unit_out_of_order_is_detected(fsdp, layers):
     capture(fsdp, layers)
     with replaying(fsdp, layers, "forward") as hooks:
         # The second unit occupies the buffer that the fourth used during capture.
@@ -162,7 +162,7 @@ def test_a_unit_that_runs_out_of_turn_is_detected(fsdp, layers):
 FUSED = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
 
 
-def test_a_moved_main_gradient_is_named_with_the_flags(fsdp, layers):
+def test_moved_main_gradient_is_named_with_the_flags(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
         moved = layers[3].mlp.linear_fc2.weight
@@ -190,7 +190,7 @@ def test_gradients_written_by_a_graph_are_kept(fsdp, layers):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-def test_a_graphed_layer_gathers_for_its_children(ranks, strategy, direction):
+def test_graphed_layer_gathers_for_its_children(ranks, strategy, direction):
     variant = Variant(
         small(data_parallel_sharding_strategy=strategy), fsdp={"enable_fine_grained_param_gather_hook": True}
     )

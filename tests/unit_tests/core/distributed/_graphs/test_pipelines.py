@@ -70,7 +70,7 @@ def taken(fsdp):
         (HeldWork, "wait", True),
     ],
 )
-def test_a_failed_gather_can_be_launched_again(fsdp, layers, owner, name, launched):
+def test_failed_gather_can_be_launched_again(fsdp, layers, owner, name, launched):
     with mock.patch.object(owner, name, fail), pytest.raises(Fault):
         gather(fsdp, layers[0])
     take_back_unlaunched(fsdp)
@@ -98,7 +98,7 @@ def test_collectives_finish_and_gradient_buckets_are_freed(fsdp, layers):
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_a_communicator_is_set_up_again_unless_launched(fsdp, launched):
+def test_communicator_is_set_up_again_unless_launched(fsdp, launched):
     buckets, done = [bucket for unit in fsdp.graphs.units.values() for bucket in unit.buckets], set[object]()
     reduce = mock.Mock(side_effect=[Fault, True])
     with (

@@ -104,7 +104,7 @@ def reduce(fsdp, layer, value):
     fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
 
 
-def test_a_recorded_reduction_adds_to_the_shard(fsdp, layers):
+def test_recorded_reduction_adds_to_the_shard(fsdp, layers):
     main_gradients(fsdp, layers[0]).zero_()
     with eager(torch.distributed, "reduce_scatter_tensor") as reduced:
         reduce(fsdp, layers[0], 3.0)
@@ -113,7 +113,7 @@ def test_a_recorded_reduction_adds_to_the_shard(fsdp, layers):
     assert main_gradients(fsdp, layers[0]).unique().tolist() == [(3.0 + 4.0) / RANKS]
 
 
-def test_a_moved_gradient_bucket_is_an_error(fsdp, layers):
+def test_moved_gradient_bucket_is_an_error(fsdp, layers):
     runner = fsdp.graphs.layers[layers[0]]
     (bucket,) = unit_of(fsdp, layers[0]).buckets
     with (

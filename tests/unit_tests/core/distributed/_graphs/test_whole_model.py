@@ -88,7 +88,7 @@ def add_unused(model):
     model.decoder.layers[0].mlp = Unused(model.decoder.layers[0].mlp)
 
 
-def test_an_incomplete_bucket_beside_replays_is_an_error(ranks):
+def test_incomplete_bucket_beside_replays_is_an_error(ranks):
     case = graphed(MODEL)
     with captured(case, Variant(case, change=add_unused)) as training:
         training.step()
@@ -99,7 +99,7 @@ def test_an_incomplete_bucket_beside_replays_is_an_error(ranks):
             training.fsdp.finish_grad_sync()
 
 
-def test_the_first_unit_is_gathered_early(ranks):
+def test_first_unit_is_gathered_early(ranks):
     """The gather overlaps the embedding in forward, and the loss and the output layer in backward."""
     events: list[Any] = []
     gather = AllGatherPipeline.async_bucket_gather
@@ -138,7 +138,7 @@ def test_the_first_unit_is_gathered_early(ranks):
     assert events[2 : logits - 1] == units[1:]
 
 
-def test_a_moved_parameter_outside_of_units_is_named(ranks):
+def test_moved_parameter_outside_of_units_is_named(ranks):
     with captured(graphed(MODEL)) as training:
         training.step()
         _, params = outside(training.fsdp)
@@ -155,14 +155,14 @@ def test_a_moved_parameter_outside_of_units_is_named(ranks):
 
 
 @pytest.mark.parametrize(("kind", "what"), [("model_weight_buffer", "parameters"), ("main_grad_buffer", "gradients")])
-def test_a_moved_buffer_of_units_is_an_error(ranks, kind, what):
+def test_moved_buffer_of_units_is_an_error(ranks, kind, what):
     with captured(graphed(MODEL)) as training:
         with taken(training.fsdp, kind), pytest.raises(ChangedSinceCaptureError, match=f"{what} of bucket") as error:
             training.step()
         assert all(flag in str(error.value) for flag in FLAGS)
 
 
-def test_a_moved_gradient_bucket_outside_of_units_is_an_error(ranks):
+def test_moved_gradient_bucket_outside_of_units_is_an_error(ranks):
     with captured(graphed(MODEL)) as training:
         bucket = outside(training.fsdp)[0][0]
         buffer = training.fsdp.param_and_grad_buffer.parameter_groups[bucket].main_grad_buffer

@@ -279,7 +279,7 @@ def test_deprecated_spellings_are_checked():
         validated("!cuda-graph-impl !fsdp-double-buffer --external-cuda-graph")
 
 
-def test_flag_that_implies_the_double_buffer_counts():
+def test_flag_implying_the_double_buffer_counts():
     assert validated("!fsdp-double-buffer --use-nccl-ub").fsdp_double_buffer
 
 
@@ -288,7 +288,7 @@ def test_parser_accepts_modules_of_megatron_core(name):
     assert len(parsed(f"--cuda-graph-modules {name}").cuda_graph_modules) == 1
 
 
-def test_an_unknown_module_is_an_error_that_names_the_flag(capsys):
+def test_error_for_unknown_module_names_the_flag(capsys):
     with pytest.raises(SystemExit):
         parsed("--cuda-graph-modules atn")
     assert "argument --cuda-graph-modules: unknown module 'atn': use attn, mlp, moe" in capsys.readouterr().err
@@ -366,7 +366,7 @@ def test_every_row_of_grouped_experts_is_tested():
         {"moe_use_grouped_tensor": False, "fp8": "hybrid", "moe_token_dispatcher_type": "flex"},
     ],
 )
-def test_flags_that_fit_grouped_experts_pass(changes):
+def test_flags_compatible_with_grouped_experts_pass(changes):
     assert refusal(SimpleNamespace(**GROUPED | changes)) == []
 
 

@@ -114,7 +114,7 @@ def test_other_shape_runs_eagerly_with_one_warning(caplog):
     assert "(2, 2, 4)" in second
 
 
-def test_engine_gets_shapes_that_cannot_run_eagerly():
+def test_engine_captures_shapes_without_eager_run():
     assert layer_graph().fits(HIDDEN[:4])  # the engine rejects it
 
 

@@ -174,7 +174,7 @@ def test_capacity_is_a_share_of_tokens_up_to_the_maximum(factor, rows):
     assert capacity_of_peer(TOKENS * 2, top_k=2, experts=1, ranks=4, factor=factor) == min(rows, TOKENS)
 
 
-def test_the_least_sufficient_capacity_changes_no_row(routes):
+def test_least_sufficient_capacity_changes_no_row(routes):
     ranks, least = Ranks(routes), Ranks(routes)
     least.capacity = int(ranks.counts.sum(2).max())
     least.sent = [

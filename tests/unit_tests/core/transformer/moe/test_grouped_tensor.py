@@ -44,7 +44,7 @@ def one_by_one(rows, weights, counts):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_grouped_product_is_bit_identical_to_single_ones(counts, dtype):
+def test_grouped_product_is_bit_identical_to_single_ones(counts, dtype):
     rows, *weights = leaves((40, HIDDEN), *[(FFN, HIDDEN)] * EXPERTS, dtype=dtype)
     grouped = grouped_linear(rows, weights, offsets_of(counts))
     single = one_by_one(rows, weights, counts)
@@ -80,7 +80,7 @@ def test_weights_at_equal_distances_are_not_copied(between):
     assert all(map(torch.equal, together, weights))
 
 
-def test_a_frozen_weight_changes_no_other_gradient():
+def test_frozen_weight_changes_no_other_gradient():
     rows, *weights = leaves((40, HIDDEN), *[(FFN, HIDDEN)] * EXPERTS)
     expected = gradients(grouped_linear(rows, weights, offsets_of(COUNTS[1])), *weights)
     weights[1].requires_grad_(False)

@@ -56,7 +56,7 @@ def test_eager_steps_enforce_their_order(experts):
         begin(experts)
 
 
-def test_a_capture_can_follow_another(experts, capturing):
+def test_capture_can_follow_another(experts, capturing):
     for _ in range(2):
         begin(experts)
         assert experts._overlap_state is SharedExpertState.IDLE
@@ -68,13 +68,13 @@ def test_a_capture_can_follow_another(experts, capturing):
     [{"cuda_graph_modules": [CudaGraphModule.moe]}, {"cuda_graph_modules": []}, {"cuda_graph_impl": "local"}],
     ids=["moe", "whole layer", "local"],
 )
-def test_a_longer_capture_enforces_the_order(experts, capturing, config):
+def test_longer_capture_enforces_the_order(experts, capturing, config):
     vars(experts.config).update(config)
     begin(experts)
     assert experts._overlap_state is SharedExpertState.PRE_FORWARD_COMM_DONE
 
 
-def test_the_experts_stream_is_joined_at_capture(experts, capturing, monkeypatch):
+def test_capture_joins_the_experts_stream(experts, capturing, monkeypatch):
     joined = []
     current = torch.cuda.current_stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)

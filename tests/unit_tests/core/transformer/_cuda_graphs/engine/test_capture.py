@@ -16,7 +16,7 @@ class Failure(Exception):
 
 
 @pytest.mark.parametrize("step", ["capture_begin", "capture_end"])
-def test_capture_works_after_one_that_cannot_begin_or_end(step, monkeypatch):
+def test_capture_works_after_a_failed_begin_or_end(step, monkeypatch):
     capture = Capture(None)
     real = getattr(torch.cuda.CUDAGraph, step)
 

@@ -191,7 +191,7 @@ def returns_a_value(*call):
 
 
 @pytest.mark.parametrize("kind", HOOK_KINDS)
-def test_hook_that_returns_a_value_is_refused(kind):
+def test_hook_with_return_value_is_refused(kind):
     with pytest.raises(
         RuntimeError, match=rf"of callable 0 \(Linear\): {kind} hook .*returns_a_value.* returned a value"
     ):

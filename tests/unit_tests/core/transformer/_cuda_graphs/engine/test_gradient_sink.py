@@ -55,7 +55,7 @@ def test_gradient_of_unused_parameter_is_none():
     assert_same_bits(copies(sink.grads), copies(expected))
 
 
-def test_autograd_gets_gradients_that_are_not_consumed():
+def test_autograd_gets_unconsumed_gradients():
     module = mlp(dropout=0.0)
     x = device_tensor(4, 6, seed=1)
     expected = eager_gradients(module, x)

@@ -81,7 +81,7 @@ def read_after(plan):
     return {step.slot: slots for step, slots in plan.gradients_read().items()}
 
 
-def test_gradients_that_leave_a_chunk_are_read_by_the_next():
+def test_next_chunk_reads_gradients_of_the_chunk():
     plan = ordered_plan([1, 2, -2, -1], [2, 2], 4)
     assert passes(plan) == "f0 f1 f2 f3 b3 b2 b1 b0"
     assert read_after(plan) == {2: [3], 0: [1, 2]}

@@ -152,7 +152,7 @@ def test_failed_capture_restores_state(failure):
 # ----------------------------------------------------------------------------------------------------- success
 
 
-def test_capture_changes_only_methods_that_replay():
+def test_capture_changes_only_replaying_methods():
     module = Forward(dropping)
     before = state_of(module)
     make_graphed_callables(module, (device_tensor(4, 6),))

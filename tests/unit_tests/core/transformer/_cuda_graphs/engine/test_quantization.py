@@ -127,7 +127,7 @@ def metas_after_a_replay(layer, recipe="recipe"):
     return State.metas
 
 
-def test_replays_register_statistics_of_modules_that_ran():
+def test_replays_register_statistics_of_run_modules():
     layer = Forward(lambda linear, x: linear(x))
     layer.linear, layer.unused = Linear(), Linear()
     metas = metas_after_a_replay(layer)

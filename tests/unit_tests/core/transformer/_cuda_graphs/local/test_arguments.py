@@ -52,7 +52,7 @@ class TestTreeMap:
         assert mapped[:1] == (1,)
         assert mapped[1][1]["a"].lengths == "t"
 
-    def test_does_not_run_post_init(self):
+    def test_post_init_does_not_run(self):
         mapped = tree_map(lambda leaf: leaf + 1 if isinstance(leaf, int) else leaf, Packed(torch.zeros(1), 3))
         assert (mapped.count, mapped.derived) == (4, 7)
 

@@ -53,7 +53,7 @@ class TestArguments:
             model(batch(0), other=object())
 
 
-def test_model_that_was_not_recorded_is_refused():
+def test_unrecorded_model_is_refused():
     record(stack())
     with pytest.raises(RuntimeError, match=r"(?s)no CUDA graph of Layer.*did not run in the recorded step"):
         stack()(batch(0))

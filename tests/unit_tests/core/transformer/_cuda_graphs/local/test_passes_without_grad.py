@@ -66,7 +66,7 @@ class TestEvaluation:
 
 
 class TestReinforcementLearning:
-    """Tests training steps alternating with log-probability passes of the old policy and the reference policy."""
+    """Test training steps that alternate with log-probability passes of the old policy and the reference policy."""
 
     @pytest.mark.parametrize(("mode", "pipeline"), [("train", 1), ("eval", 2)])
     def test_training_equals_eager(self, mode, pipeline):

@@ -132,7 +132,7 @@ def test_backward_after_deletion_is_refused():
 
 
 class TestPythonCalls:
-    """Tests the host overhead of replays, which run for every layer in every step."""
+    """Test the host overhead of replays."""
 
     def count(self, run):
         """Return the number of calls of this package's functions during ``run``, and the result of ``run``."""

@@ -151,7 +151,7 @@ def test_other_schedule_equals_eager_or_is_refused(recorded, later):
 
 
 class TestPipeline:
-    """Tests for pipelines, in which each micro-batch in flight has its own runners."""
+    """Test pipelines, where each micro-batch in flight has its own runners."""
 
     def run(self, graphs, order, steps=3, dropout=0.5, later=None):
         model = stack(graphs=graphs, pipeline=2, dropout=dropout)
