@@ -1,6 +1,7 @@
 """Test that each row of the flag table rejects or warns, and that working flags pass."""
 
 import logging
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from copy import deepcopy
@@ -426,6 +427,16 @@ def test_local_graphs_reject_hooks_of_megatron_fsdp(hook):
 
 def test_committed_page_matches_the_table():
     assert (ROOT / "docs" / "compatibility.md").read_text() == page(), "run make docs"
+
+
+def test_flags_of_the_readme_work():
+    block = re.findall(r"^    --.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    flags = " ".join(block)
+    assert "--cuda-graph-impl transformer_engine" in flags
+    base = "!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format !cuda-graph-impl !fsdp-double-buffer"
+    options = Options(parsed(f"{base} !fsdp-db-use-persist-buf-on-alloc-fail !no-gradient-accumulation-fusion {flags}"))
+    assert options.sharding == MEGATRON_FSDP
+    assert (rows_of(options), [*options.problems()]) == ([], [])
 
 
 def test_flags_of_a_row_share_its_condition():
