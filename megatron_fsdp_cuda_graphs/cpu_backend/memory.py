@@ -41,9 +41,6 @@ class StaleAddress(RuntimeError):
     """Raised if a replay would access memory that was freed, resized or moved since capture."""
 
 
-# ---------------------------------------------------------------------------------------------------------- host memory
-
-
 def making_host_tensor() -> bool:
     """Return whether a factory of a host tensor is running."""
     return _in_host_factory
@@ -87,9 +84,6 @@ def _has(tensor: torch.Tensor, mark: str) -> bool:
         return getattr(tensor.untyped_storage(), mark, False)
     except (NotImplementedError, RuntimeError):  # a tensor subclass without a storage
         return False
-
-
-# ---------------------------------------------------------------------------------------------------------------- pools
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -189,9 +183,6 @@ def pool_of(handle: PoolHandle | None) -> Pool:
             raise RuntimeError(f"it->second->use_count > 0 INTERNAL ASSERT FAILED: no graph of pool {key} is left")
         pool = _pools[key] = Pool(key)
     return pool
-
-
-# ------------------------------------------------------------------------------------------------------------ addresses
 
 
 def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -41,15 +41,10 @@ def stream_of_its_own():
     gc.collect()
 
 
-# ------------------------------------------------------------------------------------------------- plain callables
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_plain_callables_are_bit_identical_to_eager(case):
     assert_same_bits(train(case, native, STEPS), train(case, None, STEPS))
 
-
-# -------------------------------------------------------------------------------------- TransformerEngine's modules
 
 HIDDEN, SEQUENCE = 128, 128
 
@@ -136,9 +131,6 @@ def test_missing_statistics_update_is_detected(monkeypatch):
         assert_same_bits(training.run(native), eager)
 
 
-# ------------------------------------------------------------------------------------------- delayed weight gradients
-
-
 def delayed_weight_gradients(engine: Callable | None, had_gradients: bool) -> list[torch.Tensor | None]:
     """Train two one-layer chunks whose weight gradients run after both backward passes; return the numbers.
 
@@ -180,9 +172,6 @@ def test_delayed_weight_gradients_train_bit_for_bit(had_gradients):
     assert_same_bits(delayed_weight_gradients(native, had_gradients), delayed_weight_gradients(None, False))
 
 
-# -------------------------------------------------------------------------------------------- unsupported captures
-
-
 def test_gradients_on_the_legacy_stream_are_refused():
     with torch.cuda.stream(torch.cuda.default_stream()):
         layer = torch.nn.Linear(8, 8).cuda()
@@ -194,9 +183,6 @@ def test_gradients_on_the_legacy_stream_are_refused():
     assert len(nodes) == 2
     layer(x).sum().backward()
     assert torch.equal(layer.bias.grad, torch.full((8,), 4.0, device="cuda"))
-
-
-# ------------------------------------------------------------------------------------------------------- memory
 
 
 def reserved() -> int:

@@ -263,9 +263,6 @@ def installed(monkeypatch) -> ModuleType:
     return cast(ModuleType, modules["transformer_engine.pytorch.graph"])
 
 
-# ------------------------------------------------------------------------------------------- in Megatron's own layers
-
-
 class _InMegatron(QuantizedProduct):
     """Mixin that quantizes Megatron's linear layers like TransformerEngine's."""
 

@@ -61,9 +61,6 @@ def test_gradient_hooks_match_megatron_core(pair):
     assert {*counts[0].values()} >= {1}
 
 
-# --------------------------------------------------------------------------------------------------------- sentinels
-
-
 @pytest.fixture(scope="module")
 def fsdp(ranks):
     return build("optim_grads_params")

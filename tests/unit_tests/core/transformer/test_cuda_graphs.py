@@ -142,8 +142,6 @@ def test_reuse_pool_belongs_to_the_recording(no_graphs):
     assert pools[0] is not pools[1] is record.recording.buffers.pool
 
 
-# -------------------------------------------------------------------------------------------------------- patching
-
 # One name of each kind, with the files of the package whose functions use it
 PATCHED: dict[str, tuple[str, list[ModuleType]]] = {
     "function": ("is_graph_capturing", [state]),

@@ -172,9 +172,6 @@ def test_compiled_layer_replays_its_graph(layer):
     assert layer(X) == "first"
 
 
-# ---------------------------------------------------------------------------------------------------- static inputs
-
-
 def static_hidden_states(**config):
     layer = Layer()
     for name, value in config.items():

@@ -85,9 +85,6 @@ def replaying(fsdp, layers, direction="backward"):
             del layer.replaying
 
 
-# ------------------------------------------------------------------------------------------------------- capture mode
-
-
 def test_backward_uses_the_runner_of_its_forward_pass(fsdp, layers):
     capture(fsdp, layers)
     fsdp._replace_param_with_raw_if_needed()
@@ -127,9 +124,6 @@ def test_gradients_computed_during_capture_are_ignored(fsdp, layers):
         param.grad = None
 
 
-# --------------------------------------------------------------------------------------------------- moved parameters
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_moved_parameter_is_named_with_the_flags(fsdp, layers, direction):
     capture(fsdp, layers)
@@ -156,8 +150,6 @@ def test_unit_out_of_order_is_detected(fsdp, layers):
         with pytest.raises(ChangedSinceCaptureError, match=r"decoder\.layers\.3\..* \(in forward\) .* out of turn"):
             hooks.unshard_for_forward(layers[3])
 
-
-# ---------------------------------------------------------------------------------------------------- fused gradients
 
 FUSED = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
 
@@ -208,9 +200,6 @@ def test_graphed_layer_gathers_for_its_children(ranks, strategy, direction):
     }
 
 
-# ---------------------------------------------------------------------------------------------- gathers of replays
-
-
 ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder.BACKWARD_PASS_ORDER}
 
 
@@ -244,9 +233,6 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
 
         expected = gathered(fsdp, partial(gather, list(layer.parameters()), **options))
         assert gathered(fsdp, replay) == expected
-
-
-# ------------------------------------------------------------------------------------------------- gradient owners
 
 
 def has_sinks(variant):

@@ -73,9 +73,6 @@ def gather(fsdp, layer):
     fsdp.fsdp_hooks.release_after_forward(layer)
 
 
-# ------------------------------------------------------------------------------------------------------- all-gathers
-
-
 def test_recorded_gathers_resume_after_an_eager_gather(fsdp, layers):
     with without_buffer(group_of(fsdp, layers[2]).model_weight_buffer):
         fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), prefetch=False)
@@ -85,9 +82,6 @@ def test_recorded_gathers_resume_after_an_eager_gather(fsdp, layers):
         with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
             gather(fsdp, layers[2])
         assert [call.args[0] for call in gathered.call_args_list] == expected
-
-
-# -------------------------------------------------------------------------------------------------------- reductions
 
 
 def main_gradients(fsdp, layer):

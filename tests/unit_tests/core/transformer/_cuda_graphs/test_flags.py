@@ -295,9 +295,6 @@ def test_error_for_unknown_module_names_the_flag(capsys):
     assert "argument --cuda-graph-modules: unknown module 'atn': use attn, mlp, moe" in capsys.readouterr().err
 
 
-# --------------------------------------------------------------------------------------------- flags of this patch
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -339,9 +336,6 @@ def test_configurations_have_the_flags_of_this_patch():
 
     args = validated("--cuda-graph-fallback eager")
     assert arguments.core_transformer_config_from_args(args).cuda_graph_fallback == "eager"
-
-
-# -------------------------------------------------------------------------------------------- grouped experts, configs
 
 
 @pytest.mark.parametrize(("words", "changes"), UNFIT_EXPERTS)
@@ -401,9 +395,6 @@ def test_configurations_are_checked_like_flags(changes, flag):
     assert [row.flags[: len(flag)] for row in rows] == [flag] if flag else rows == []
 
 
-# ------------------------------------------------------------------------------------------- hooks, for local graphs
-
-
 def handler_of_backward(module, args):
     return None
 
@@ -420,9 +411,6 @@ def test_local_graphs_reject_hooks_of_megatron_fsdp(hook):
     handle.remove()
     layer[0].register_forward_hook(lambda module, args, output: None)
     refuse_fsdp_hooks(layer)
-
-
-# ------------------------------------------------------------------------------------------- docs/compatibility.md
 
 
 def test_committed_page_matches_the_table():

@@ -64,9 +64,6 @@ def with_sentinel(sentinel, handler):
     return wrapper
 
 
-# ---------------------------------------------------------------------------------------------------- phase 2
-
-
 def test_third_party_hooks_do_not_run_at_capture():
     assert handed_over(module_with_every_kind()) == {kind: [] for kind in HOOK_KINDS}
 
@@ -123,9 +120,6 @@ def test_deprecated_backward_hook_is_refused():
     assert contents(module) == before
 
 
-# ------------------------------------------------------------------------------------------------- signatures
-
-
 def called_with(register, *offered):
     """Return the arguments received by a hook registered with ``register`` when the engine passes ``offered``."""
     module = torch.nn.Linear(2, 2)
@@ -162,9 +156,6 @@ def test_return_values_reach_the_engine():
     with extracted_hooks([module]) as (hooks,):
         returned = [call(module, (), None) for kind in HOOK_KINDS for call in hooks[kind].values()]
     assert returned == ["changed"] * 2
-
-
-# ---------------------------------------------------------------------------------------------------- restore
 
 
 def test_restore_refills_the_same_dicts_in_order():
@@ -209,9 +200,6 @@ def test_hook_registered_meanwhile_follows_restored_hooks():
         handle = module.register_forward_hook(new, with_kwargs=True)
     assert list(module._forward_hooks.values()) == [old, new]
     assert module._forward_hooks_with_kwargs == {handle.id: True}
-
-
-# --------------------------------------------------------------------------------------------------- children
 
 
 def hooks_during_capture(child):

@@ -299,9 +299,6 @@ def test_forgotten_snapshot_never_changes(root, snapshot):
     assert not snapshot.changed()
 
 
-# ------------------------------------------------------------------------------------------------------ single aspects
-
-
 def test_addresses_are_compared():
     fixed, current = torch.zeros(2), [torch.zeros(2), None]
     snapshot = Snapshot("do not", addresses(["first"], [fixed]), addresses(["second", "third"], lambda: current))
@@ -327,9 +324,6 @@ def test_other_fp8_tensor_is_a_change(name):
     assert not snapshot.changed()
     tensors[name] = [torch.ones(1)]
     assert name in snapshot.reason()
-
-
-# ------------------------------------------------------------------------------------------------------------ contexts
 
 
 @contextmanager
@@ -397,9 +391,6 @@ def test_contexts_of_captured_pass_are_compared(root):
     with torch.autocast("cpu", torch.bfloat16):
         assert not snapshot.changed()
     assert snapshot.changed()
-
-
-# ------------------------------------------------------------------------------------------- state from pass to pass
 
 
 def count(own):

@@ -66,9 +66,6 @@ def inputs(count):
     return tuple((device_tensor(2, 3, seed=i),) for i in range(count))
 
 
-# ----------------------------------------------------------------------------------------------------------- order
-
-
 def test_hooks_run_in_order_in_warm_up_and_capture():
     events = Events()
     make_graphed_callables(
@@ -111,9 +108,6 @@ def test_only_forward_hooks_run_in_evaluation_mode():
     module = events.module("a").eval()
     make_graphed_callables(module, inputs(1)[0], num_warmup_iters=1, capture_time_hooks=[events.hooks("a")])
     assert events.seen == [*forward_of("a"), *forward_of("a", " recorded")]
-
-
-# ------------------------------------------------------------------------------------------------------ hook arguments
 
 
 def test_hooks_get_module_arguments_and_raw_output():
@@ -162,9 +156,6 @@ def test_graph_reads_parameters_that_hooks_moved():
     x = device_tensor(2, 3, seed=8)
     gathered.fill_(2.0)
     assert torch.equal(graphed(x), torch.nn.functional.linear(x, gathered))
-
-
-# ---------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,6 @@ def test_eager_pass_computes_weight_gradients_eagerly():
     assert module.weight.grad.eq(8).all()
 
 
-# -------------------------------------------------------------------------------------- parameters with deferred hooks
-
-
 class MarkedBias(torch.nn.Module):
     """Marks its weight and bias as TransformerEngine does, but not ``other``, a parameter of shape ``[6]``.
 
@@ -189,9 +186,6 @@ def test_gradients_of_marked_parameters_outlive_backward():
         return copies([grad for each in grads for grad in each])
 
     assert_same_bits(read_late(slots), read_late([slot.eager for slot in slots]))
-
-
-# ------------------------------------------------------------------------------------------------- random orders
 
 
 def run_order(order, layers, delaying, graphed):

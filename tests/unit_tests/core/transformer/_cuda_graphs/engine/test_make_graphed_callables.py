@@ -56,9 +56,6 @@ def test_signature_is_transformer_engines_plus_owners():
     ]
 
 
-# --------------------------------------------------------------------------------------------------- one callable
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_training_is_bit_identical_to_eager(case):
     assert_same_bits(train(case, make_graphed_callables), train(case, None))
@@ -102,9 +99,6 @@ def test_replays_run_no_python_of_the_callable():
         x = device_tensor(3, seed=seed)
         assert torch.equal(graphed(x), x * 2)
     assert len(calls) == 3
-
-
-# ----------------------------------------------------------------------------------------------- several callables
 
 
 def train_chain(graphed):
@@ -188,9 +182,6 @@ def test_module_given_twice_with_order_has_two_graphs():
     assert_same_bits(gradients(*slots), gradients(module, module))
 
 
-# ------------------------------------------------------------------------------------------ recomputed activations
-
-
 class _Checkpointed(torch.nn.Module):
     """Recomputes a layer in its backward pass, and optionally also uses the layer's bias without recomputation."""
 
@@ -223,9 +214,6 @@ def test_gradients_from_before_capture_are_preserved():
         param.grad = None
     graphed(device_tensor(4, 6)).square().sum().backward()
     assert_same_bits([param.grad for param in params], expected)
-
-
-# ------------------------------------------------------------------------------------------------- second derivatives
 
 
 def test_second_derivatives_are_refused():

@@ -46,9 +46,6 @@ def test_weak_reference_does_not_hold_memory():
     assert weak.shape == (4,)
 
 
-# ----------------------------------------------------------------------------------------------- memory of a pool
-
-
 def captured(pool, make):
     """Capture ``make()`` into ``pool``; return the graph and the result."""
     graph = torch.cuda.CUDAGraph()
@@ -81,9 +78,6 @@ class TestPoolMemory:
         monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
         PoolMemory((0, number)).size()
         assert asked == [(0, number) if is_passed else None]
-
-
-# -------------------------------------------------------------------------------------- memory used on several streams
 
 
 @pytest.fixture

@@ -48,9 +48,6 @@ def test_each_entry_runs_its_chunk_and_micro_batch(case):
     assert not remaining
 
 
-# --------------------------------------------------------------------------------------------------------- errors
-
-
 @pytest.mark.parametrize(
     ("order", "layers", "count", "message"),
     [
@@ -71,9 +68,6 @@ def test_each_entry_runs_its_chunk_and_micro_batch(case):
 def test_invalid_order_is_refused(order, layers, count, message):
     with pytest.raises(ValueError, match=message):
         ordered_plan(order, layers, count)
-
-
-# ------------------------------------------------------------------------------------------------------ read gradients
 
 
 def read_after(plan):

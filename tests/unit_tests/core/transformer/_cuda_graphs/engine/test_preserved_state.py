@@ -149,9 +149,6 @@ def test_failed_capture_restores_state(failure):
     assert_same_bits(train(CASES["dropout"], make_graphed_callables, steps=1), expected)
 
 
-# ----------------------------------------------------------------------------------------------------- success
-
-
 def test_capture_changes_only_replaying_methods():
     module = Forward(dropping)
     before = state_of(module)
@@ -242,9 +239,6 @@ def test_graph_reads_reassigned_buffer_in_place():
         assert torch.equal(graphed(x), module.linear(x) * (calls + 1))
 
 
-# ------------------------------------------------------------------------------------------- Megatron's generators
-
-
 @pytest.fixture
 def tracker():
     """Return Megatron's RNG tracker, reset and with graph-safe states."""
@@ -293,9 +287,6 @@ def test_unusable_rng_tracker_is_refused():
     tensor_parallel_random.get_cuda_rng_tracker().add("layer", 77)
     with pytest.raises(RuntimeError, match=r"Add --te-rng-tracker, or .*use_cudagraphable_rng=True"):
         make_graphed_callables(Forward(dropping), (device_tensor(4, 6),))
-
-
-# ------------------------------------------------------------------------------------- TransformerEngine's flag
 
 
 @pytest.fixture

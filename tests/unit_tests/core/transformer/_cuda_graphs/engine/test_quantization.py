@@ -116,9 +116,6 @@ def test_refused_replay_leaves_the_reduction_to_the_next():
     assert State.reductions == ["backward"]
 
 
-# ------------------------------------------------------------------------------------------------------- statistics
-
-
 def metas_after_a_replay(layer, recipe="recipe"):
     """Return the statistics that a replay registers for reduction."""
     (graphed,) = capture([layer], recipe=recipe)
@@ -148,9 +145,6 @@ def test_attention_registers_if_the_recipe_quantizes_it():
         layer = Forward(lambda attention, x: attention(x))
         layer.linear = AttentionOfMegatron()
         assert [meta is layer.linear.fp8_meta for meta in metas_after_a_replay(layer, recipe)] == registered
-
-
-# -------------------------------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])

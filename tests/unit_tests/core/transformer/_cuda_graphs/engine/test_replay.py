@@ -23,9 +23,6 @@ from .captured_cases import (
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
-# ------------------------------------------------------------------------------------------------- returned memory
-
-
 def test_next_replay_overwrites_outputs_and_input_gradients():
     graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
     results = []
@@ -85,9 +82,6 @@ def test_parameter_used_from_second_call_on_gets_gradient():
     module = make_graphed_callables(_Late(), (device_tensor(4, 6),))
     module(device_tensor(4, 6)).sum().backward()
     assert all(param.grad is not None for param in module.parameters())
-
-
-# ------------------------------------------------------------------------------------------------------- replay inputs
 
 
 def test_input_with_other_strides_is_copied():
@@ -210,9 +204,6 @@ def test_replay_runs_on_the_given_stream(monkeypatch, with_event):
 def test_other_keywords_are_ignored():
     graphed = make_graphed_callables(lambda x: x * 2, (device_tensor(3),))
     assert torch.equal(graphed(device_tensor(3), is_first_microbatch=True), device_tensor(3) * 2)
-
-
-# ------------------------------------------------------------------------------------------- errors of a replay
 
 
 @pytest.fixture

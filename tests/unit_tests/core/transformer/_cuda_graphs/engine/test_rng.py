@@ -54,9 +54,6 @@ def test_safe_generator_has_no_inference_tensor():
     assert not generator.state.value.is_inference()
 
 
-# ---------------------------------------------------------------------------------------------------- generator states
-
-
 @pytest.mark.usefixtures("cpu_backend")
 def test_generators_of_transformer_engine_are_found(monkeypatch):
     distributed: Any = ModuleType("transformer_engine.pytorch.distributed")
@@ -108,9 +105,6 @@ def test_host_draws_are_refused_and_undone(cpu_backend, name):
     with refused, preserve_rng(), refuse_host_draws():
         drawn.append(DRAWS[name]())
     assert DRAWS[name]() == drawn[0]
-
-
-# ------------------------------------------------------------------------------------------------ Megatron's tracker
 
 
 def new_seed(tracker):

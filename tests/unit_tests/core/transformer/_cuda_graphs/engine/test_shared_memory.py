@@ -49,9 +49,6 @@ def test_backward_overwrites_gradients_of_previous_backward():
     assert [bool(grad.isnan().any()) for grad in grads] == [True, False, False]
 
 
-# -------------------------------------------------------------------------------------------- passed-through gradients
-
-
 def shifted(linear, x):
     """Add the bias; the backward pass returns its incoming gradient unchanged."""
     return x + linear.bias

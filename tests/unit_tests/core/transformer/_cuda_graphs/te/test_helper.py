@@ -18,8 +18,6 @@ from tests.support.replaced import replaced
 
 from .stages import Failure, MaskedLayer, capture, config, engine, helper_of, set_microbatches, stage_of
 
-# --------------------------------------------------------------------------------------------------- construction
-
 
 def test_unknown_fallback_is_refused():
     with pytest.raises(ValueError, match=r"--cuda-graph-fallback must be error or eager, got Eager"):
@@ -47,9 +45,6 @@ def test_warm_up_iterations_depend_on_training_steps(monkeypatch, steps, microba
     monkeypatch.setattr(capture_arguments, "get_num_microbatches", lambda: microbatches)
     options = config(cuda_graph_warmup_steps=steps)
     assert capture_arguments.num_warmup_iterations(options, in_flight) == expected
-
-
-# --------------------------------------------------------------------------------------------------------- layers
 
 
 DISCOVERED = (
@@ -95,9 +90,6 @@ def test_discovered_layers_are_captured(one_stage, monkeypatch, assigned):
     assert [len(getattr(layer, "cuda_graphs", ())) for layer in layers] == [0, 1]
 
 
-# --------------------------------------------------------------------------------------------------- quantization
-
-
 @pytest.mark.parametrize("under_fsdp", [False, True])
 @pytest.mark.parametrize("fp8_param", [False, True])
 def test_gathered_fp8_weights_are_not_cached(monkeypatch, fp8_param, under_fsdp):
@@ -128,9 +120,6 @@ def test_first_and_last_layers_stay_in_bf16(monkeypatch):
     assert capture_arguments.quantization_arguments(stage, stage.layers[2:])["enabled"] == (False, True)
 
 
-# ----------------------------------------------------------------------------------------------------- static inputs
-
-
 @pytest.mark.usefixtures("cpu_backend")
 class TestMasks:
     def test_layers_with_different_masks_share_no_inputs(self):
@@ -147,9 +136,6 @@ class TestMasks:
         for _ in range(3):
             outputs = [layer.cuda_graphs[0].replay((x,), {})[0, 0, 0].item() for layer in layers]
             assert outputs == [1, 0]
-
-
-# --------------------------------------------------------------------------------------------------- order of passes
 
 
 def test_overridden_steps_of_capture_are_called(one_stage):
@@ -185,9 +171,6 @@ def test_overridden_sample_arguments_are_called(two_stages):
 
     helper_of(kind=PlugIn).create_cudagraphs()
     assert seen == [([1, 1, -1, 1, -1, -1], [1], 1, 3)]
-
-
-# ------------------------------------------------------------------------------------------------- moved parameters
 
 
 class WeightedLayer(MaskedLayer):
@@ -246,9 +229,6 @@ def test_pipeline_stages_fix_the_number_of_micro_batches(stages, expected):
     assert [graph.num_microbatches for graph in layer.cuda_graphs] == [expected]
 
 
-# -------------------------------------------------------------------------------------------------------- wrappers
-
-
 class Fsdp(torch.nn.Module):
     """A wrapper with the Megatron-FSDP attributes that the helper reads."""
 
@@ -301,9 +281,6 @@ def test_model_with_parameters_outside_is_not_captured_whole():
 )
 def test_stateful_replays_allow_no_other_shape(changes, stages, allowed):
     assert stage_of(stages=stages, **changes).may_change_shape is allowed
-
-
-# --------------------------------------------------------------------------------------------------- changed steps
 
 
 @pytest.mark.parametrize("layers", [0, 1])

@@ -63,9 +63,6 @@ def test_graphable_layers_equal_megatron_core(layer):
             assert _layer_is_graphable(layer, config(*modules)) == theirs(layer, config(*modules)), modules
 
 
-# -------------------------------------------------------------------------------------------------------- where
-
-
 def wrapped(module, levels=2):
     for _ in range(levels):
         module = SimpleNamespace(module=module)

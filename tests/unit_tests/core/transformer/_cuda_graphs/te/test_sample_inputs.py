@@ -88,9 +88,6 @@ def test_number_of_inputs_is_the_peak_of_live_inputs(case):
         assert len(buffers) == peak
 
 
-# --------------------------------------------------------------------------------------------------------- layers
-
-
 class Layer:
     """A layer with the attributes that ``LayerInputs`` reads."""
 

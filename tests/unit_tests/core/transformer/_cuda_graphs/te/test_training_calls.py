@@ -136,9 +136,6 @@ class Decoder(torch.nn.Module):
         return hidden_states
 
 
-# ----------------------------------------------------------------------------------------------- interleaved passes
-
-
 class Scaled(torch.nn.Module):
     """A module that returns its output as is or in a container, depending on the key in ``kinds``."""
 

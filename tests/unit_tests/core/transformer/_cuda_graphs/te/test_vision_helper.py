@@ -68,9 +68,6 @@ def layers_of(model):
     return list(model.vision_model.decoder.layers)
 
 
-# ------------------------------------------------------------------------------------------------------- training
-
-
 def take_gradients(params, main_grads):
     """Add gradients to ``main_grads`` before the next replay overwrites them, like Megatron's wrappers."""
     for param, main_grad in zip(params, main_grads, strict=True):
@@ -146,9 +143,6 @@ def test_missing_before_step_is_an_error(two_stages, monkeypatch):
         train(ORDERS[2], graphs=True, later=OTHER_ORDERS[2])
 
 
-# --------------------------------------------------------------------------------------------------------- capture
-
-
 def test_capture_zeroes_no_gradients(one_stage):
     model, config = new_model()
     model(device_tensor(1, 3, SIDE, SIDE), torch.zeros(1, dtype=torch.long, device="cuda")).mean().backward()
@@ -166,9 +160,6 @@ def test_capture_waits_for_no_other_rank(two_stages, monkeypatch, with_vision):
         monkeypatch.setattr(dist, name, waits)
     helper.create_cudagraphs()
     assert helper.graphs_created() is with_vision
-
-
-# -------------------------------------------------------------------------------------------------------- discovery
 
 
 def test_discovered_layers_equal_megatron_core(one_stage):
@@ -202,9 +193,6 @@ def test_virtual_stages_keep_every_micro_batch(two_stages):
     assert order_of(helper) == [1, 1, 1, -1, -1, -1]
 
 
-# ----------------------------------------------------------------------------------------------------------- inputs
-
-
 def test_parameters_equal_megatron_core():
     def parameters(kind):
         return [(p.name, p.default) for p in inspect.signature(kind.__init__).parameters.values()]
@@ -213,17 +201,11 @@ def test_parameters_equal_megatron_core():
     assert issubclass(VisionTECudaGraphHelper, TECudaGraphHelper)
 
 
-# ---------------------------------------------------------------------------------------------------- None outputs
-
-
 def test_none_outputs_are_removed(one_stage, monkeypatch):
     expected, _ = train(ORDERS[1], graphs=False, steps=4)
     monkeypatch.setattr(TransformerLayer, "_te_cuda_graph_capture", TransformerLayer.forward)  # (output, None)
     numbers, _ = train(ORDERS[1], graphs=True, steps=4)
     assert_same_bits(numbers, expected)
-
-
-# -------------------------------------------------------------------------------------------------- sequence length
 
 
 @given(
