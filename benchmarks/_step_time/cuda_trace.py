@@ -116,7 +116,7 @@ def _by_kind(kernels: Mapping[str, Iterable[float]], steps: int) -> dict[str, fl
 
 
 def is_collective(event: Mapping[str, Any]) -> bool:
-    """Return whether this GPU work is a kernel of NCCL."""
+    """Return whether a GPU event is an NCCL kernel."""
     return event["cat"] == "kernel" and re.search(KINDS["collectives"], event["name"], re.IGNORECASE) is not None
 
 

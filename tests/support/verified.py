@@ -1,4 +1,4 @@
-"""Read from benchmark results which flags were bit-identical to eager training on which hardware.
+"""Find the flags that were bit-identical to eager training in benchmark results, by hardware.
 
 A fact is a flag, or a flag and one value: ``--fp16``, ``--fp8-recipe delayed``, ``--cuda-graph-modules not given``.
 """
@@ -74,7 +74,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_case(text: str, layout: str) -> Iterator[str]:
-    """Yield the facts of a comparison from its case, such as ``dtype=bf16 modules=attn+mlp``, and its layout."""
+    """Yield the facts of a comparison, given its case, for example ``dtype=bf16 modules=attn+mlp``, and layout."""
     words = re.sub(r"config=(\S+)", lambda config: config[1].replace("+", " ").replace("'", ""), text).split()
     case = {"positions": "rope", "tied": "True", "modules": ""} | dict(word.split("=", 1) for word in words)
     if case.get("wrapper") == "fsdp2" or "torch_fsdp" in case:
@@ -96,7 +96,7 @@ def of_case(text: str, layout: str) -> Iterator[str]:
 
 
 def of_variant(configuration: str, variant: str, hardware: str) -> Iterator[str]:
-    """Yield the facts of a training that ``step_time.py`` names, if it has graphs under a sharded model."""
+    """Yield the facts of a ``step_time.py`` run with graphs of a sharded model; nothing for other runs."""
     model, _, flags = configuration.partition(":")
     name, _, own_flags = parts(variant)
     own, (kind, *additions) = " ".join(own_flags), name.split("+")

@@ -1,4 +1,4 @@
-"""Tests of timeline.py: the drawing of a traced step."""
+"""Test timeline.py: the drawing of a traced step."""
 
 import json
 import sys

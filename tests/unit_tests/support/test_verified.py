@@ -1,4 +1,4 @@
-"""Tests of the facts that benchmark results prove."""
+"""Test which flags the benchmark results verify."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""``TECudaGraphHelper.release`` frees all memory of graphs and communication buffers, on one of four ranks."""
+"""Test that ``release`` frees all memory of graphs and communication buffers, on one of four ranks."""
 
 import pytest
 import torch
