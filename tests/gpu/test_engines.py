@@ -118,7 +118,7 @@ class Training:
     [(module, recipe, False) for module in MODULES for recipe in RECIPES]
     + [(module, recipe, True) for module in list(MODULES)[:3] for recipe in list(RECIPES)[1:]],
 )
-def test_transformer_engines_modules_train_bit_for_bit(module, recipe, caches):
+def test_transformer_engine_modules_are_bit_identical_to_eager(module, recipe, caches):
     training = Training(MODULES[module], RECIPES[recipe], caches)
     assert_same_bits(training.run(native), training.run(None))
 
@@ -167,7 +167,7 @@ def delayed_weight_gradients(engine: Callable | None, had_gradients: bool) -> li
 
 
 @pytest.mark.parametrize("had_gradients", [False, True])
-def test_delayed_weight_gradients_train_bit_for_bit(had_gradients):
+def test_delayed_weight_gradients_are_bit_identical_to_eager(had_gradients):
     # TransformerEngine's engine does not set grad: it supports modules that accumulate into main_grad.
     assert_same_bits(delayed_weight_gradients(native, had_gradients), delayed_weight_gradients(None, False))
 

@@ -33,7 +33,7 @@ OPTIONS.append(("--holds", "layer", "--tp", "2", "--case", SEQUENCE_PARALLEL))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
-def test_fault_is_an_error_on_every_rank_and_leaves_nothing(tmp_path, options):
+def test_fault_raises_on_every_rank_and_leaves_no_state(tmp_path, options):
     (result,) = inject_faults("--stride", "151", *options, ranks=2, folder=tmp_path, environment=DETERMINISTIC)
     assert not result["problems"], str(result["problems"])[:4000]
     assert sum(result["attempts"].values()) >= 40

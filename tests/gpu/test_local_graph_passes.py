@@ -112,7 +112,7 @@ def assert_equal(graphed: list[torch.Tensor], eager: list[torch.Tensor]) -> None
     assert [torch.equal(one, other) for one, other in zip(graphed, eager, strict=True)] == [True] * len(eager)
 
 
-def test_packed_sequences_of_other_lengths_are_bit_for_bit_eager(block):
+def test_packed_sequences_of_other_lengths_are_bit_identical(block):
     layouts = [((30, 20, 60), (32, 32, 64)), ((64, 1, 31), (64, 32, 32)), ((10, 50, 40), (16, 64, 48))]
 
     def run(graphs):
@@ -128,7 +128,7 @@ def test_packed_sequences_of_other_lengths_are_bit_for_bit_eager(block):
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_passes_without_grad_between_steps_are_bit_for_bit_eager(block, mode, dropout):
+def test_passes_without_grad_between_steps_are_bit_identical(block, mode, dropout):
     def run(graphs):
         model, found = block(graphs, dropout), []
         for number in range(4):

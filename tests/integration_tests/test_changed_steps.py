@@ -161,7 +161,7 @@ def test_chunks_run_eagerly_with_another_sequence_length(pipeline, case):
 
 
 @pytest.mark.long
-def test_megatrons_loop_recaptures_when_the_batch_grows(tmp_path):
+def test_training_loop_recaptures_when_the_batch_grows(tmp_path):
     flags = (
         "--train-iters 9 --pipeline-model-parallel-size 2 --num-layers 4 --untie-embeddings-and-output-weights "
         "--step-batch-size-schedule 0:4,768:8"  # two micro-batches; four from step 7 on

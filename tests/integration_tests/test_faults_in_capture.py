@@ -33,7 +33,7 @@ INTERRUPTED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("place", mostly_long(PLACES, "default"))
-def test_fault_is_an_error_on_every_rank_and_leaves_nothing(tmp_path, place):
+def test_fault_raises_on_every_rank_and_leaves_no_state(tmp_path, place):
     options = PLACES[place].split()
     for result in inject_faults(*options, ranks=2, folder=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}):
         assert result["problems"] == []

@@ -90,7 +90,7 @@ def test_graphs_on_four_ranks_are_bit_identical_to_eager(trained, ep, case):
 
 
 @pytest.mark.long
-def test_dispatchers_train_alike(trained):
+def test_dispatchers_give_equal_losses(trained):
     sent, gathered = (trained(MOE | case, "--ep", "2") for case in EP[:2])
     assert gathered["losses"] == sent["losses"]
     assert gathered["grad_norms"] == sent["grad_norms"]

@@ -36,7 +36,7 @@ def scalars(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("writer", ["tensorboard", "wandb"])
-def test_scalars_of_graphs_follow_megatrons_interval(scalars, writer):
+def test_scalars_follow_the_log_interval(scalars, writer):
     assert [iteration for iteration, _ in scalars[writer, "learning-rate"]] == EVERY
     own = {name.removeprefix("cuda-graphs/"): each for (by, name), each in scalars.items() if by == writer}
     replays = [MICROBATCHES * steps for steps in (0, 1, 2, 2, 1)]

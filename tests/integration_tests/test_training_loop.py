@@ -8,7 +8,7 @@ from tests.support.ranks.forked_ranks import ForkedRanks
 LOOP = Path(__file__).resolve().parents[2] / "examples" / "training_loop.py"
 
 
-def test_own_loop_has_the_losses_of_eager_training(tmp_path):
+def test_custom_loop_has_the_losses_of_eager_training(tmp_path):
     logs = [tmp_path / "graphs", tmp_path / "eager"]
     for log, options in zip(logs, ([], ["--eager"]), strict=True):
         ranks = ForkedRanks([str(LOOP), *options], log)

@@ -14,7 +14,7 @@ def value(flags, name: str) -> str:
     return flags[len(flags) - list(flags)[::-1].index(name)]
 
 
-def test_flags_after_a_configurations_name_override_it():
+def test_flags_after_a_configuration_override_it():
     found = configuration("A:--num-layers 3")
     assert found.name == "A:--num-layers 3"
     assert value(configuration("A").flags, "--num-layers") == "16"
@@ -28,7 +28,7 @@ def test_expert_parallel_size_is_at_most_the_ranks(asked, ranks, used):
     assert value(found.flags, "--expert-model-parallel-size") == str(used)
 
 
-def test_variables_and_flags_follow_the_variants_name():
+def test_variables_and_flags_follow_the_variant():
     found = variants.variant("native:A=1,B=x=y:--seed 5")
     base = variants.VARIANTS["native"]
     assert found.name == "native:A=1,B=x=y:--seed 5"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.host_agreement import HostAgreement, agreement_of_all_ranks
 
-PATIENCE = timedelta(minutes=2)  # more than a rank on a busy host is late
+PATIENCE = timedelta(minutes=2)  # longer than the delay of a rank on a busy host
 SHORT = timedelta(seconds=2)
 
 

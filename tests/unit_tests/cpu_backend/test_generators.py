@@ -98,7 +98,7 @@ def test_replay_draws_from_the_captured_state(default):
     assert torch.equal(out, dropped(x))
 
 
-def test_replay_of_megatrons_tracker_matches_eager():
+def test_replay_of_the_megatron_tracker_matches_eager():
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     def run(graphed: bool):

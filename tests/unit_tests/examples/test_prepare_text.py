@@ -35,7 +35,7 @@ def test_documents_round_trip_byte_for_byte(prepare_text, files, tmp_path):
     assert texts == [files[0].read_bytes(), files[2].read_bytes()]
 
 
-def test_documents_end_with_the_tokenizers_eod(prepare_text, files, tmp_path):
+def test_documents_end_with_the_eod_token(prepare_text, files, tmp_path):
     prepare_text.build(files, str(tmp_path / "set"))
     tokenizer = MegatronTokenizer.from_pretrained(
         metadata_path={"library": "null-text"}, vocab_size=prepare_text.VOCAB_SIZE

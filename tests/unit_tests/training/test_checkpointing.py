@@ -201,7 +201,7 @@ def test_chunks_are_loaded_under_megatron_core_keys(loads):
     assert (loaded["model0"], loaded["model1"], loaded["iteration"]) == (*asked.values(), 1)
 
 
-def test_rng_states_default_to_this_ranks_groups(monkeypatch):
+def test_rng_states_default_to_groups_of_the_rank(monkeypatch):
     groups = {"get_tensor_model_parallel_group": object(), "get_pipeline_model_parallel_group": object()}
     for name, group in groups.items():
         monkeypatch.setattr(parallel_state, name, lambda group=group: group)

@@ -49,7 +49,7 @@ def test_other_names_stay_unchanged():
     ("where", "inner"), [(lambda block: block["module"], ""), (lambda block: block["module"]["decoder"], "decoder.")]
 )
 @pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
-def test_tied_output_layers_use_the_embeddings_name(where, inner, prefix):
+def test_tied_output_layers_use_the_name_of_the_embedding(where, inner, prefix):
     block = chunk(3)
     where(block).share_embeddings_and_output_weights = True
     rename = global_name(block)

@@ -43,7 +43,7 @@ def by_megatron_core(fsdp):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_later_swaps_match_megatron_cores_first(ranks, name):
+def test_later_swaps_match_the_first_of_megatron_core(ranks, name):
     fsdp = VARIANTS[name].build().module
     distributed, raw = by_megatron_core(fsdp)
     assert distributed != raw

@@ -98,7 +98,7 @@ def kept(**changes):
     return layer_graph(graphed=lambda *args, **kwargs: (args, kwargs), shape=X.shape, **changes)
 
 
-def test_unfit_call_runs_eagerly_with_hooks(layer):
+def test_mismatched_call_runs_eagerly_with_hooks(layer):
     layer.cuda_graphs = [kept()]
     layer.register_forward_hook(lambda module, args, output: layer.events.append("replaying" in vars(module)))
     other = torch.zeros(3, 1)

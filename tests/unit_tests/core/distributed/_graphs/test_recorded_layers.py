@@ -90,7 +90,7 @@ def test_eager_layers_reduce_in_the_order_of_replays(ranks, modules):
 
 
 @pytest.mark.parametrize("mtp", [None, 1])
-def test_optimizers_gradients_share_memory_of_activations(ranks, mtp):
+def test_optimizer_gradients_share_memory_of_activations(ranks, mtp):
     case = small(layers=4, holds="decoder", warmup=WARMED_UP, mtp=mtp)
     methods = [mock.patch.object(GradientStorages, name) for name in ("reserve", "adopt", "detach")]
     with methods[0] as reserve, methods[1] as adopt, methods[2] as detach, captured(case) as training:

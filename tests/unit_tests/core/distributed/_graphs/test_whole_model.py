@@ -40,7 +40,7 @@ def status(fsdp):
     return {fsdp.all_gather_pipeline.bucket_status[bucket, False].name for bucket in outside(fsdp)[0]}
 
 
-def test_after_a_step_nothing_is_held(ranks):
+def test_no_buffer_is_in_use_after_a_step(ranks):
     with captured(graphed(MODEL)) as training:
         training.step()
         hooks = training.fsdp.fsdp_hooks

@@ -65,6 +65,6 @@ def with_a_hook(model, runner):
     ],
     ids=["shape", "another model", "micro-batches", "arguments", "reset", "hook"],
 )
-def test_calls_that_fit_no_graph_are_refused(recorded, refused):
+def test_calls_without_matching_graph_are_refused(recorded, refused):
     with pytest.raises(AssertionError):
         refused(*recorded)

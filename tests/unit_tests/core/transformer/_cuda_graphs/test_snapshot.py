@@ -473,7 +473,7 @@ def test_in_place_changes_and_first_setup_are_allowed(root):
         ("transformer_engine.pytorch.module.linear", False),
     ],
 )
-def test_third_party_modules_are_told_by_their_bases(module, third_party):
+def test_third_party_modules_are_recognized_by_bases(module, third_party):
     kind = type("Kind", (torch.nn.Module,), {"__module__": module})
     assert is_third_party(kind) == third_party
     derived = type("Derived", (kind,), {"__module__": "someone.elses"})

@@ -24,7 +24,7 @@ from .captured_cases import (
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
-def test_signature_is_transformer_engines_plus_owners():
+def test_signature_extends_transformer_engine():
     # Parameters of TransformerEngine 2.20.2's make_graphed_callables.
     *of_transformer_engine, owners = inspect.signature(make_graphed_callables).parameters.values()
     assert (owners.name, owners.default) == ("owners", None)

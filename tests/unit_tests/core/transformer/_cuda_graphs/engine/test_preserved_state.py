@@ -301,7 +301,7 @@ def flag(monkeypatch):
     return flag
 
 
-def test_transformer_engines_capture_flag_is_set(flag):
+def test_capture_flag_of_transformer_engine_is_set(flag):
     seen = []
 
     def observed(x):

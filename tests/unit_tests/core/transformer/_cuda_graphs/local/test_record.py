@@ -57,7 +57,7 @@ class TestFailedCapture:
         (note, *_) = [note for note in error.value.__notes__ if "--cuda-graph-impl local" in note]
         assert "layer 2" in note
 
-    def test_model_trains_on_eagerly(self, failing):
+    def test_training_continues_eagerly(self, failing):
         losses = []
         with pytest.raises(RuntimeError):
             record(failing)

@@ -138,7 +138,7 @@ def test_packed_sequences_need_one_row():
     ],
     ids=["whole layer", "attn", "router", "no attention", "attn of a layer without"],
 )
-def test_use_of_packed_sequences(modules, attention, expected):
+def test_layers_need_packed_sequences_for_attention_only(modules, attention, expected):
     layer = Layer(modules, attention=attention)
     assert packed_use(layer) is None
     layer.config.cuda_graph_packed_sequences = 4

@@ -29,7 +29,7 @@ def calls(model):
     return TrainingCalls([model])
 
 
-def test_calls_with_labels_fit_graphs(model, calls):
+def test_calls_with_labels_match_graphs(model, calls):
     model(*FITTING, loss_mask=TOKENS)
     model(TOKENS, position_ids=TOKENS, attention_mask=MASK, labels=TOKENS, packed_seq_params=None)
     assert calls.blocker == ""
@@ -55,7 +55,7 @@ def test_no_call_is_a_blocker(calls):
         ),
     ],
 )
-def test_one_unfit_call_is_a_blocker(model, calls, args, kwargs, reason, unfit_is_first):
+def test_one_mismatched_call_is_a_blocker(model, calls, args, kwargs, reason, unfit_is_first):
     if not unfit_is_first:
         model(*FITTING)
     model(*args, **kwargs)

@@ -143,7 +143,7 @@ def test_call_with_other_arguments_runs_eagerly(changed):
     assert replays(model, **arguments)
 
 
-def test_unfit_training_calls_are_logged_once(caplog):
+def test_mismatched_training_calls_are_logged_once(caplog):
     model, _, _ = graphed()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
