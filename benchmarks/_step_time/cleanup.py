@@ -16,7 +16,6 @@ def clean_up() -> float:
         MiB of tensors that remain allocated.
     """
     _forget_globals()
-    _forget_routing()
     _forget_graphs()
     _forget_fp8()
     _clear_caches_of_dtensor()
@@ -51,18 +50,6 @@ def _forget_globals() -> None:
     random._CUDA_RNG_STATE_TRACKER = None
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
     moe_logging.set_moe_metrics_tracker(None)
-
-
-def _forget_routing() -> None:
-    """Clear the probabilities in token dispatchers, whose autograd graph references the model.
-
-    The garbage collector cannot see that cycle.
-    """
-    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
-
-    for found in gc.get_objects():
-        if issubclass(type(found), (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher)):
-            found.probs = None
 
 
 def _forget_graphs() -> None:

@@ -30,7 +30,7 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
         own = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.hidden_shape_before_permute = hidden_states.shape
         self.local_map = self.routing_map[:, own].contiguous()
-        rows, self.local_probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
+        rows, row_probs, self.reversed_local_input_permutation_mapping, _, _ = permute(
             hidden_states,
             self.local_map,
             probs=probs[:, own].contiguous(),
@@ -38,7 +38,8 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
             fused=self.config.moe_permute_fusion,
         )
         self.routing_map = None
-        return rows, self.local_map.sum(dim=0), self.local_probs
+        self.local_probs = row_probs.detach()  # see MoEAlltoAllTokenDispatcher.dispatch_preprocess
+        return rows, self.local_map.sum(dim=0), row_probs
 
 
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
@@ -53,6 +54,16 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     tokens_per_expert: torch.Tensor | None
     _sent: Places | None = None
     _received: Places | None = None
+
+    def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
+        """Sort tokens by expert without keeping the autograd graph of ``probs``; see megatron-core.
+
+        Kept until the next step, the graph would keep AccumulateGrad nodes and thus the stream of this step, which
+        ends the capture of the next one (``--cuda-graph-impl full_iteration``).
+        """
+        dispatched = super().dispatch_preprocess(hidden_states, routing_map, probs)
+        self.probs = probs.detach()  # only its dtype is read
+        return dispatched
 
     def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor):
         """Send rows ``[tokens * top-k, hidden]`` and probabilities, sorted by expert, to the experts' ranks.
