@@ -45,15 +45,21 @@ _unfinished_sends: defaultdict[tuple[str, int, int], list[Work]] = defaultdict(l
 
 
 class HeldWork(Work):
-    """A finished collective that copies its results to the outputs at ``wait``."""
+    """A finished collective that copies its results to the outputs at ``wait``.
+
+    In a capture, ``wait`` also joins the stream that launched the collective, because NCCL's stream waits for it.
+    """
 
     def __init__(self, outputs: Iterable[torch.Tensor] = (), results: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._held = list(zip(outputs, results, strict=True))
+        self._launched = streams.current_stream().record_event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Copy the results to the outputs, and return True."""
         held, self._held = self._held, []
+        if self._launched.capture is not None and self._launched.capture is streams.current_capture():
+            streams.current_stream().wait_event(self._launched)
         for output, result in held:
             output.data.copy_(result)  # .data: collectives do not bump version counters
         return True

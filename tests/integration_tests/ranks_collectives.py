@@ -164,11 +164,15 @@ def meshes() -> None:
 
 def captured() -> None:
     x, gathered, shard = contribution(2), torch.zeros(4, device="cuda"), torch.zeros(2, device="cuda")
+    side = torch.cuda.Stream()
 
     def exchange() -> torch.Tensor:
         y = x * 2
         dist.all_gather_into_tensor(gathered, y)
-        dist.all_reduce(gathered, async_op=True).wait()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            reduction = dist.all_reduce(gathered, async_op=True)
+        reduction.wait()  # also joins the side stream
         dist.reduce_scatter_tensor(shard, gathered)
         swapped = torch.empty_like(x)
         dist.all_to_all_single(swapped, shard)

@@ -41,6 +41,7 @@ class Case:
         modules: ``cuda_graph_modules``; empty for whole layers.
         holds: The largest unit of a graph: ``model``, ``decoder`` or ``layer``; None for the default.
         local: Use ``cuda_graph_impl="local"``.
+        full_iteration: Use megatron-core's ``cuda_graph_impl="full_iteration"``.
         unchecked: Skip flag validation.
         optimizer_graph: Capture the optimizer step; eager runs use the same optimizer.
         norm_on_device: Compute the gradient norm without synchronizing, as TransformerEngine's kernels do.
@@ -80,6 +81,7 @@ class Case:
     modules: tuple[str, ...] = ()
     holds: str | None = "decoder"
     local: bool = False
+    full_iteration: bool = False
     unchecked: bool = False
     optimizer_graph: bool = False
     norm_on_device: bool = False
@@ -97,6 +99,13 @@ class Case:
     def get(self, name: str, default: Any = None) -> Any:
         """Return the entry ``name`` of ``config``, or ``default``."""
         return dict(self.config).get(name, default)
+
+    @property
+    def implementation(self) -> str:
+        """The value of ``--cuda-graph-impl`` with graphs."""
+        if self.full_iteration:
+            return "full_iteration"
+        return "local" if self.local else "transformer_engine"
 
     @property
     def torch_dtype(self) -> torch.dtype:

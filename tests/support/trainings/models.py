@@ -47,7 +47,7 @@ def transformer_config(case: Case, graphs: bool):
         "fp16": case.dtype == "fp16",
         "params_dtype": case.torch_dtype,
         "pipeline_dtype": case.torch_dtype,
-        "cuda_graph_impl": ("local" if case.local else "transformer_engine") if graphs else "none",
+        "cuda_graph_impl": case.implementation if graphs else "none",
         "cuda_graph_modules": list(case.modules) if graphs else [],
         "cuda_graph_warmup_steps": case.warmup,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -216,6 +216,7 @@ def wrapped(case: Case, config, model):
             "fsdp_double_buffer": True,
             "fsdp_db_use_persist_buf_on_alloc_fail": case.get("fsdp_double_buffer", True),
             "megatron_fsdp_cuda_graph_mode": config.cuda_graph_impl != "none",
+            "fsdp_all_gather_in_start_param_sync": config.cuda_graph_impl != "full_iteration",
         }
     values |= {name: value for name, value in case.config if name in _names_of_sharding()}
     wrapper = distributed.DistributedDataParallel if case.wrapper == "ddp" else FullyShardedDataParallel

@@ -26,6 +26,7 @@ from tests.gpu import (
     test_ddp_graphs,
     test_fsdp_flags,
     test_fsdp_graphs,
+    test_full_iteration,
     test_hybrid_sharding,
     test_local_graphs,
     test_pipeline_chunks,
@@ -88,6 +89,10 @@ def jobs() -> Iterator[Job]:
         options, cases, _ = test_local_graphs.LAYOUTS[layout]
         for case in cases:
             yield Job("test_local_graphs", layout, test_local_graphs.LOCAL | case, tuple(options))
+    for layout in test_full_iteration.RUNS:
+        options, _ = test_full_iteration.LAYOUTS[layout]
+        for case in test_full_iteration.CASES:
+            yield Job("test_full_iteration", layout, test_full_iteration.FULL | case, tuple(options))
 
 
 def together(chosen: list[Job]) -> Iterator[list[Job]]:

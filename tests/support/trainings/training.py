@@ -72,6 +72,8 @@ class Training:
 
     def __init__(self, case: Case, graphs: bool):
         from megatron.core import parallel_state
+        from megatron.core.full_cuda_graph import get_shared_capture_stream
+        from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -95,8 +97,12 @@ class Training:
         if fused and not case.transformer_engine:
             self.patches.enter_context(fused_kernels())
         self.config = models.transformer_config(case, graphs)
-        self.stream = torch.cuda.Stream()
-        with torch.cuda.stream(self.stream):
+        self.stream = building = torch.cuda.Stream()
+        self._passes = get_forward_backward_func()
+        if self.config.cuda_graph_impl == "full_iteration":
+            self.stream, building = torch.cuda.default_stream(), get_shared_capture_stream()  # as in megatron.training
+            self._passes = self._captured_iteration(self._passes)
+        with torch.cuda.stream(building):
             self.chunks = self._wrapped_chunks()
             self.optimizer = models.optimizer(case, self.chunks)
         self.helper: Any = None
@@ -153,6 +159,16 @@ class Training:
         self.optimizer.step = wrapper(self.optimizer.step, cuda_graph_warmup_steps=steps)
         self.patches.callback(vars(self.optimizer).pop, "step")
 
+    def _captured_iteration(self, passes: Callable) -> Callable:
+        """Return ``passes``, captured by megatron-core after ``case.warmup`` steps."""
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+        for buffers in StaticBufferLoader.static_buffers.values():
+            self.patches.callback(buffers.clear)
+        wrapper = FullCudaGraphWrapper(passes, cuda_graph_warmup_steps=self.case.warmup)
+        self.patches.callback(wrapper.reset_cuda_graph)
+        return wrapper
+
     def _of_chunks(self, method: str) -> Callable | list[Callable]:
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods[0] if len(methods) == 1 else methods
@@ -198,7 +214,8 @@ class Training:
             loss = losses.float().mean()
             return loss, {"loss": loss.detach().clone()}
 
-        return self._losses(model.build_schedule_plan if return_schedule_plan else model, next(batches)), loss_of
+        batch = SimpleNamespace(**next(batches))
+        return self._losses(model.build_schedule_plan if return_schedule_plan else model, batch), loss_of
 
     def make_helper(self) -> Any:
         from megatron.core.transformer import cuda_graphs as te_helper
@@ -257,7 +274,7 @@ class Training:
             self.replayed = []
             with mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(self.replayed)):
                 reduced = self._run_passes(number)
-            self.step_replays.append(_number_of(self.replayed, _cuda_graphs(self.layers, self.helper)))
+            self.step_replays.append(_number_of(self.replayed, self._graphs()))
             self._read_log()
             _, grad_norm, _ = self.optimizer.step()
             # only in the last pipeline stage
@@ -271,6 +288,7 @@ class Training:
         if number == 0:
             self._gather_in_hooks(True)
 
+<<<<<<< HEAD
     def release(self) -> None:
         """Release the graphs, and move the optimizer to the host and back."""
         with torch.cuda.stream(self.stream):
@@ -287,6 +305,14 @@ class Training:
         with torch.cuda.stream(self.stream):
             if self.helper is not None:
                 self.helper.restore()
+=======
+    def _graphs(self) -> list[Any]:
+        """Return the graphs of training passes; local graphs are not included."""
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        one = FullCudaGraphWrapper.cuda_graph["training"]
+        return [one] if self.case.full_iteration else _cuda_graphs(self.layers, self.helper)
+>>>>>>> f7a467da (Compare full-iteration graphs of MoE models with eager training)
 
     def _read_log(self) -> None:
         """Read and clear the logged metrics of MoE layers and multi-token prediction."""
@@ -302,10 +328,8 @@ class Training:
         MTPLossLoggingHelper.clean_metrics_in_tracker()
 
     def _run_passes(self, step: int, forward_only: bool = False) -> list[dict[str, torch.Tensor]]:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        batches = [self._batches(step) for _ in self.chunks]
-        return get_forward_backward_func()(
+        batches = [map(vars, self._batches(step)) for _ in self.chunks]
+        return self._passes(
             forward_step_func=self._forward_step,
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.chunks,
@@ -357,7 +381,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
         at_capture: Called in place of the capture; with ``case.local``, called before the first step.
     """
     training = _training(case)(case, graphs)
-    by_helper = graphs and not case.local
+    by_helper = graphs and case.implementation == "transformer_engine"
     if by_helper:
         training.make_helper()
     try:
