@@ -288,7 +288,6 @@ class Training:
         if number == 0:
             self._gather_in_hooks(True)
 
-<<<<<<< HEAD
     def release(self) -> None:
         """Release the graphs, and move the optimizer to the host and back."""
         with torch.cuda.stream(self.stream):
@@ -305,14 +304,13 @@ class Training:
         with torch.cuda.stream(self.stream):
             if self.helper is not None:
                 self.helper.restore()
-=======
+
     def _graphs(self) -> list[Any]:
         """Return the graphs of training passes; local graphs are not included."""
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
         one = FullCudaGraphWrapper.cuda_graph["training"]
         return [one] if self.case.full_iteration else _cuda_graphs(self.layers, self.helper)
->>>>>>> f7a467da (Compare full-iteration graphs of MoE models with eager training)
 
     def _read_log(self) -> None:
         """Read and clear the logged metrics of MoE layers and multi-token prediction."""
