@@ -26,7 +26,7 @@ def plan(arguments: Sequence[str]) -> int:
         prog="python -m megatron_fsdp_cuda_graphs plan",
         usage="python -m megatron_fsdp_cuda_graphs plan [--world-size N] [--every-graph] FLAGS OF pretrain_gpt",
         description="Show what flags would capture, without a GPU.",
-        epilog="Exit code: 0 if the flags fit together, 1 if not, 2 if they cannot be parsed or the patch is off.",
+        epilog="Exit code: 0 if the flags work together, 1 if not, 2 if they cannot be parsed or the patch is off.",
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: the minimum)")

@@ -76,13 +76,13 @@ def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
 
 def _verdict(flags: Flags) -> Iterator[str]:
     if flags.refused:
-        yield "The flags do not fit together:"
+        yield "The flags do not work together:"
     else:
         args = flags.args
         names = ("tensor_model", "pipeline_model", "context", "expert_model")
         sizes = {name.removesuffix("_model"): getattr(args, f"{name}_parallel_size") for name in ("data", *names)}
         parallel = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        yield "The flags fit together."
+        yield "The flags work together."
         yield f"Ranks: {args.world_size} (--world-size); parallel: {parallel}"
     yield from _bulleted(flags.refused)
     if flags.remarks:

@@ -34,7 +34,7 @@ def eager(lines):
 def test_whole_dense_model(capsys, flags):
     code, lines = planned(capsys, flags("--world-size 2", DENSE, "--num-layers 4"))
     assert code == 0
-    assert lines[0] == "The flags fit together."
+    assert lines[0] == "The flags work together."
     assert lines[1].startswith("Ranks: 2 (--world-size); parallel: data 2, tensor 1, pipeline 1")
     assert "  Order of passes: 1 -1 (chunk, minus for backward)" in lines
     assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
@@ -146,7 +146,7 @@ def test_all_refusals_are_listed_at_once(capsys, flags):
     more = "--num-layers 2 --cuda-graph-warmup-steps -1 --cuda-graph-layers-per-graph 0"
     code, lines = planned(capsys, flags(fsdp, GRAPHS, SIZES, TRAINING, more))
     assert code == 1
-    assert lines[0] == "The flags do not fit together:"
+    assert lines[0] == "The flags do not work together:"
     for flag in (
         "--fsdp-double-buffer",
         "--fsdp-db-use-persist-buf-on-alloc-fail",
@@ -215,4 +215,4 @@ def test_process_prints_the_plan_alone(flags):
     call = [sys.executable, "-m", "megatron_fsdp_cuda_graphs", "plan", *flags(DENSE, "--num-layers 2")]
     done = subprocess.run(call, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("The flags fit together.")
+    assert done.stdout.startswith("The flags work together.")
