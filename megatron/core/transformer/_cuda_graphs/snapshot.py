@@ -273,7 +273,7 @@ class InputSignature:
                 )
             if given.shape != shape or given.dtype != dtype:
                 raise ValueError(
-                    f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype} and is called "
+                    f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype}, but called "
                     f"with {tuple(given.shape)} {given.dtype}{self._advice}"
                 )
             if given.requires_grad and not requires_grad and torch.is_grad_enabled():

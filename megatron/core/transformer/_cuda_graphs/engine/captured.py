@@ -485,12 +485,12 @@ class GraphedCallable:
         """Flatten the inputs of a call; raise TypeError or ValueError if they do not match the static ones."""
         inputs, structure = tree_flatten(tuple(given))
         if len(inputs) != len(self._expected):
-            raise TypeError(f"{self.name} was captured with {len(self._expected)} tensors and got {len(inputs)}")
+            raise TypeError(f"{self.name} was captured with {len(self._expected)} tensors, but got {len(inputs)}")
         self._expected.check(inputs)
         expected = tree_structure(self.inputs) if self._structure is None else self._structure
         if structure != expected:
             captured, called = (tree_unflatten(range(len(inputs)), spec) for spec in (expected, structure))
-            raise TypeError(f"{self.name} was captured with inputs nested as {captured} and got {called}")
+            raise TypeError(f"{self.name} was captured with inputs nested as {captured}, but got {called}")
         return inputs
 
     def replay(
@@ -549,12 +549,14 @@ class GraphedCallable:
                 requested only some gradients, but the owner consumes the gradients of all parameters.
         """
         if self.backward_graph is None:
-            raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
+            raise RuntimeError(
+                f"{self.name} has no backward graph, because it was captured without grad or reset: capture it again"
+            )
         self.order.backward(self.name, self.backward_turn, round_of_forward)
         _copy_in(self._grad_places, grads)
         if self._has_leaf and not torch._C._will_engine_execute_node(node.next_functions[-1][0]):
             raise RuntimeError(
-                f"{self.name}: torch.autograd.grad or backward(inputs=...) requested some gradients only, and a replay "
+                f"{self.name}: torch.autograd.grad or backward(inputs=...) requested only some gradients, but a replay "
                 "adds the gradients of all its parameters. Call backward() on the whole loss, or train without graphs "
                 "(--cuda-graph-impl none)"
             )

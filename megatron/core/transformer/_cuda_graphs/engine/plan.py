@@ -121,7 +121,7 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
     if len(num_layers_per_chunk) != num_chunks or sum(num_layers_per_chunk) != num_callables:
         raise ValueError(
             f"_num_layers_per_chunk is {list(num_layers_per_chunk)}, but there are {num_chunks} chunks and "
-            f"{num_callables} callables"
+            f"{num_callables} callables: list the number of callables of each chunk"
         )
 
     first_layer = [0, *accumulate(num_layers_per_chunk)]
@@ -135,7 +135,9 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
     done: Counter = Counter()
     for kind, chunk in passes:
         if kind in _AFTER and done[kind, chunk] == done[_AFTER[kind], chunk]:
-            raise ValueError(f"_order runs the {kind.value} of chunk {chunk} before its {_AFTER[kind].value}")
+            raise ValueError(
+                f"_order runs the {kind.value} of chunk {chunk} before its {_AFTER[kind].value}: reorder it"
+            )
         layers = num_layers_per_chunk[chunk - 1]
         first = first_layer[chunk - 1] * num_microbatches + done[kind, chunk] * layers
         slots = range(first, first + layers)

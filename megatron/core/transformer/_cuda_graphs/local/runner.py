@@ -304,7 +304,9 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             capture = Capture(self.mempool, order=self._recording.order)  # takes the current generator state
             graphs.forward(capture)
         if graphs.delays_weight_gradients:
-            raise ValueError(f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
+            raise ValueError(
+                f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local: leave it out"
+            )
         self._writes_inputs = versions != _versions(static)
         captured = list(map(ArgMetadata, graphs.outputs))
         self.outputs = captured if outputs is None else metas_of(outputs)

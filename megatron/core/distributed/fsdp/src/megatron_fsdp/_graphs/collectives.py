@@ -62,7 +62,7 @@ class RecordedGather(RecordedCollective):
     """The all-gather of one group of parameter buckets.
 
     Args:
-        gathers: The all-gather pipeline, in which ``buckets`` are not in use.
+        gathers: The all-gather pipeline; it must not be using ``buckets``.
         buckets: The indices of the buckets, all from the same unit and process group.
     """
 

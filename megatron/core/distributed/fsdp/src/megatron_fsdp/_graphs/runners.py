@@ -96,7 +96,9 @@ class EagerRunner:
             TypeError: The module is not an FSDP unit.
         """
         if not self.is_unit:
-            raise TypeError(f"{type(self.module).__name__} is not an FSDP unit: others may still use its parameters")
+            raise TypeError(
+                f"cannot release {type(self.module).__name__}, whose parameters others may use: release FSDP units"
+            )
         for bucket in self.buckets:
             self._fsdp.all_gather_pipeline.release_bucket(bucket, direction == "backward", lazy=lazy)
         self._discard_transposes()
