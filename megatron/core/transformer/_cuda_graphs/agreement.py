@@ -69,9 +69,8 @@ class Failure:
 class Ballot:
     """Collects the votes of the ranks of ``group`` in one capture.
 
-    All ranks create a ballot and call ``vote`` the same number of times. A vote has the same timeout as the group's
-    collectives (``--distributed-timeout-minutes``). Ranks do not communicate if the group has one rank or torch's
-    ``fake`` backend.
+    All ranks create a ballot and call ``vote`` equally often. A vote has the timeout of the group's collectives. Ranks
+    do not communicate if the group has one rank or torch's ``fake`` backend.
 
     Attributes:
         failure: The failure that the ranks agreed on; None if there is none yet.

@@ -57,7 +57,7 @@ class GraphOwner:
 
         Args:
             params: The parameters that require grad.
-            grads: Their gradients; None for a parameter that the callable does not use.
+            grads: Their gradients; None for unused parameters.
 
         Returns:
             ``grads`` with None in place of each consumed gradient; the others are returned to autograd.
@@ -268,11 +268,9 @@ class GraphedCallable:
         capture: Capture | WarmUp,
         new_grads: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
     ) -> None:
-        """Run the backward pass of the last ``forward``, with hooks around it.
+        """Run the backward pass of the last ``forward``, with hooks around it; record it with a ``Capture``.
 
-        Args:
-            capture: Records the pass if it is a ``Capture``.
-            new_grads: Returns static gradients for a sequence of outputs.
+        ``new_grads`` returns static gradients for a sequence of outputs.
 
         Raises:
             RuntimeError: An input that requires grad has no gradient, and unused inputs are not allowed; an output
@@ -537,10 +535,9 @@ class GraphedCallable:
     def replay_backward(
         self, grads: Tensors, options: _ReplayOptions | None, round_of_forward: int, node: Any
     ) -> list[torch.Tensor | None]:
-        """Run the backward graph and return the gradients of inputs and parameters.
+        """Run the backward graph on ``grads`` (None for zeros) and return the gradients of inputs and parameters.
 
         Args:
-            grads: The gradients of the outputs; None for zeros.
             round_of_forward: The value of ``round`` after the forward replay.
             node: The autograd node of the replay.
 

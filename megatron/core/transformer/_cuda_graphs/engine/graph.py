@@ -101,15 +101,10 @@ class ReplayOrder:
         return self.round
 
     def backward(self, name: str, number: int | None, round_of_forward: int) -> None:
-        """Record a backward replay.
-
-        Args:
-            name: Name of the callable, for the error.
-            number: Number of the pass; None for a pass that overwrites nothing.
-            round_of_forward: The return value of ``forward``.
+        """Record a backward replay with the ``number`` of its pass (None if it overwrites nothing).
 
         Raises:
-            RuntimeError: The activations have been overwritten.
+            RuntimeError: The activations of ``round_of_forward`` have been overwritten; names the callable.
         """
         if round_of_forward != self.round or (number is not None and number <= self.last):
             raise RuntimeError(
@@ -273,13 +268,8 @@ LEGACY_STREAM_ADVICE = (
 def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """Reject a backward pass that accumulates gradients of ``leaves`` on the legacy default stream.
 
-    Such a pass cannot be captured; warm-up detects it before a capture fails.
-
-    Args:
-        leaves: Parameters and inputs. A hook on each records the stream of its AccumulateGrad node.
-
-    Raises:
-        RuntimeError: A gradient was accumulated on that stream; raised at the end of the context.
+    Such a pass cannot be captured, and warm-up detects it in time: a hook on each leaf records the stream of its
+    AccumulateGrad node. The RuntimeError is raised at the end of the context.
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()

@@ -39,14 +39,11 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 class PoolMemory:
-    """Memory segments of a graph pool, as listed by the allocator.
+    """Memory segments of the graph pool with a given handle, as listed by the allocator.
 
-    The list is cached, because segments stay in a pool while any of its graphs is alive, and reading the list takes
-    longer the more graphs the pool holds. It is read again only for an address outside all known segments, and only if
-    the allocator has reserved more memory since.
-
-    Args:
-        pool: Handle of a pool with captured graphs.
+    The list is cached: segments stay in a pool while any of its graphs is alive, and reading the list takes longer the
+    more graphs the pool holds. It is read again only for an address outside all known segments, and only if the
+    allocator has reserved more memory since.
     """
 
     def __init__(self, pool: tuple[int, int]):

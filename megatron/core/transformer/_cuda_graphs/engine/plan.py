@@ -212,13 +212,8 @@ def share_inputs[Inputs](
 ) -> list[Inputs]:
     """Return the inputs of every slot of ``plan``, shared between slots that are not in use at the same time.
 
-    A slot is in use from its forward pass to its last pass. Afterwards, the next forward pass with the same signature
-    reuses its inputs, first in, first out.
-
-    Args:
-        plan: The passes in execution order.
-        signature_of: Returns the key of a slot; only slots with equal keys share inputs.
-        inputs_of: Returns new inputs for a slot; called only if there are none to reuse.
+    A slot is in use from its forward pass to its last pass. Afterwards, the next forward pass of a slot with the same
+    ``signature_of`` reuses its inputs, first in, first out. ``inputs_of`` makes new inputs if there are none to reuse.
     """
     pool = BufferPool[Inputs]()
     leases: dict[int, Lease[Inputs]] = {}
@@ -232,16 +227,12 @@ def share_inputs[Inputs](
 
 
 def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:
-    """Copy inputs that alias each other, if replays would overwrite one with the other.
+    """Copy inputs (of each slot of ``plan``) that alias each other, if replays would overwrite one with the other.
 
     A tensor that aliases another input of its slot is copied, because a replay may receive two different tensors. A
     tensor that requires grad is also copied if it aliases an input of another slot in use: the forward pass of one slot
     would overwrite the activations of the other. Inputs without grad (masks, position embeddings) may stay shared
     between slots. Expanded tensors become dense.
-
-    Args:
-        plan: The passes in execution order. A slot is in use from its forward pass to its last pass.
-        inputs: Positional and keyword inputs of each slot: tensors, possibly nested.
     """
     last_steps = plan.last_steps()
     apart = list(inputs)

@@ -490,10 +490,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         return self.is_frozen and not any(tensor.requires_grad for tensor in trained)
 
     def replay_graph_capture(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """Check the arguments, and replay the forward graph with autograd.
-
-        Returns:
-            The output of ``func`` as a tuple.
+        """Check the arguments, replay the forward graph with autograd, and return the output as a tuple.
 
         Raises:
             ArgumentError: Arguments differ from the captured ones.

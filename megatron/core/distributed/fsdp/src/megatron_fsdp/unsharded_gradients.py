@@ -17,16 +17,12 @@ REDUCES_EVERY_BACKWARD = ("optim_grads", "optim_grads_params")
 
 
 class UnshardedGradients:
-    """The unsharded main gradients of one model.
-
-    Args:
-        buffer: The model's ``ParamAndGradBuffer``, whose reductions no longer scale these gradients.
+    """The unsharded main gradients of one model, which reductions of ``buffer`` no longer scale.
 
     Attributes:
         buckets: The bucket indices of these gradients.
-        fused: The parameters whose gradients accumulate in place over micro-batches, in models with kernels that write
-            weight gradients to ``main_grad`` (``--gradient-accumulation-fusion``). Empty with ``no_shard``, where
-            nothing is gathered.
+        fused: The parameters whose gradients accumulate in place over micro-batches in models with kernels that write
+            weight gradients to ``main_grad``. Empty with ``no_shard``, where nothing is gathered.
     """
 
     def __init__(self, buffer: Any):

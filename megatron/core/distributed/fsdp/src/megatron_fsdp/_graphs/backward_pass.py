@@ -177,8 +177,7 @@ class BackwardPass:
 
     Attributes:
         module_names: The name of each module in the model; filled during hook registration.
-        trainable: All parameters that require gradients; filled during hook registration. A dict used as an ordered
-            set.
+        trainable: All parameters that require gradients, in order; filled during hook registration.
         runners: The runner of each module whose backward pass has begun; for replayed whole passes, their owner.
         takers: The runner that collects a parameter's complete gradient; all other gradients are handled immediately.
         collected: The parameters whose gradients each runner has collected but not handled yet.

@@ -181,12 +181,10 @@ def forget(fsdp: Any, buckets: Iterable[int]) -> None:
 def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> None:
     """Reduce once in each process group of ``buckets``, because communicators cannot be set up during a capture.
 
-    This reduces whatever the buckets contain; the caller zeroes gradients later. ``take_places`` must have assigned the
-    buckets their addresses.
+    This reduces whatever the buckets contain, at the addresses from ``take_places``; the caller zeroes gradients later.
 
     Args:
-        done: The process groups that have already reduced; updated with each group whose reduction was launched, even
-            if it failed.
+        done: The process groups that have already reduced; updated even if a reduction fails.
     """
     reductions = fsdp.grad_reduce_pipeline
     for group in _groups(fsdp, buckets):

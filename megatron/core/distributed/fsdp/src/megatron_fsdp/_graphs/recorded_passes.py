@@ -284,14 +284,10 @@ class EvaluatedModel(RecordedPasses):
 
 
 def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:
-    """Return snapshot aspects for the addresses at which ``buffers`` allocate buckets of ``dtype``.
+    """Return snapshot aspects for the addresses at which ``buffers`` (by name) allocate buckets of ``dtype``.
 
     An allocator may choose a different address while other buckets are in use. If all of its memory is unmoved and
-    idle, every bucket gets the same address again.
-
-    Args:
-        buffers: The buffers, by their names in error messages.
-        dtype: The dtype of the buckets; None for each buffer's own.
+    idle, every bucket gets the same address again. With ``dtype`` None, each buffer uses its own.
     """
     whole, pooled = {}, {}
     for name, buffer in reversed(buffers.items()):

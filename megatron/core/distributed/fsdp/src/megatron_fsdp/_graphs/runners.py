@@ -37,8 +37,7 @@ class EagerRunner:
         buckets: The bucket indices of ``params``.
         float8_params: The FP8 tensors in ``params``.
         submodules: The module itself and all modules below it.
-        frames_backward: Whether replays of the backward graph call ``before_backward`` and ``after_backward``;
-            otherwise autograd does.
+        frames_backward: Whether replays, instead of autograd, call ``before_backward`` and ``after_backward``.
     """
 
     frames_backward = False
