@@ -219,7 +219,7 @@ class CaptureAgreement:
 
     def _vote(self, ballots: Sequence[Ballot], objections: Mapping[str, str] | None = None) -> dict[str, str]:
         agreed = dict(objections or {})
-        for ballot in ballots:  # objections of one group are passed on to the next
+        for ballot in ballots:  # one group's objections are passed on to the next group
             agreed = ballot.vote(objections=agreed)
             if ballot.failure is not None:
                 raise ballot.failure.error()

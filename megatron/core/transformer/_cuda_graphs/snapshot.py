@@ -39,7 +39,7 @@ _OF_ANY_MODULE = frozenset(
         "replaying",
         "current_microbatch",
         "is_first_microbatch",
-        "input_tensor",  # of a later pipeline stage: graphs take it as an input
+        "input_tensor",  # set on later pipeline stages; an input of graphs
         "cuda_graph_manual_hooks",  # set after capture
         "backward_dw_wrapper",
         "cuda_graph_backward_dw_wrapper",

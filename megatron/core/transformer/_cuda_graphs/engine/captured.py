@@ -159,7 +159,7 @@ class GraphedCallable:
         self.name, self.func, self.args, self.kwargs = name, func, args, kwargs
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self.inputs: tuple[torch.Tensor, ...] = (*args, *kwargs.values())
-        self._structure: TreeSpec | None = None  # of nested inputs
+        self._structure: TreeSpec | None = None  # the structure of nested inputs
         if not all(isinstance(each, torch.Tensor) for each in self.inputs):
             leaves, self._structure = tree_flatten(self.inputs)
             self.inputs = tuple(leaves)
@@ -185,7 +185,7 @@ class GraphedCallable:
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
         self._memory: PoolMemory | None = None
-        self.roots: Sequence[torch.Tensor | GradientEdge] = ()  # of the backward pass
+        self.roots: Sequence[torch.Tensor | GradientEdge] = ()  # where the backward pass starts
         self.outputs: Tensors = ()
         self.differentiable: tuple[bool, ...] = ()
         self.grad_outputs: Tensors = ()
@@ -203,7 +203,7 @@ class GraphedCallable:
         self._grad_places: _Places = []
         self._with_grad: list[int] = []  # indices of inputs with a gradient
         self._copied: list[int] = []  # indices of inputs whose gradients backward returns as copies
-        self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []  # and whether to return a copy
+        self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []  # static gradient, whether to copy it
         self._has_leaf = self._ran_eagerly = False
         self._taken: TakenForward | None = None
 

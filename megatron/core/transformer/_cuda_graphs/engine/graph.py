@@ -38,7 +38,7 @@ def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None 
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:
-    # "thread_local" lets other threads pin memory and query NCCL events meanwhile.
+    # "thread_local" lets other threads pin memory and query NCCL events during the capture.
     with _never_freed_after_an_error(graph):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
@@ -315,7 +315,7 @@ def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         with torch.inference_mode():  # also permits writes to inference tensors
             for tensor, value in saved.items():
-                # Unchanged ones may be read-only (expanded) or saved for a backward pass, which checks versions.
+                # Unchanged tensors may be read-only (expanded) or saved for a backward pass, which checks versions.
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 

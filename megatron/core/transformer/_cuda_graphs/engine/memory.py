@@ -81,7 +81,7 @@ class PoolMemory:
         if reserved == self._reserved:
             return
         self._reserved = reserved
-        # Before 2.15, torch drops one reference too many to each of these integers; small ones are never freed.
+        # Before 2.15, torch decrements the reference count of each integer once too often; small ones are immortal.
         pool = self._pool if max(self._pool) <= 256 else None
         self._segments = sorted(
             (segment["address"], segment["address"] + segment["total_size"])

@@ -348,7 +348,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
                 "the captured one. Leave layernorm out of --recompute-modules."
             )
         self._escaping = buffers.lend_grads(self.inputs, graphs.grad_inputs)
-        buffers.grads_of_outputs_read(metas, grads)  # last, as a gradient may be returned unchanged
+        buffers.grads_of_outputs_read(metas, grads)  # last, because a gradient may be returned unchanged
         buffers.inputs_read(self.inputs)
         for output in outputs:
             buffers.pool.release(output)

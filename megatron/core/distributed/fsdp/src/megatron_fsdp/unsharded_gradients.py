@@ -47,7 +47,7 @@ class UnshardedGradients:
                     reduced.gradient_scaling_factor = None
 
     def let_kernels_add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Make fused kernels add to the gradients of those ``params`` that accumulate in place.
+        """Make fused kernels add to gradients of ``params`` that accumulate in place.
 
         Kernels overwrite gradients of parameters that megatron-core marks as gathered. TransformerEngine's kernels
         check one mark, Megatron's linear layers the other.

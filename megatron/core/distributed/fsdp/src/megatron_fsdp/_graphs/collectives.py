@@ -86,7 +86,7 @@ class RecordedGather(RecordedCollective):
             gathers.release_bucket(bucket, False)
 
     def _current_addresses(self) -> list[int]:
-        """Allocate the buckets, and return their addresses and those of the parameters."""
+        """Allocate the buckets, and return the addresses of buckets and parameters."""
         return [
             *[fetch().data.data_ptr() for fetch in self._fetch],
             *[param.data_ptr() for param in self._viewing],

@@ -62,7 +62,7 @@ class RecordedPasses(GraphOwner):
         self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if holds_model else []
         self._all_buckets = [*self._buckets, *self._outside]  # the graphs read or write their shards
         self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
-        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # the last one for parameters outside of units
+        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # ``_in_place``: outside of units
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
         self.replayed = False
         self.on_forget: list[Callable[[], None]] = []
@@ -206,7 +206,7 @@ class RecordedPasses(GraphOwner):
         self.start_gather()
 
     def before_forward(self) -> None:
-        """Gather the parameters outside of units, and check their addresses and those of the double buffer.
+        """Gather the parameters outside of units, and check the addresses of these and of the double buffer.
 
         Raises:
             ChangedSinceCaptureError: An address changed since capture, or the double buffer is in use.
