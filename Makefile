@@ -41,7 +41,7 @@ help:
 	@echo "make test-installed  unit tests of a copy installed by pip"
 	@echo "make test-patch     apply the patch to a megatron-core checkout: import, train, test; test-patch-quick: few tests"
 	@echo "make test-gpu  tests on the GPUs of this machine"
-	@echo "make test-functional  recipes with golden values"
+	@echo "make test-functional  train recipes and compare them with golden values"
 	@echo "make bench     step times on the GPUs of this machine"
 	@echo "make measure   measure the numbers in the documents on the GPUs of this machine"
 	@echo "make docs      generate docs/compatibility.md and docs/results.md"

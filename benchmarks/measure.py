@@ -168,7 +168,6 @@ PARTS = (
         120,
     ),
     Part("scaling", (2,), "benchmarks/scaling.py --gpus GPUS --output FILE --no-profile", 300),
-    Part("functional", (2, 4), "tests/functional_tests/run.py --output FILE", 460),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PATHS = ("--output", "--logs", "--golden")
+PATHS = ("--output", "--logs")
 PACKAGES = ("megatron-core", "transformer-engine", "megatron-fsdp-cuda-graphs")
 
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ def run_plan(
     logs: Path,
     stall_seconds: float,
     show: Callable[[Run, Result], None],
-    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Train ``runs`` in new processes. Runs with equal process environments share a launch until one fails.
 
@@ -37,9 +36,8 @@ def run_plan(
         logs: Existing folder for logs and traces.
         stall_seconds: Time limit per run.
         show: Called with each finished run and its result, which has 'error' if the run failed.
-        environment: Additional environment variables of all processes.
     """
-    variables = _environment(on_cpu) | dict(environment or {})
+    variables = _environment(on_cpu)
     left = list(runs)
     launches = 0
     while left:

@@ -25,7 +25,6 @@ class Recorder:
         self.times: list[float] = []
         self._losses: list[torch.Tensor | None] = []
         self._norms: list[float | torch.Tensor | None] = []
-        self._evaluations: list[str | None] = []
         self._first = 1
         self._after_step = after_step
 
@@ -38,14 +37,6 @@ class Recorder:
         self._losses.append(losses["lm loss"].detach().clone() if losses else None)
         self._norms.append(grad_norm.detach().clone() if isinstance(grad_norm, torch.Tensor) else grad_norm)
         self._after_step(step)
-
-    def record_evaluation(self, losses: dict[str, torch.Tensor]) -> None:
-        """Record the loss of an evaluation. Synchronizes."""
-        self._evaluations.append(_hex(losses.get("lm loss")))
-
-    def evaluations(self) -> list[str | None]:
-        """Return the exact loss of each evaluation (``float.hex``), None on ranks without losses."""
-        return self._evaluations
 
     def numbers(self) -> list[list[str | None]]:
         """Return the exact loss and gradient norm of each step (``float.hex``)."""
@@ -79,15 +70,15 @@ def _hex(value: float | torch.Tensor | None) -> str | None:
 
 
 class TrainingLog:
-    """Wraps ``training_log`` and ``evaluate`` of ``megatron.training`` for the rest of the process.
+    """Wraps ``training_log`` of ``megatron.training`` for the rest of the process.
 
     Attributes:
-        recorder: Records each step and evaluation, unless None.
+        recorder: Records each step, unless None.
     """
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        original, evaluation = training.training_log, training.evaluate
+        original = training.training_log
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -98,14 +89,7 @@ class TrainingLog:
                 self.recorder.record(given["iteration"], given["loss_dict"], given["grad_norm"])
             return result
 
-        @functools.wraps(evaluation)
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            result = evaluation(*args, **kwargs)
-            if self.recorder is not None and result[0] is not None:  # None after a timeout
-                self.recorder.record_evaluation(result[0])
-            return result
-
-        training.training_log, training.evaluate = training_log, evaluate
+        training.training_log = training_log
 
 
 class CaptureClock:

@@ -67,7 +67,6 @@ class Worker:
         recorder = Recorder(looks.after_step if looks else after_step)
         self._train(run, recorder)
         result["numbers"] = recorder.numbers()
-        result["evaluations"] = recorder.evaluations()
         if profiled:
             result["profile"] = profiled.figures
         elif examination:

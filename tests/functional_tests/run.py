@@ -1,157 +1,147 @@
-"""Train the recipes of ``test_cases`` and compare them with golden values and eager training.
+"""Train recipes in Megatron-LM's format and compare them with their golden values.
 
-    python tests/functional_tests/run.py                              # all cases that this machine supports
-    python tests/functional_tests/run.py gpt moe/fsdp_parts           # a folder and a case
-    python tests/functional_tests/run.py gpt --against-eager          # also train their eager cases
-    python tests/functional_tests/run.py gpt --record --golden FOLDER # write golden values
+    python tests/functional_tests/run.py                    # all recipes for this machine
+    python tests/functional_tests/run.py moe gpt/NAME       # a model and a recipe
+    python tests/functional_tests/run.py --record           # write golden values
+    python tests/functional_tests/run.py --dry-run --platform dgx_h100  # print the commands
 
-A case is a folder with a ``model_config.yaml``:
-    BASE          case that provides all missing keys except EQUALS and TEST_TYPE
-    EQUALS        eager case whose losses and gradient norms must be bit-identical
-    TEST_TYPE     regular; or ckpt-resume: stop halfway and resume from the checkpoint
-    RANKS         number of processes, each with its own GPU unless CPU_BACKEND is set
-    CPU_BACKEND   true for the CPU backend
-    NEEDS         required packages
-    PYTHON_PATH   additional folders of this repository for PYTHONPATH
-    ENV_VARS      environment variables; null removes a variable of BASE
-    MODEL_ARGS    flags of megatron.training; null removes a flag of BASE
-    BOUNDS        maximum ratios of ms, max_allocated_mib or max_reserved_mib to the golden value
+A recipe is a folder ``test_cases/MODEL/NAME`` with a ``model_config.yaml``; ``tests/test_utils/recipes`` lists its
+platforms and its number of GPUs. Without a GPU, the recipes of the CPU backend run.
 
-If the versions of torch, megatron-core and TransformerEngine match, the losses, gradient norms and evaluation losses
-must be bit-identical to the golden values of this GPU model. On the CPU backend, rounding depends on the processor, so
-golden values have a tolerance (``tests/support/trainings/rounding.py``). Cases must always be bit-identical to their
-eager cases.
-``--record`` also trains the eager cases, and writes nothing for a case that differs from its eager case. Cases with the
-same rank layout share processes. The exit code is 1 if a case fails or no case runs.
+With the versions of ``constraints.txt``, losses, gradient norms and numbers of zeros must be bit-identical to the
+golden values of a GPU; step time and memory have bounds. On the CPU backend, rounding depends on the processor, so
+these golden values have a tolerance (``tests/support/trainings/rounding.py``).
+``tests/integration_tests/test_recipes.py`` compares graphed recipes with their eager twins, bit for bit.
+
+The exit code is 1 if a recipe fails, or if none was compared or recorded.
 """
 
 import argparse
+import json
+import os
+import re
+import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import torch
 
-from benchmarks.results_file import command_line, write_results  # noqa: E402
-from tests.functional_tests._runner import golden  # noqa: E402
-from tests.functional_tests._runner.case import MEASURED, Case, find, load  # noqa: E402
-from tests.functional_tests._runner.machine import this_machine  # noqa: E402
-from tests.functional_tests._runner.trainings import Found, train  # noqa: E402
-from tests.functional_tests._runner.verdict import Verdict, compare_with_golden, judge, record  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.functional_tests._runner import golden
+from tests.functional_tests._runner.recipe import CPU_BACKEND, Recipe, find
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments.
-
-    Raises:
-        SystemExit: The arguments are invalid.
-    """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="a case or a folder of cases (default: all)")
-    parser.add_argument(
-        "--against-eager",
-        action="store_true",
-        help="compare with eager cases, as always on the CPU backend",
-    )
-    parser.add_argument("--record", action="store_true", help="write golden values; implies --against-eager")
-    parser.add_argument(
-        "--golden", type=Path, metavar="FOLDER", help="folder of golden values (default: beside the cases)"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="file of the results, as JSON")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="new folder for logs and checkpoints")
-    parser.add_argument("--stall-seconds", type=float, default=240, help="maximum duration of a training")
-    args = parser.parse_args(arguments)
-    if args.logs and args.logs.exists():
-        parser.error(f"--logs {args.logs} exists: name a new folder")
-    return args
+METRICS = (*golden.NUMBERS, *golden.BOUNDS)
+MEMORY = ("mem-allocated-bytes", "mem-max-allocated-bytes")  # 0 on the CPU backend
+LOG_LINES = 30
 
 
-def run(args: argparse.Namespace, logs: Path) -> tuple[list[Verdict], dict[str, str]]:
-    """Train and compare the selected cases.
+def this_platform() -> str:
+    """Return the platform of this machine, for example ``dgx_h100`` for 'NVIDIA H100 80GB HBM3'."""
+    if not torch.cuda.is_available():
+        return CPU_BACKEND
+    model = torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
+    return "dgx_" + re.sub(r"\W+", "_", model.lower())
 
-    Returns:
-        The verdicts, and the reasons for skipping cases, keyed by name.
+
+def train(recipe: Recipe, folder: Path, seconds: float = 300) -> golden.Metrics:
+    """Train a recipe and return its ``METRICS``, without those that the platform does not measure.
+
+    Args:
+        recipe: The recipe.
+        folder: Existing empty folder for outputs.
+        seconds: Time limit of a training run.
 
     Raises:
-        ValueError: A case is invalid or missing.
+        RuntimeError: A training run failed, or the recipe lacks graphs or has unexpected ones.
     """
-    machine = this_machine()
-    asked = find(args.cases)
-    reasons = {case.name: machine.cannot_run(case) for case in asked}
-    cases = [case for case in asked if not reasons[case.name]]
-    against_eager = args.against_eager or args.record or not machine.gpus
-    verdicts: list[Verdict] = []
-
-    def ended(case: Case, found: dict[str, Found]) -> None:
-        if case in cases:
-            verdict = judge(case, found[case.name], found[case.equals] if case.equals and against_eager else None)
-            file = golden.path(case, machine.name, args.golden)
-            (record if args.record else compare_with_golden)(verdict, file)
-            verdicts.append(verdict)
-
-    train(
-        _with_eager(cases) if against_eager else cases,
-        names=MEASURED,
-        logs=logs,
-        stall_seconds=args.stall_seconds,
-        ended=ended,
-    )
-    return verdicts, {name: reason for name, reason in reasons.items() if reason}
-
-
-def _with_eager(cases: list[Case]) -> list[Case]:
-    """Return ``cases``, each preceded by the eager case that it must equal."""
-    all_of_them: dict[str, Case] = {}
-    for case in cases:
-        if case.equals:
-            all_of_them.setdefault(case.equals, load(case.equals))
-        all_of_them.setdefault(case.name, case)
-    return list(all_of_them.values())
+    environment = os.environ | recipe.variables(folder)
+    # One hardware queue would serialize FSDP's collectives and the kernels of layers.
+    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    log = folder / "log"
+    for command in recipe.commands(folder):
+        with log.open("a") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired as late:
+            raise RuntimeError(f"not finished after {seconds:.0f} s\n{_end(log)}") from late
+        finally:
+            process.terminate()  # torchrun forwards it to its ranks
+            process.wait()
+        if code:
+            raise RuntimeError(f"exit code {code}\n{_end(log)}")
+    graphs = json.loads((folder / "steps").read_text().splitlines()[-1])["graphs"]
+    if (graphs > 0) != recipe.graphed:
+        raise RuntimeError(f"{graphs} CUDA graphs with --cuda-graph-impl {recipe.arguments['--cuda-graph-impl']}")
+    metrics: golden.Metrics = defaultdict(dict)
+    for line in (folder / "scalars").read_text().splitlines():
+        _, name, value, step = json.loads(line)
+        if name in METRICS:
+            metrics[name][step] = value
+    if len(metrics["lm loss"]) != recipe.steps:
+        raise RuntimeError(f"{len(metrics['lm loss'])} steps, not {recipe.steps}\n{_end(log)}")
+    unmeasured = MEMORY if recipe.platform == CPU_BACKEND else ()
+    return {name: values for name in METRICS if (values := metrics[name]) and name not in unmeasured}
 
 
-def report(verdicts: list[Verdict], not_run: dict[str, str]) -> str:
-    """Return the differences, the skipped cases, and the table."""
-    lines = []
-    for verdict in verdicts:
-        reasons = [*verdict.differences, *verdict.notes]
-        if reasons:
-            lines += [f"{verdict.case.name}:", *(f"    {reason}" for reason in reasons)]
-    lines += [f"{name}: not run: {reason}" for name, reason in not_run.items()]
-    wide = max([len(verdict.case.name) for verdict in verdicts], default=4)
-    lines.append(f"\n{'case':{wide}}  passed  {'ms':>8}  {'MiB':>6}")
-    for verdict in verdicts:
-        measured = verdict.found.measured
-        # The CPU backend does not measure memory.
-        numbers = f"{measured['ms']:8.1f}  {measured['max_reserved_mib'] or '-':>6}" if measured else ""
-        lines.append(f"{verdict.case.name:{wide}}  {'yes' if verdict.passed else 'NO':6}  {numbers}".rstrip())
-    return "\n".join(lines)
+def _end(log: Path) -> str:
+    """Return the end of the ranks' output, without torchrun's."""
+    lines = log.read_text(errors="replace").splitlines()
+    ends = (number for number, line in enumerate(lines) if "torch/distributed/elastic" in line)
+    return "\n".join(lines[: next(ends, None)][-LOG_LINES:])
+
+
+def compare(recipe: Recipe, metrics: golden.Metrics) -> tuple[bool, list[str]]:
+    """Return whether ``metrics`` could be compared with golden values, and the differences or the obstacle."""
+    if others := golden.other_versions(recipe):
+        return False, [f"not compared with golden values: {'; '.join(others)}"]
+    try:
+        return True, golden.differences_from_golden(recipe, metrics)
+    except FileNotFoundError:
+        return False, [f"there is no {recipe.golden.name}: --record writes it"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the cases, print the report, and return the exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    args = parse(given)
-    with tempfile.TemporaryDirectory() as folder:
-        logs = (args.logs or Path(folder) / "logs").resolve()
-        logs.mkdir(parents=True)
-        try:
-            verdicts, not_run = run(args, logs)
-        except ValueError as wrong:
-            print(f"error: {wrong}", file=sys.stderr)
-            return 2
-    print(report(verdicts, not_run))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_results(
-            args.output,
-            command=command_line("tests/functional_tests/run.py", given),
-            gpus=max((verdict.case.ranks for verdict in verdicts), default=0),
-            results=[verdict.row() for verdict in verdicts],
-            not_run=not_run,
-        )
-    return int(not verdicts or not all(verdict.passed for verdict in verdicts))
+    """Train the recipes, print one line each and their differences, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="a model or MODEL/NAME (default: all)")
+    parser.add_argument("--record", action="store_true", help="write golden values instead of comparing")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, and train nothing")
+    parser.add_argument("--platform", default=this_platform(), help="with --dry-run: platform of the commands")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="new folder for logs and checkpoints")
+    args = parser.parse_args(arguments)
+    try:
+        recipes = find(args.recipes, args.platform)
+    except ValueError as wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+    passed, failed = 0, 0
+    with tempfile.TemporaryDirectory() as temporary:
+        for recipe in recipes:
+            folder = (args.logs or Path(temporary)).resolve() / recipe.name
+            if args.dry_run:
+                print(f"# {recipe.name}\n{recipe.shell(folder)}")
+                continue
+            if recipe.gpus > torch.cuda.device_count() and recipe.platform != CPU_BACKEND:
+                print(f"{recipe.name}: not run: needs {recipe.gpus} GPUs, {torch.cuda.device_count()} are visible")
+                continue
+            folder.mkdir(parents=True)
+            try:
+                metrics = train(recipe, folder)
+            except RuntimeError as error:
+                compared, lines = True, [str(error)]
+            else:
+                compared, lines = (True, []) if args.record else compare(recipe, metrics)
+                if args.record:
+                    golden.write(recipe.golden, metrics)
+            verdict = ("FAILED" if lines else "passed") if compared else "not compared"
+            print("\n    ".join([f"{recipe.name}: {verdict}", *lines]), flush=True)
+            passed, failed = passed + (verdict == "passed"), failed + (verdict == "FAILED")
+    return int(not args.dry_run and (failed > 0 or passed == 0))
 
 
 if __name__ == "__main__":

@@ -1,115 +1,106 @@
-"""Golden values: results of a case on one machine, in ``golden_values_MACHINE.json`` next to the case."""
+"""Golden values: scalars of a recipe by iteration, in Megatron-LM's format."""
 
 import json
-import platform
+import statistics
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from benchmarks.results_file import hardware, versions, write_results
 from tests.support.trainings.rounding import ROUNDING
 
-from .case import Case
-from .trainings import Found
+from .recipe import CPU_BACKEND, TESTS, Recipe
 
-NUMBERS = {"lm loss": "losses", "grad-norm": "norms", "evaluation lm loss": "evaluations"}
-DECISIVE = ("torch", "megatron-core", "transformer-engine")  # packages whose other versions may change bits
-SHOWN = 4  # steps to report
+Metrics = dict[str, dict[int, float]]  # values by metric and iteration
 
-
-def path(case: Case, machine: str, folder: Path | None) -> Path:
-    """Return the path of the golden values of ``case`` on ``machine``, next to the case or under ``folder``."""
-    return (folder / case.name if folder else case.folder) / f"golden_values_{machine}.json"
+NUMBERS = ("lm loss", "grad-norm", "num-zeros", "lm loss validation")
+# Maximum ratio of the median to that of the golden values. Hosts differ, and most of an eager step is host time.
+BOUNDS = {"iteration-time": 2.0, "mem-allocated-bytes": 1.2, "mem-max-allocated-bytes": 1.2}
+DECISIVE = ("torch", "megatron-core", "transformer-engine")  # other versions may change bits
+SHOWN = 4  # values to report per metric
 
 
-def write(file: Path, case: Case, found: Found) -> None:
-    """Write the losses and norms by step, the number of graphs, and the bounded measurements."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    numbers = {name: _by_number(getattr(found, attribute)) for name, attribute in NUMBERS.items()}
-    write_results(
-        file,
-        command=f"python tests/functional_tests/run.py {case.name} --record",
-        gpus=case.ranks,
-        architecture=platform.machine(),
-        **numbers,
-        graphs=found.graphs,
-        measured={name: found.measured[name] for name in case.bounds},
-    )
+def write(file: Path, metrics: Metrics) -> None:
+    """Write metrics; JSON keeps all bits of a float."""
+    golden = {}
+    for name, values in metrics.items():
+        steps = sorted(values)
+        golden[name] = {
+            "start_step": steps[0],
+            "end_step": steps[-1],
+            "step_interval": steps[1] - steps[0] if len(steps) > 1 else 1,
+            "values": {str(step): values[step] for step in steps},
+        }
+    file.write_text(json.dumps(golden, indent=4) + "\n")
 
 
-def read(file: Path) -> dict[str, Any]:
-    """Read the values written by ``write``.
+def read(file: Path) -> Metrics:
+    """Read the metrics written by ``write``.
 
     Raises:
         FileNotFoundError: The file does not exist.
     """
-    values: dict[str, Any] = json.loads(file.read_text())
-    return values
+    golden = json.loads(file.read_text())
+    return {name: {int(step): value for step, value in each["values"].items()} for name, each in golden.items()}
 
 
-def measured_elsewhere(golden: dict[str, Any], case: Case) -> list[str]:
-    """Return the differences in hardware and versions between ``golden`` and this machine."""
-    there, here = golden["versions"], versions()
-    pairs = [(name, there.get(name), here.get(name)) for name in DECISIVE]
-    if case.on_cpu:  # builds of torch for other versions of CUDA, or without CUDA, have the same CPU operators
-        pairs = [(name, *(each and each.partition("+")[0] for each in both)) for name, *both in pairs]
-    pairs += [("hardware", golden["hardware"], hardware(case.ranks))]
-    pairs += [("architecture", golden["architecture"], platform.machine())]
-    return [f"{name} {then}, here {now}" for name, then, now in pairs if then != now]
-
-
-def differences(found: Found, golden: dict[str, Any], case: Case) -> list[str]:
-    """Return the differences between ``found`` and ``golden`` in losses, norms, graphs and bounded measurements.
-
-    On GPUs, losses and norms must be bit-identical to the golden values. On CPUs, the summation order depends on the
-    processor and the number of threads, so each step has a tolerance of ``ROUNDING``. In the 8 steps of the committed
-    cases, 10 combinations of 1 to 4 threads and instruction sets of torch, MKL and oneDNN differ by up to 2**-22.3 in
-    losses and 2**-19.3 in norms.
-    """
-    lines = []
-    rounding = ROUNDING * case.steps if case.on_cpu else 0.0
-    for name, attribute in NUMBERS.items():
-        lines += _of_steps(name, _by_number(getattr(found, attribute)), golden[name], "golden value", rounding)
-    if found.graphs != golden["graphs"]:
-        lines.append(f"{found.graphs} CUDA graphs, golden value {golden['graphs']}")
-    for name, factor in case.bounds.items():
-        now, then = found.measured[name], golden["measured"][name]
-        if now > then * factor:
-            lines.append(f"{name} {now:.1f} is more than {factor} times the golden value {then:.1f}")
-    return lines
-
-
-def differences_from(reference: Found, found: Found, name: str) -> list[str]:
-    """Return the differences in losses and norms from ``reference``, the results of the case ``name``."""
-    lines = []
-    for kind, attribute in NUMBERS.items():
-        expected = _by_number(getattr(reference, attribute))
-        lines += _of_steps(kind, _by_number(getattr(found, attribute)), expected, name)
-    return lines
-
-
-def _by_number(values: list[str | None]) -> dict[str, str | None]:
-    """Return the values keyed by their numbers from 1, as strings for JSON."""
-    return {str(number): value for number, value in enumerate(values, 1)}
-
-
-def _of_steps(
-    name: str, found: dict[str, Any], expected: dict[str, Any], source: str, rounding: float = 0.0
-) -> list[str]:
-    wrong = [step for step in expected | found if not _equal(found.get(step), expected.get(step), rounding)]
-    lines = [
-        f"{name} {step}: {_shown(found.get(step))}, {source} {_shown(expected.get(step))}" for step in wrong[:SHOWN]
+def other_versions(recipe: Recipe) -> list[str]:
+    """Return the installed versions that differ from those of golden values, in ``constraints.txt``."""
+    lines = (TESTS.parent / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    packages = DECISIVE[:-1] if recipe.platform == CPU_BACKEND else DECISIVE
+    return [
+        f"{name} {installed}, constraints.txt {pinned[name]}"
+        for name in packages
+        if (installed := _installed(name)) != pinned[name]
     ]
-    more = len(wrong) - len(lines)
-    return lines + ([f"{name}: {more} more differ"] if more else [])
 
 
-def _equal(value: str | None, expected: str | None, rounding: float) -> bool:
+def _installed(package: str) -> str | None:
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def differences(found: Metrics, expected: Metrics, rounding: float = 0.0) -> list[str]:
+    """Return the differences in ``NUMBERS``, for metrics that ``expected`` has.
+
+    Args:
+        found, expected: Metrics.
+        rounding: Relative tolerance. On CPUs, the summation order depends on the processor and the number of threads.
+    """
+    lines: list[str] = []
+    for name in NUMBERS:
+        if name not in expected:
+            continue
+        values, others = found.get(name, {}), expected[name]
+        wrong = [step for step in sorted(values | others) if not _equal(values.get(step), others.get(step), rounding)]
+        lines += [f"{name} {step}: {values.get(step)}, expected {others.get(step)}" for step in wrong[:SHOWN]]
+        lines += [f"{name}: {len(wrong) - SHOWN} more differ"] if len(wrong) > SHOWN else []
+    return lines
+
+
+def differences_from_golden(recipe: Recipe, found: Metrics) -> list[str]:
+    """Return the differences from the recipe's golden values; on GPUs, also in ``BOUNDS``.
+
+    In the 8 steps of the CPU recipes, 10 combinations of 1 to 4 threads and instruction sets of torch, MKL and oneDNN
+    differ by up to 2**-22.3 in losses and 2**-19.3 in norms.
+
+    Raises:
+        FileNotFoundError: There are no golden values.
+    """
+    expected = read(recipe.golden)
+    if recipe.platform == CPU_BACKEND:
+        return differences(found, expected, ROUNDING * recipe.steps)
+    lines = differences(found, expected)
+    for name in BOUNDS.keys() & expected.keys():
+        now, then = (statistics.median(metrics[name].values()) for metrics in (found, expected))
+        if now > then * BOUNDS[name]:
+            lines.append(f"{name} {now:.4g} is more than {BOUNDS[name]} times the golden value {then:.4g}")
+    return lines
+
+
+def _equal(value: float | None, expected: float | None, rounding: float) -> bool:
     """Return whether the values are equal within the relative tolerance ``rounding``."""
-    if value == expected or value is None or expected is None:
-        return value == expected
-    reference = float.fromhex(expected)
-    return abs(float.fromhex(value) - reference) <= rounding * abs(reference)
-
-
-def _shown(value: str | None) -> str:
-    return "none" if value is None else f"{value} ({float.fromhex(value):.6g})"
+    if value is None or expected is None:
+        return value is expected
+    return value == expected or abs(value - expected) <= rounding * abs(expected)

@@ -1,76 +1,130 @@
-"""Output, files and exit codes of the runner."""
+"""Training runs, output, files and exit codes of the runner."""
 
-import json
+import sys
 
 import pytest
+import torch
 
 from tests.functional_tests import run
-from tests.functional_tests._runner import machine
-from tests.functional_tests._runner.machine import Machine
+from tests.functional_tests._runner import golden
+from tests.functional_tests._runner.recipe import Recipe
 
-EAGER, GRAPHED = "gpt_cpu_backend/fsdp_eager", "gpt_cpu_backend/fsdp_whole_layers"
+# Stands for a launch of two steps: writes scalars and graph counts, and the losses of its arguments.
+LAUNCH = """
+import json, os, sys
+print("rank 0: output")
+first, graphs, *losses = map(float, sys.argv[1:])
+values = {"grad-norm": 1.5, "mem-allocated-bytes": 2e6, "mem-max-allocated-bytes": 3e6, "iteration-time": 0.25}
+with open(os.environ["SCALARS_PATH"], "a") as file:
+    for step, loss in enumerate(losses, int(first)):
+        for name, value in ({"lm loss": loss, "learning-rate": 1.0} | values).items():
+            print(json.dumps(["tensorboard", name, value, step]), file=file)
+with open(os.environ["STEP_METRICS_PATH"], "w") as file:
+    print(json.dumps({"graphs": int(graphs)}), file=file)
+sys.exit(not losses)
+"""
+EAGER, GRAPHED = "gpt/eager", "gpt/graphed"
 
 
-@pytest.fixture
-def runner(make_found, tmp_path, monkeypatch):
-    """Return a function that calls ``main`` with given losses of cases; golden values are in ``tmp_path``."""
-    trained: list[list[str]] = []
+@pytest.fixture(params=["dgx_h100", "cpu_backend"])
+def runner(request, tmp_path, monkeypatch):
+    """Return a function that calls ``main`` with launches that log the given losses, on a GPU or the CPU backend."""
+    on_gpu = request.param == "dgx_h100"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 if on_gpu else 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(golden, "other_versions", lambda recipe: [])
 
-    def call(*arguments: str, gpus: int = 0, **losses: list[float]) -> int:
-        def train(cases, *, ended, **how):
-            trained.append([case.name for case in cases])
-            found = {}
-            for case in cases:
-                values = losses.get(case.name.split("/")[1], [2.0] * 8)
-                found[case.name] = make_found(*values, graphs=int(case.graphs != "none"))
-                ended(case, found)
+    def call(*arguments: str, eager=(2.5, 2.0), graphed=(2.5, 2.0), graphs=4, gpus=2, resumes=False) -> int:
+        def recipe(name: str, impl: str) -> Recipe:
+            file = tmp_path / f"{name.replace('/', '-')}.json"
+            flags = {"--train-iters": 2, "--cuda-graph-impl": impl}
+            return Recipe(name, run.this_platform(), gpus, file, False, {}, flags)
 
-        monkeypatch.setattr(run, "train", train)
-        monkeypatch.setattr(machine, "_importable", lambda package: True)
-        monkeypatch.setattr(run, "this_machine", lambda: Machine(gpus, "h200" if gpus else "cpu_backend"))
-        return run.main([*arguments, "--golden", str(tmp_path)])
+        def commands(recipe: Recipe, folder) -> list[list[str]]:
+            losses = [*map(str, graphed if recipe.graphed else eager)]
+            captured = str(graphs if recipe.graphed else 0)
+            launch = [sys.executable, "-c", LAUNCH]
+            if resumes:
+                return [[*launch, str(step), captured, loss] for step, loss in enumerate(losses, 1)]
+            return [[*launch, "1", captured, *losses]]
 
-    call.trained = trained  # type: ignore[attr-defined]
+        recipes = [recipe(EAGER, "none"), recipe(GRAPHED, "transformer_engine")]
+        monkeypatch.setattr(run, "find", lambda given, platform: [each for each in recipes if each.name in given])
+        monkeypatch.setattr(Recipe, "commands", commands)
+        return run.main(list(arguments))
+
     return call
 
 
 def test_recorded_values_match_the_same_run_only(runner, capsys):
-    assert runner(GRAPHED, EAGER, "--record") == 0
-    assert runner(GRAPHED, EAGER) == 0
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-2:]] == [
-        [EAGER, "yes"],
-        [GRAPHED, "yes"],
+    assert runner(EAGER, GRAPHED, "--record") == 0
+    assert runner(EAGER, GRAPHED) == 0
+    assert runner(EAGER, GRAPHED, resumes=True) == 0
+    assert capsys.readouterr().out == f"{EAGER}: passed\n{GRAPHED}: passed\n" * 3
+    assert runner(EAGER, GRAPHED, graphed=(2.5, 1.0)) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{EAGER}: passed",
+        f"{GRAPHED}: FAILED",
+        "    lm loss 2: 1.0, expected 2.0",
     ]
-    assert runner(EAGER, fsdp_eager=[2.0] * 7 + [1.0]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("    lm loss 8: 0x1.0") for line in lines)
-    assert lines[-1].split()[:2] == [EAGER, "NO"]
 
 
-def test_graphs_that_differ_from_eager_are_not_recorded(runner, tmp_path):
-    assert runner(GRAPHED, "--record", fsdp_whole_layers=[2.0] * 7 + [1.0]) == 1
-    assert runner.trained == [[EAGER, GRAPHED]]
-    assert not list(tmp_path.rglob("golden_values_*"))
+def test_recorded_metrics_include_memory_on_gpus(runner, tmp_path):
+    assert runner(EAGER, "--record") == 0
+    recorded = golden.read(tmp_path / "gpt-eager.json")
+    memory = {"mem-allocated-bytes", "mem-max-allocated-bytes"} if torch.cuda.is_available() else set()
+    assert recorded.keys() == {"lm loss", "grad-norm", "iteration-time"} | memory
+    assert recorded["lm loss"] == {1: 2.5, 2: 2.0}
 
 
-def test_cpu_backend_compares_graphed_cases_with_eager(runner, capsys):
-    assert runner(GRAPHED, "--record") == 0
-    rounded = [2.0] * 7 + [2.0 + 2**-22]
-    assert runner(GRAPHED, fsdp_eager=rounded, fsdp_whole_layers=rounded) == 0
-    assert runner(GRAPHED, fsdp_whole_layers=rounded) == 1
-    assert f"{EAGER} 0x1.0" in capsys.readouterr().out
-    assert runner.trained == [[EAGER, GRAPHED]] * 3
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"graphed": ()}, "exit code 1\nrank 0: output"),
+        ({"graphed": (2.5,)}, "1 steps, not 2\nrank 0: output"),
+        ({"graphs": 0}, "0 CUDA graphs with --cuda-graph-impl transformer_engine"),
+    ],
+)
+def test_failed_training_is_not_recorded(runner, capsys, tmp_path, arguments, words):
+    assert runner(GRAPHED, "--record", **arguments) == 1
+    assert f"{GRAPHED}: FAILED\n    {words}" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.json"))
 
 
-def test_skipped_case_is_listed_with_the_reason(runner, capsys, tmp_path):
-    output = tmp_path / "results.json"
-    assert runner("gpt/hsdp_eager", GRAPHED, "--against-eager", "--output", str(output)) == 0
-    assert "gpt/hsdp_eager: not run: needs 4 GPUs, 0 are visible" in capsys.readouterr().out
-    written = json.loads(output.read_text())
-    assert written["not_run"] == {"gpt/hsdp_eager": "needs 4 GPUs, 0 are visible"}
-    assert [result["case"] for result in written["results"]] == [GRAPHED]
-    assert str(tmp_path) not in written["command"]
+def test_hanging_training_is_ended(tmp_path, monkeypatch):
+    hangs = [sys.executable, "-c", "import time; print('rank 0: waits', flush=True); time.sleep(60)"]
+    monkeypatch.setattr(Recipe, "commands", lambda recipe, folder: [hangs])
+    recipe = Recipe(EAGER, "dgx_h100", 2, tmp_path / "golden.json", False, {}, {"--train-iters": 2})
+    with pytest.raises(RuntimeError, match="not finished after 2 s\nrank 0: waits"):
+        run.train(recipe, tmp_path, seconds=2)
 
 
-def test_running_nothing_is_a_failure(runner):
-    assert runner("gpt/hsdp_eager") == 1
+def test_recipes_without_comparison_fail(runner, capsys, monkeypatch):
+    assert runner(EAGER) == 1
+    assert f"{EAGER}: not compared\n    there is no gpt-eager.json: --record writes it" in capsys.readouterr().out
+    monkeypatch.setattr(golden, "other_versions", lambda recipe: ["torch 9, constraints.txt 2"])
+    assert runner(EAGER) == 1
+    assert "not compared with golden values: torch 9, constraints.txt 2" in capsys.readouterr().out
+    if torch.cuda.is_available():
+        assert runner(EAGER, gpus=4) == 1
+        assert capsys.readouterr().out == f"{EAGER}: not run: needs 4 GPUs, 2 are visible\n"
+
+
+def test_dry_run_prints_the_commands_of_another_platform(capsys, monkeypatch):
+    name = "gpt/gpt3_mcore_te_tp1_pp1_mfsdp_te_graphs_resume"
+    monkeypatch.setattr(run, "train", None)
+    assert run.main(["--dry-run", "--platform", "dgx_h100", name]) == 0
+    title, first, second = capsys.readouterr().out.splitlines()
+    assert title == f"# {name}"
+    assert first.endswith(" --exit-interval 8") and "--load" in second
+    assert "--nproc-per-node 2" in second and "cpu_backend" not in second
+    assert run.main(["--dry-run", "--platform", "dgx_h100", "gpt/none"]) == 2
+    assert "there is no recipe 'gpt/none' for dgx_h100" in capsys.readouterr().err
+
+
+def test_platform_is_named_after_its_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, name in {"NVIDIA H200": "dgx_h200", "A100-SXM4-80GB": "dgx_a100_sxm4_80gb"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=device: device)
+        assert run.this_platform() == name
