@@ -132,12 +132,12 @@ def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
     if not any(key.startswith("optimizer.") for key in keys):  # --no-save-optim
         return optimizer
     if not any(key.startswith("optimizer.state.") for key in keys):
-        _warn(f"--load: {checkpoint} has no optimizer states, which start empty")
+        _warn(f"--load: {checkpoint} has no optimizer states, so they start empty")
         # TransformerEngine's Adam counts its steps in the groups.
         groups = {name: {k: v for k, v in group.items() if k != "step"} for name, group in optimizer[GROUPS].items()}
         optimizer = optimizer | {"state": {}, GROUPS: groups}
     if LOSS_SCALE in optimizer and not any(key.startswith(f"optimizer.{LOSS_SCALE}.") for key in keys):
-        _warn(f"--load: {checkpoint} has no loss scale, which starts at --initial-loss-scale")
+        _warn(f"--load: {checkpoint} has no loss scale, so it starts at --initial-loss-scale")
         optimizer = {key: value for key, value in optimizer.items() if key != LOSS_SCALE}
     return optimizer
 

@@ -5,12 +5,27 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 FENCED = re.compile(r"^ *```[a-z]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^ {4}((?:make|pip|python|git|torchrun) .+?)(?: {2,}#.*)?$", re.MULTILINE)
+# Beginnings of rows in README's matrix, and of their rows in docs/compatibility.md.
+VERIFIED = {
+    "dense": "--cuda-graph-modules not given",
+    "mixture of experts": "--moe-use-grouped-tensor",
+    "tensor parallelism": "--tensor-model-parallel-size",
+    "pipeline parallelism": "--pipeline-model-parallel-size",
+    "context parallelism": "--context-parallel-size",
+    "expert parallelism": "--expert-model-parallel-size",
+    "HSDP": "--num-distributed-optimizer-instances",
+    "FP8": "--fp8-recipe delayed",
+    "multi-token prediction": "--mtp-num-layers",
+    "checkpoints": "--save",
+}
 EXPLAINED = re.compile(r"^- `(.+)`$", re.MULTILINE)  # a message in docs/troubleshooting.md
 CI, MAKEFILE = ".ci/run", "Makefile"
 # The beginning of each command in the README, and the file that runs it.
@@ -40,6 +55,21 @@ def broken_links(page: Path, text: str) -> list[str]:
         if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
             found.append(link)
     return found
+
+
+def row_of(text: str, start: str) -> list[str]:
+    """Return the cells of the only table row in ``text`` that starts with ``start`` and does not refuse a flag."""
+    rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith(f"| {start}")]
+    (row,) = [cells for cells in rows if "refused" not in cells[1]]
+    return [cell.strip() for cell in row]
+
+
+@pytest.mark.parametrize("start", VERIFIED)
+def test_readme_names_the_hardware_of_the_table(start):
+    table = (ROOT / "docs" / "compatibility.md").read_text()
+    cells = row_of(table, VERIFIED[start])[3:6]
+    found = [name for name, cell in zip(("CPU", "H100", "H200"), cells, strict=True) if cell]
+    assert row_of((ROOT / "README.md").read_text(), start)[-1] == ", ".join(found)
 
 
 def texts(file: Path) -> Iterator[str]:

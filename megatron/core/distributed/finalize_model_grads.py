@@ -16,7 +16,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
 
-# The attributes that megatron-core resets; a router has them from construction or never.
+# Attributes that megatron-core resets. Routers get them at construction, if at all.
 _RESET = ("expert_bias", "reset_global_aux_loss_tracker", "qb_beta_accum")
 _routers: WeakKeyDictionary[torch.nn.Module, list[ref[torch.nn.Module]]] = WeakKeyDictionary()
 

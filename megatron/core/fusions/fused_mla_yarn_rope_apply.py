@@ -30,7 +30,7 @@ def with_fixed_blocks(autotuned: Any, **launch_options: int) -> Any:
 
     Args:
         autotuned: The result of ``triton.autotune``.
-        launch_options: Constant launch options, such as ``num_warps``.
+        launch_options: Constant launch options, for example ``num_warps``.
     """
     if not _upstream.HAVE_TRITON:
         return autotuned

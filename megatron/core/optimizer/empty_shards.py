@@ -22,8 +22,7 @@ def state_of_every_parameter(
 
     Args:
         optimizer: The optimizer, with ``DTensor`` parameters.
-        states: Its states by parameter name; not modified.
-        name_of: Returns a parameter's name.
+        states: Its states by the names that ``name_of`` returns; not modified.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     named = {name_of(param): param for param in params}

@@ -185,7 +185,7 @@ class TECudaGraphHelper:
         self._step_log = None if make_log is None else make_log()
         self._discover_layers()
         self.stage = self._new_stage()
-        self.stage.log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
+        self.stage.log(logging.INFO, f"Found {len(self.flattened_callables)} graphable layers")
         models = [chunk.model for chunk in self.stage.chunks if chunk.layers]
         self._calls = TrainingCalls(filter(None, models))
         self._state = self._new_state()
@@ -410,7 +410,7 @@ class TECudaGraphHelper:
             shape = self.seq_length, self.micro_batch_size
             graphs.select_scope(agreement)  # stages without layers also vote
             if not stage.layers:
-                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+                logger.warning(f"{type(self).__name__}: no graphable layers found, check --cuda-graph-modules")
                 graphs.eager_because = NO_LAYERS
             elif graphs.scope.holds:
                 session = CaptureSession(stage, graphs, agreement, self._recaptures, shape)

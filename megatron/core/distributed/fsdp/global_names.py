@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Wrapper prefixes; the outermost list of layers followed by a layer's index.
+# Wrapper prefixes, and the outermost list of layers with a layer's index.
 _WRAPPERS = re.compile(r"(?:module\.)*")
 _PARTS = re.compile(r"((?:module\.)*)((?:.*?\.)??layers)\.(\d+)(?=\.|$)")
 

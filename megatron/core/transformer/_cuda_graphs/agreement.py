@@ -69,9 +69,8 @@ class Failure:
 class Ballot:
     """Collects the votes of the ranks of ``group`` in one capture.
 
-    All ranks create a ballot and call ``vote`` the same number of times. A vote has the same timeout as the group's
-    collectives (``--distributed-timeout-minutes``). Ranks do not communicate if the group has one rank or torch's
-    ``fake`` backend.
+    All ranks create a ballot and call ``vote`` equally often. A vote has the timeout of the group's collectives. Ranks
+    do not communicate if the group has one rank or torch's ``fake`` backend.
 
     Attributes:
         failure: The failure that the ranks agreed on; None if there is none yet.
@@ -220,7 +219,7 @@ class CaptureAgreement:
 
     def _vote(self, ballots: Sequence[Ballot], objections: Mapping[str, str] | None = None) -> dict[str, str]:
         agreed = dict(objections or {})
-        for ballot in ballots:  # objections of one group are passed on to the next
+        for ballot in ballots:  # one group's objections are passed on to the next group
             agreed = ballot.vote(objections=agreed)
             if ballot.failure is not None:
                 raise ballot.failure.error()

@@ -44,15 +44,7 @@ class DefaultInputs:
 
 
 def static_offsets(sequences: int, seq_length: int) -> dict[str, torch.Tensor]:
-    """Create static inputs for the offsets of ``sequences`` sequences; the first sequence has all tokens.
-
-    Args:
-        sequences: Sequences per micro-batch, including empty ones.
-        seq_length: Tokens per micro-batch.
-
-    Returns:
-        Tensors by keyword, int32 ``[sequences + 1]`` on the GPU.
-    """
+    """Create static offsets, int32 ``[sequences + 1]`` on the GPU, by keyword; the first sequence has all tokens."""
     offsets = torch.full((sequences + 1,), seq_length, dtype=torch.int32, device="cuda")
     offsets[0] = 0
     return {name: offsets.clone() for name in OFFSETS}
@@ -75,14 +67,8 @@ def from_static_offsets(kwargs: dict[str, Any], seq_length: int) -> dict[str, An
 def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int) -> dict[str, Any]:
     """Return replay ``kwargs`` without ``packed_seq_params``, with its offsets added if the graphs read them.
 
-    Args:
-        name: The layer's name for error messages.
-        kwargs: The layer's keyword arguments.
-        use: How the graphs use packed sequences.
-        seq_length: Tokens per micro-batch.
-
     Raises:
-        ArgumentError: ``packed_seq_params`` is missing, or differs from the captured format.
+        ArgumentError: ``packed_seq_params`` is missing, or differs from the captured format; names the layer.
     """
     kwargs = dict(kwargs)
     if reason := unpack(kwargs, seq_length, use):
@@ -91,12 +77,7 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
 
 
 def unpack(given: dict[str, Any], seq_length: int, use: PackedUse = "read") -> str:
-    """Replace ``packed_seq_params`` in ``given`` with its offsets, and return why the call does not match the graphs.
-
-    Args:
-        given: The arguments of a call, by name; modified in place.
-        seq_length: Tokens per micro-batch.
-        use: How the graphs use packed sequences.
+    """Replace ``packed_seq_params`` in ``given``, the arguments of a call by name, with its offsets.
 
     Returns:
         A mismatch with the captured format; empty if there is none.

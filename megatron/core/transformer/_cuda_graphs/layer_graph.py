@@ -109,7 +109,9 @@ class LayerGraph:
             ChangedSinceCaptureError: A parameter, or a main gradient that the graphs write, moved since capture.
         """
         if len(args) != 1:
-            raise ArgumentError(f"{self.name} was captured with one positional input, got {len(args)}")
+            raise ArgumentError(
+                f"{self.name} was captured with one positional input, got {len(args)}: pass all others by keyword"
+            )
         if kwargs.get("is_first_microbatch"):
             self.gathered.check()
         given: dict[str, Any] = {}

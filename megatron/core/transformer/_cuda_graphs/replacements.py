@@ -60,7 +60,7 @@ class TakenForward:
 
     def __init__(self, module: Any, forward: Callable[..., Any]):
         self._own, self._forward = vars(module), forward
-        self._before = self._own.get("forward", _ABSENT)  # a compiled or wrapped one
+        self._before = self._own.get("forward", _ABSENT)  # for example a compiled or wrapped ``forward``
         self._own["forward"] = forward
 
     def end(self) -> None:

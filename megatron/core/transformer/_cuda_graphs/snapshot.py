@@ -39,7 +39,7 @@ _OF_ANY_MODULE = frozenset(
         "replaying",
         "current_microbatch",
         "is_first_microbatch",
-        "input_tensor",  # of a later pipeline stage: graphs take it as an input
+        "input_tensor",  # set on later pipeline stages; an input of graphs
         "cuda_graph_manual_hooks",  # set after capture
         "backward_dw_wrapper",
         "cuda_graph_backward_dw_wrapper",
@@ -273,7 +273,7 @@ class InputSignature:
                 )
             if given.shape != shape or given.dtype != dtype:
                 raise ValueError(
-                    f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype} and is called "
+                    f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype}, but called "
                     f"with {tuple(given.shape)} {given.dtype}{self._advice}"
                 )
             if given.requires_grad and not requires_grad and torch.is_grad_enabled():

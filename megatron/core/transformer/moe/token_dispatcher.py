@@ -85,7 +85,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
                 self.tokens_per_expert = received.sum(0)
             self._sent = places(sent, capacity, len(rows))
             self._received = places(received, capacity, self.ep_size * capacity)
-            self.input_splits = self.output_splits = None  # all equal
+            self.input_splits = self.output_splits = None  # equal splits
             rows, probs = self._sent.to_buffers(rows), self._sent.to_buffers(probs)
         return super().token_dispatch(rows, probs)
 

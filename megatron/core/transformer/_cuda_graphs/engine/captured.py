@@ -57,7 +57,7 @@ class GraphOwner:
 
         Args:
             params: The parameters that require grad.
-            grads: Their gradients; None for a parameter that the callable does not use.
+            grads: Their gradients; None for unused parameters.
 
         Returns:
             ``grads`` with None in place of each consumed gradient; the others are returned to autograd.
@@ -159,7 +159,7 @@ class GraphedCallable:
         self.name, self.func, self.args, self.kwargs = name, func, args, kwargs
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self.inputs: tuple[torch.Tensor, ...] = (*args, *kwargs.values())
-        self._structure: TreeSpec | None = None  # of nested inputs
+        self._structure: TreeSpec | None = None  # the structure of nested inputs
         if not all(isinstance(each, torch.Tensor) for each in self.inputs):
             leaves, self._structure = tree_flatten(self.inputs)
             self.inputs = tuple(leaves)
@@ -185,7 +185,7 @@ class GraphedCallable:
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
         self._memory: PoolMemory | None = None
-        self.roots: Sequence[torch.Tensor | GradientEdge] = ()  # of the backward pass
+        self.roots: Sequence[torch.Tensor | GradientEdge] = ()  # where the backward pass starts
         self.outputs: Tensors = ()
         self.differentiable: tuple[bool, ...] = ()
         self.grad_outputs: Tensors = ()
@@ -203,7 +203,7 @@ class GraphedCallable:
         self._grad_places: _Places = []
         self._with_grad: list[int] = []  # indices of inputs with a gradient
         self._copied: list[int] = []  # indices of inputs whose gradients backward returns as copies
-        self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []  # and whether to return a copy
+        self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []  # static gradient, whether to copy it
         self._has_leaf = self._ran_eagerly = False
         self._taken: TakenForward | None = None
 
@@ -268,11 +268,9 @@ class GraphedCallable:
         capture: Capture | WarmUp,
         new_grads: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
     ) -> None:
-        """Run the backward pass of the last ``forward``, with hooks around it.
+        """Run the backward pass of the last ``forward``, with hooks around it; record it with a ``Capture``.
 
-        Args:
-            capture: Records the pass if it is a ``Capture``.
-            new_grads: Returns static gradients for a sequence of outputs.
+        ``new_grads`` returns static gradients for a sequence of outputs.
 
         Raises:
             RuntimeError: An input that requires grad has no gradient, and unused inputs are not allowed; an output
@@ -485,12 +483,12 @@ class GraphedCallable:
         """Flatten the inputs of a call; raise TypeError or ValueError if they do not match the static ones."""
         inputs, structure = tree_flatten(tuple(given))
         if len(inputs) != len(self._expected):
-            raise TypeError(f"{self.name} was captured with {len(self._expected)} tensors and got {len(inputs)}")
+            raise TypeError(f"{self.name} was captured with {len(self._expected)} tensors, but got {len(inputs)}")
         self._expected.check(inputs)
         expected = tree_structure(self.inputs) if self._structure is None else self._structure
         if structure != expected:
             captured, called = (tree_unflatten(range(len(inputs)), spec) for spec in (expected, structure))
-            raise TypeError(f"{self.name} was captured with inputs nested as {captured} and got {called}")
+            raise TypeError(f"{self.name} was captured with inputs nested as {captured}, but got {called}")
         return inputs
 
     def replay(
@@ -537,10 +535,9 @@ class GraphedCallable:
     def replay_backward(
         self, grads: Tensors, options: _ReplayOptions | None, round_of_forward: int, node: Any
     ) -> list[torch.Tensor | None]:
-        """Run the backward graph and return the gradients of inputs and parameters.
+        """Run the backward graph on ``grads`` (None for zeros) and return the gradients of inputs and parameters.
 
         Args:
-            grads: The gradients of the outputs; None for zeros.
             round_of_forward: The value of ``round`` after the forward replay.
             node: The autograd node of the replay.
 
@@ -549,12 +546,14 @@ class GraphedCallable:
                 requested only some gradients, but the owner consumes the gradients of all parameters.
         """
         if self.backward_graph is None:
-            raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
+            raise RuntimeError(
+                f"{self.name} has no backward graph, because it was captured without grad or reset: capture it again"
+            )
         self.order.backward(self.name, self.backward_turn, round_of_forward)
         _copy_in(self._grad_places, grads)
         if self._has_leaf and not torch._C._will_engine_execute_node(node.next_functions[-1][0]):
             raise RuntimeError(
-                f"{self.name}: torch.autograd.grad or backward(inputs=...) requested some gradients only, and a replay "
+                f"{self.name}: torch.autograd.grad or backward(inputs=...) requested only some gradients, but a replay "
                 "adds the gradients of all its parameters. Call backward() on the whole loss, or train without graphs "
                 "(--cuda-graph-impl none)"
             )

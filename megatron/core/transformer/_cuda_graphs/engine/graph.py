@@ -38,7 +38,7 @@ def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None 
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:
-    # "thread_local" lets other threads pin memory and query NCCL events meanwhile.
+    # "thread_local" lets other threads pin memory and query NCCL events during the capture.
     with _never_freed_after_an_error(graph):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
@@ -101,15 +101,10 @@ class ReplayOrder:
         return self.round
 
     def backward(self, name: str, number: int | None, round_of_forward: int) -> None:
-        """Record a backward replay.
-
-        Args:
-            name: Name of the callable, for the error.
-            number: Number of the pass; None for a pass that overwrites nothing.
-            round_of_forward: The return value of ``forward``.
+        """Record a backward replay with the ``number`` of its pass (None if it overwrites nothing).
 
         Raises:
-            RuntimeError: The activations have been overwritten.
+            RuntimeError: The activations of ``round_of_forward`` have been overwritten; names the callable.
         """
         if round_of_forward != self.round or (number is not None and number <= self.last):
             raise RuntimeError(
@@ -273,13 +268,8 @@ LEGACY_STREAM_ADVICE = (
 def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """Reject a backward pass that accumulates gradients of ``leaves`` on the legacy default stream.
 
-    Such a pass cannot be captured; warm-up detects it before a capture fails.
-
-    Args:
-        leaves: Parameters and inputs. A hook on each records the stream of its AccumulateGrad node.
-
-    Raises:
-        RuntimeError: A gradient was accumulated on that stream; raised at the end of the context.
+    Such a pass cannot be captured, and warm-up detects it in time: a hook on each leaf records the stream of its
+    AccumulateGrad node. The RuntimeError is raised at the end of the context.
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()
@@ -325,7 +315,7 @@ def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         with torch.inference_mode():  # also permits writes to inference tensors
             for tensor, value in saved.items():
-                # Unchanged ones may be read-only (expanded) or saved for a backward pass, which checks versions.
+                # Unchanged tensors may be read-only (expanded) or saved for a backward pass, which checks versions.
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 

@@ -119,7 +119,7 @@ def make_graphed_callables(
         _check_module(name, module)
     modes = {module.training for _, module in named}
     if len(modes) > 1:
-        raise RuntimeError("modules must be all in training mode or all in evaluation mode")
+        raise RuntimeError("modules must be all in training mode or all in evaluation mode: call train() or eval()")
     if _order is not None:
         plan = ordered_plan(_order, _num_layers_per_chunk, len(callables))
     elif len({module for _, module in named}) < len(named):

@@ -39,14 +39,11 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 class PoolMemory:
-    """Memory segments of a graph pool, as listed by the allocator.
+    """Memory segments of the graph pool with a given handle, as listed by the allocator.
 
-    The list is cached, because segments stay in a pool while any of its graphs is alive, and reading the list takes
-    longer the more graphs the pool holds. It is read again only for an address outside all known segments, and only if
-    the allocator has reserved more memory since.
-
-    Args:
-        pool: Handle of a pool with captured graphs.
+    The list is cached: segments stay in a pool while any of its graphs is alive, and reading the list takes longer the
+    more graphs the pool holds. It is read again only for an address outside all known segments, and only if the
+    allocator has reserved more memory since.
     """
 
     def __init__(self, pool: tuple[int, int]):
@@ -84,7 +81,7 @@ class PoolMemory:
         if reserved == self._reserved:
             return
         self._reserved = reserved
-        # Before 2.15, torch drops one reference too many to each of these integers; small ones are never freed.
+        # Before 2.15, torch decrements the reference count of each integer once too often; small ones are immortal.
         pool = self._pool if max(self._pool) <= 256 else None
         self._segments = sorted(
             (segment["address"], segment["address"] + segment["total_size"])

@@ -121,7 +121,7 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
     if len(num_layers_per_chunk) != num_chunks or sum(num_layers_per_chunk) != num_callables:
         raise ValueError(
             f"_num_layers_per_chunk is {list(num_layers_per_chunk)}, but there are {num_chunks} chunks and "
-            f"{num_callables} callables"
+            f"{num_callables} callables: list the number of callables of each chunk"
         )
 
     first_layer = [0, *accumulate(num_layers_per_chunk)]
@@ -135,7 +135,9 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
     done: Counter = Counter()
     for kind, chunk in passes:
         if kind in _AFTER and done[kind, chunk] == done[_AFTER[kind], chunk]:
-            raise ValueError(f"_order runs the {kind.value} of chunk {chunk} before its {_AFTER[kind].value}")
+            raise ValueError(
+                f"_order runs the {kind.value} of chunk {chunk} before its {_AFTER[kind].value}: reorder it"
+            )
         layers = num_layers_per_chunk[chunk - 1]
         first = first_layer[chunk - 1] * num_microbatches + done[kind, chunk] * layers
         slots = range(first, first + layers)
@@ -210,13 +212,8 @@ def share_inputs[Inputs](
 ) -> list[Inputs]:
     """Return the inputs of every slot of ``plan``, shared between slots that are not in use at the same time.
 
-    A slot is in use from its forward pass to its last pass. Afterwards, the next forward pass with the same signature
-    reuses its inputs, first in, first out.
-
-    Args:
-        plan: The passes in execution order.
-        signature_of: Returns the key of a slot; only slots with equal keys share inputs.
-        inputs_of: Returns new inputs for a slot; called only if there are none to reuse.
+    A slot is in use from its forward pass to its last pass. Afterwards, the next forward pass of a slot with the same
+    ``signature_of`` reuses its inputs, first in, first out. ``inputs_of`` makes new inputs if there are none to reuse.
     """
     pool = BufferPool[Inputs]()
     leases: dict[int, Lease[Inputs]] = {}
@@ -230,16 +227,12 @@ def share_inputs[Inputs](
 
 
 def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:
-    """Copy inputs that alias each other, if replays would overwrite one with the other.
+    """Copy inputs (of each slot of ``plan``) that alias each other, if replays would overwrite one with the other.
 
     A tensor that aliases another input of its slot is copied, because a replay may receive two different tensors. A
     tensor that requires grad is also copied if it aliases an input of another slot in use: the forward pass of one slot
     would overwrite the activations of the other. Inputs without grad (masks, position embeddings) may stay shared
     between slots. Expanded tensors become dense.
-
-    Args:
-        plan: The passes in execution order. A slot is in use from its forward pass to its last pass.
-        inputs: Positional and keyword inputs of each slot: tensors, possibly nested.
     """
     last_steps = plan.last_steps()
     apart = list(inputs)

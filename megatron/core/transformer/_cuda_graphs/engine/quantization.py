@@ -41,7 +41,7 @@ def resolve_quantization(
     Raises:
         ValueError: ``enabled`` has the wrong length.
         TypeError: ``enabled`` is neither a bool nor a sequence of bools, or is True for a function.
-        RuntimeError: Quantization is requested and TransformerEngine cannot be imported.
+        RuntimeError: TransformerEngine is needed and cannot be imported.
     """
     given = enabled
     if enabled is None or isinstance(enabled, bool):
@@ -159,10 +159,7 @@ class Quantization:
                 self._operations[module] = None
 
     def before_forward(self, is_first_microbatch: Any) -> Callable[[], None] | None:
-        """Prepare a replay of the forward graph.
-
-        Args:
-            is_first_microbatch: Whether to requantize weights; required only if they are cached.
+        """Prepare a replay of the forward graph; ``is_first_microbatch`` requantizes cached weights.
 
         Returns:
             The reduction to run after the backward replay, for the first module of TransformerEngine's outermost

@@ -21,7 +21,9 @@ def _clone_nested_tensors(value: Any) -> Any:
 
     def clone(leaf: Any) -> Any:
         if isinstance(leaf, (set, frozenset)):
-            raise TypeError("tensors in a set have no order that CUDA graphs could keep: use a tuple or a list")
+            raise TypeError(
+                "CUDA graphs need tensors in a fixed order, which a set does not have: use a tuple or a list"
+            )
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
     return tree_map(clone, value)

@@ -166,13 +166,10 @@ def is_inference_context(value: Any) -> bool:
 def mismatches(
     args: Sequence[Any], kwargs: Mapping[str, Any], captured: tuple[tuple, dict[str, Any]], grad_enabled: bool
 ) -> list[str]:
-    """Return one line per difference between a call and the captured call; an empty list if they match.
+    """Return one line per difference between a call and the ``captured`` call; an empty list if they match.
 
     Tensors must have the captured shape, dtype and device. With ``grad_enabled``, they may require grad only if the
     captured tensor did. All other arguments must be equal and have the same type.
-
-    Args:
-        captured: Described positional and keyword arguments of the captured call.
 
     Raises:
         ArgumentTypeError: An argument has a type that graphs do not support.

@@ -79,7 +79,8 @@ class CudaGraphManager(torch.nn.Module):
         self.func: Callable | None = None
         if function_name is not None:
             self.func = getattr(base_module, function_name)
-            setattr(base_module, function_name, partial(self._call_function, base_module))  # copied with its module
+            # A partial, so that a deep copy calls its own module.
+            setattr(base_module, function_name, partial(self._call_function, base_module))
         _CudagraphGlobalRecord.managers.add(self)
         _memory_pool()
         if need_backward and not inline_capture:
@@ -268,7 +269,7 @@ class CudaGraphManager(torch.nn.Module):
             self.cudagraph_runners.sort(key=lambda runner: -1 if runner.graphs is None else runner.graphs.forward_turn)
 
     def forget_recorded(self, runners: Collection[_CudaGraphRunner]) -> None:
-        """Remove those ``runners`` that belong to this manager; they must not have graphs yet."""
+        """Remove this manager's ``runners``, which must not have graphs yet."""
         self.cudagraph_runners = [runner for runner in self.cudagraph_runners if runner not in runners]
 
     def reset(self) -> None:

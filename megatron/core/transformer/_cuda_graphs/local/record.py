@@ -164,7 +164,7 @@ class InferenceRecording(Recording):
 
 
 def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
-    """Return the states that Mamba updates in a static-batching context: those of ``module``, or all if unknown."""
+    """Return the states of ``module`` (or of all layers if unknown) that Mamba updates in a static-batching context."""
     states = getattr(context, "key_value_memory_dict", {})
     number = getattr(module, "layer_number", None)
     return tensors_of((states[number],) if number in states else tuple(states.values()))

@@ -304,7 +304,9 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             capture = Capture(self.mempool, order=self._recording.order)  # takes the current generator state
             graphs.forward(capture)
         if graphs.delays_weight_gradients:
-            raise ValueError(f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
+            raise ValueError(
+                f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local: leave it out"
+            )
         self._writes_inputs = versions != _versions(static)
         captured = list(map(ArgMetadata, graphs.outputs))
         self.outputs = captured if outputs is None else metas_of(outputs)
@@ -346,7 +348,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
                 "the captured one. Leave layernorm out of --recompute-modules."
             )
         self._escaping = buffers.lend_grads(self.inputs, graphs.grad_inputs)
-        buffers.grads_of_outputs_read(metas, grads)  # last, as a gradient may be returned unchanged
+        buffers.grads_of_outputs_read(metas, grads)  # last, because a gradient may be returned unchanged
         buffers.inputs_read(self.inputs)
         for output in outputs:
             buffers.pool.release(output)
@@ -488,10 +490,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         return self.is_frozen and not any(tensor.requires_grad for tensor in trained)
 
     def replay_graph_capture(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """Check the arguments, and replay the forward graph with autograd.
-
-        Returns:
-            The output of ``func`` as a tuple.
+        """Check the arguments, replay the forward graph with autograd, and return the output as a tuple.
 
         Raises:
             ArgumentError: Arguments differ from the captured ones.

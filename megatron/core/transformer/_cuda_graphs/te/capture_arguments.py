@@ -24,13 +24,7 @@ WARMUP_ITERATIONS = 3
 
 
 class CaptureArguments:
-    """Creates the arguments for a capture of layers.
-
-    Args:
-        layers: The individually captured layers of each chunk.
-        seq_length: Tokens per sequence.
-        micro_batch_size: Sequences per micro-batch.
-    """
+    """Creates the arguments for a capture of individual ``layers`` of each chunk."""
 
     def __init__(self, stage: Stage, layers: Sequence[Layers], seq_length: int, micro_batch_size: int):
         self.stage, self.layers = stage, layers
@@ -71,8 +65,7 @@ class CaptureArguments:
         """Create the static inputs of each layer and micro-batch; see ``sample_inputs.sample_arguments``.
 
         Args:
-            order: The order of passes over model chunks, or over layers with ``chunk_id_list``.
-            chunk_id_list: See ``PassOrder``.
+            order: The order of passes over model chunks, or over layers with ``chunk_id_list`` (see ``PassOrder``).
 
         Returns:
             Positional and keyword inputs, ordered by chunk of ``order``, then micro-batch, then layer.
@@ -180,7 +173,7 @@ def _amax_reduction_group(stage: Stage) -> torch.distributed.ProcessGroup:
     name = "tp_cp" if stage.config.tp_only_amax_red else "tp_dp_cp"
     group = getattr(stage.groups, name, None)
     if group is None:
-        raise ArgumentError(f"quantization reduces over the process group {name}, which pg_collection does not have")
+        raise ArgumentError(f"quantization reduces over the process group {name}, which pg_collection lacks: add it")
     return group
 
 

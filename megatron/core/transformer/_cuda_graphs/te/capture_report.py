@@ -24,8 +24,6 @@ KINDS = ("forward", "backward", "weight-gradient")
 def report_capture(stage: Stage, graphs: CaptureState, started: float, number: int) -> None:
     """Log the graphs of ``stage`` on rank 0, and write them as JSON to the directory of ``--cuda-graph-report``.
 
-    Warn if the file cannot be written.
-
     Args:
         graphs: The captured graphs; cached memory must have been released.
         started: ``time.time()`` at the start of the capture.

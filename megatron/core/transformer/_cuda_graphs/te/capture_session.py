@@ -132,7 +132,7 @@ class CaptureSession:
         if names:
             self.stage.log(
                 logging.WARNING,
-                f"hooks of {names} are part of CUDA graphs: replays repeat their work on the GPU and do not call them. "
+                f"hooks of {names} are part of CUDA graphs: replays repeat their work on the GPU but do not call them. "
                 "Hooks registered after the capture are called, as their layers then run eagerly",
             )
 

@@ -48,11 +48,7 @@ class ChangedShapes:
         self._stream = torch.cuda.Stream()
 
     def before_step(self, num_microbatches: int) -> tuple[int, int] | None:
-        """Return the shape to recapture for, or None. All ranks must call this before each step except the first.
-
-        Args:
-            num_microbatches: The number of micro-batches in the upcoming step.
-        """
+        """Return the shape to recapture for, or None. All ranks must call this before each step except the first."""
         if not self._recaptures:
             return None
         agreed = None if self._bounds is None else self._agreed(self._bounds)

@@ -293,7 +293,6 @@ def _graphed(
 
     Args:
         inputs: Static inputs by keyword. Inputs that require grad must be leaves.
-        quantized: The quantization of the module, or None.
     """
     return GraphedCallable(
         name,
@@ -323,15 +322,12 @@ def _capture(
     """Capture passes, and return the graphs of each module; free all graphs on an exception.
 
     Args:
-        kind: The class of the graphs.
+        kind: The class of the graphs; ``training`` and ``options`` are its arguments.
         slots: The passes of each module, in the order of the plan's slots.
         owners: Megatron-FSDP's ``RecordedPasses`` of the modules.
-        plan: The order of passes.
         num_warmup_iters: Iterations of the whole plan before the capture.
         eager_passes: Counts training calls that do not match the graphs.
         around: Context manager for warm-up and capture.
-        training: Whether the graphs replace ``forward`` of each module.
-        options: Additional keyword arguments for ``kind``.
     """
     every = [slot for own in slots.values() for slot in own]
     quantized = dict.fromkeys(
@@ -385,8 +381,7 @@ def capture_models(
     """Capture the passes of ``models``; with ``training``, later calls replay them. See ``_capture``.
 
     Args:
-        models: The language model, or its chunks in a pipeline stage.
-        plan: The order of passes, with the models as callables.
+        models: The language model, or its chunks in a pipeline stage: the callables of ``plan``.
         shape: Tokens per sequence before any sharding, and sequences per micro-batch.
         quantized: The quantization of each model, or None.
         training: Whether to capture backward passes. Otherwise models must be in evaluation mode.
@@ -476,7 +471,6 @@ def capture_decoder(
     """Capture the passes of all layers of ``decoder``; later calls of it replay them. See ``_capture``.
 
     Args:
-        decoder: The block of the model that runs its layers sequentially.
         inputs: Static inputs by keyword, ``hidden_states`` first.
         read: The inputs besides ``hidden_states`` that each layer reads.
         quantized: The quantization of the layers, or None.

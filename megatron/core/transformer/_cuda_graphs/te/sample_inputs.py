@@ -19,15 +19,11 @@ SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 def sample_arguments(
     plan: Plan, make: Callable[[int], SampleArguments], values: Callable[[int], Hashable] = lambda index: None
 ) -> list[SampleArguments]:
-    """Create the inputs of every slot of ``plan``, shared as in ``share_inputs``.
+    """Create the positional and keyword inputs of every slot of ``plan``, shared as in ``share_inputs``.
 
     Args:
-        plan: The passes in execution order.
         make: Creates new inputs for a callable index, with the same shapes, dtypes and values each time.
         values: Returns a key for the values of a callable's inputs; only callables with equal keys share inputs.
-
-    Returns:
-        Positional and keyword inputs of each slot.
     """
 
     @cache
@@ -67,12 +63,8 @@ def default_kwargs(
 ) -> list[dict[str, torch.Tensor]]:
     """Return the captured keyword inputs of each slot, which are the defaults of replays.
 
-    Engines share static inputs of the same shape and dtype regardless of their values. If layers have different
+    Engines share static inputs of the same shape and dtype regardless of their values. If ``layers`` have different
     attention mask types, return copies that engines do not overwrite.
-
-    Args:
-        layers: The captured layers.
-        sample_kwargs: The captured keyword inputs of each slot.
     """
     if len({attention_mask_type(layer) for layer in layers} - {None}) < 2:
         return list(sample_kwargs)

@@ -19,12 +19,7 @@ _UNCALLED = "it has not been called for training so far"
 def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of each argument that affects the output of ``model``, by name.
 
-    Packed sequences are represented by their offsets.
-
-    Args:
-        model: A language model or a pipeline chunk.
-        sequences: Sequences per micro-batch.
-        tokens: Tokens per sequence on this rank.
+    Packed sequences are represented by their offsets. ``tokens`` is per sequence on this rank.
     """
     config = getattr(model, "config", None)
     ids = (sequences, tokens), torch.int64

@@ -51,11 +51,10 @@ class FsdpHooks:
     """The hooks of one ``MegatronFSDP``.
 
     Args:
+        graphs: The wrapper's graphs, which select the runner of each pass.
         identity: megatron-core's autograd function, an identity whose backward pass first calls a handler.
 
     Attributes:
-        fsdp: The wrapper whose pipelines and buffers the hooks use.
-        graphs: The wrapper's graphs, which select the runner of each pass.
         forward_failed: Whether the last forward pass of the whole model ended with an exception.
     """
 

@@ -44,7 +44,7 @@ class _OwnBuffers:
         super().__init__(own, *args, **kwargs)  # type: ignore[call-arg]
 
     def free_buffers(self) -> None:
-        """Free the buffers, none of which may be in use. The next allocation makes new ones."""
+        """Free the buffers, which must not be in use; the next allocation makes new ones."""
         for memory in _free_buffers(f"{self.name}_"):  # type: ignore[attr-defined]
             memory.untyped_storage().resize_(0)  # parameters remain views of it
         self.allocation_tracker.clear()  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ class _OwnBuffers:
 
 def _free_buffers(prefix: str) -> list[torch.Tensor]:
     buffers = _upstream.get_global_memory_buffer().buffer
-    # A different allocator may be freed meanwhile.
+    # Garbage collection may free another allocator during the loop.
     return [
         memory for key in list(buffers) if key[0].startswith(prefix) and (memory := buffers.pop(key, None)) is not None
     ]
@@ -164,7 +164,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             storages.detach()
 
     def free_buckets(self) -> None:
-        """Free the memory of all buckets, none of which may be in use; weights and gradients keep their shards."""
+        """Free the memory of all buckets, which must not be in use; shards of weights and gradients remain."""
         members = [each for group in self.parameter_groups for each in vars(group).values()]
         buffers = [each for each in members if isinstance(each, _upstream.DataParallelBuffer)]
         for buffer in buffers:
@@ -242,7 +242,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
             self.wait_bucket_ready(bucket, bwd)
 
     def release_gathered(self) -> None:
-        """Release gathered parameters; those outside of units keep their memory and are gathered into it again."""
+        """Release gathered parameters; parameters outside of units keep their memory for the next gather."""
         if any(status not in TO_GATHER for status in self.bucket_status.values()):
             self.settle()
             self.reset()

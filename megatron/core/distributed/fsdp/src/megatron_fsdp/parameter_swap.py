@@ -24,16 +24,9 @@ class ParameterSwap:
         raw: Mapping[str, torch.nn.Parameter],
         distributed: Mapping[str, torch.nn.Parameter],
     ):
-        """Find both sets of parameters for each module of ``model``, which may currently have either set.
+        """Find both sets of parameters (by name) for each module of ``model``, which may currently have either set.
 
-        Tied parameters are supported.
-
-        Args:
-            raw: The raw parameters, by name.
-            distributed: The optimizer's parameters, by the same names.
-
-        Raises:
-            KeyError: A parameter of the model is in neither set.
+        Tied parameters are supported. Raises KeyError if a parameter of the model is in neither set.
         """
         pairs = [(param, distributed[name]) for name, param in raw.items()]
         pair_of = {id(param): pair for pair in pairs for param in pair} | {id(None): (None, None)}

@@ -139,7 +139,7 @@ def test_other_number_of_micro_batches_is_recaptured(two_stages, caplog, microba
 
 def test_missing_before_step_is_an_error(two_stages, monkeypatch):
     monkeypatch.setattr(VisionTECudaGraphHelper, "before_step", lambda helper: helper.graphs_created())
-    with pytest.raises(ValueError, match=r"Call before_step\(\) of each .* VisionTECudaGraphHelper before each"):
+    with pytest.raises(ValueError, match=r"call before_step\(\) of each .* VisionTECudaGraphHelper before each"):
         train(ORDERS[2], graphs=True, later=OTHER_ORDERS[2])
 
 

@@ -16,9 +16,9 @@ from .pipelines import TrainingState, release_all, shown_in_profiles
 class Progress(IntEnum):
     """Progress of the gradients in a step."""
 
-    REPLAYED = 0  # whole-model graphs have handled all of them
+    REPLAYED = 0  # whole-model graphs have handled all gradients
     ACCUMULATED = 1
-    REDUCED = 2  # by a backward pass
+    REDUCED = 2  # a backward pass has reduced them
 
 
 class Gradients:
@@ -167,7 +167,7 @@ class Phase(Enum):
     """Phase of the backward pass."""
 
     CLOSED = auto()
-    REPLAYED = auto()  # by whole-model graphs, which leave no work for hooks
+    REPLAYED = auto()  # whole-model graphs run it, and hooks have no work
     EXPECTS_GRADIENTS = auto()  # hooks handle the gradients that autograd computes
     IN_PARTS = auto()  # like EXPECTS_GRADIENTS, with separate autograd passes for embedding, layers and output layer
 
@@ -177,8 +177,7 @@ class BackwardPass:
 
     Attributes:
         module_names: The name of each module in the model; filled during hook registration.
-        trainable: All parameters that require gradients; filled during hook registration. A dict used as an ordered
-            set.
+        trainable: All parameters that require gradients, in order; filled during hook registration.
         runners: The runner of each module whose backward pass has begun; for replayed whole passes, their owner.
         takers: The runner that collects a parameter's complete gradient; all other gradients are handled immediately.
         collected: The parameters whose gradients each runner has collected but not handled yet.

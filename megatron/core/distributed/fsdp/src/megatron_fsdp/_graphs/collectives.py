@@ -62,7 +62,7 @@ class RecordedGather(RecordedCollective):
     """The all-gather of one group of parameter buckets.
 
     Args:
-        gathers: The all-gather pipeline, in which ``buckets`` are not in use.
+        gathers: The all-gather pipeline; it must not be using ``buckets``.
         buckets: The indices of the buckets, all from the same unit and process group.
     """
 
@@ -86,7 +86,7 @@ class RecordedGather(RecordedCollective):
             gathers.release_bucket(bucket, False)
 
     def _current_addresses(self) -> list[int]:
-        """Allocate the buckets, and return their addresses and those of the parameters."""
+        """Allocate the buckets, and return the addresses of buckets and parameters."""
         return [
             *[fetch().data.data_ptr() for fetch in self._fetch],
             *[param.data_ptr() for param in self._viewing],
@@ -181,12 +181,10 @@ def forget(fsdp: Any, buckets: Iterable[int]) -> None:
 def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> None:
     """Reduce once in each process group of ``buckets``, because communicators cannot be set up during a capture.
 
-    This reduces whatever the buckets contain; the caller zeroes gradients later. ``take_places`` must have assigned the
-    buckets their addresses.
+    This reduces whatever the buckets contain, at the addresses from ``take_places``; the caller zeroes gradients later.
 
     Args:
-        done: The process groups that have already reduced; updated with each group whose reduction was launched, even
-            if it failed.
+        done: The process groups that have already reduced; updated even if a reduction fails.
     """
     reductions = fsdp.grad_reduce_pipeline
     for group in _groups(fsdp, buckets):

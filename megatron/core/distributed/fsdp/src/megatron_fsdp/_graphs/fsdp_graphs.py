@@ -156,15 +156,11 @@ class FsdpGraphs:
 
     @contextmanager
     def layer_capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Capture graphs of individual ``modules`` in this context.
+        """Capture graphs of individual ``modules``, each an FSDP unit or never released, in this context.
 
-        Inside the context the model uses raw parameters, and gradients are not reduced. No collective is in flight
-        before or after. On exit, even after an exception, all buckets used by the capture are released, and the modules
-        have their previous parameters again (raw, or the optimizer's ``DTensor``). After an exception no module has
-        graphs.
-
-        Args:
-            modules: The modules to capture, each an FSDP unit or a module whose parameters are never released.
+        In the context the model uses raw parameters, and gradients are not reduced. No collective is in flight before
+        or after. On exit, all buckets used by the capture are released, and the modules have their previous parameters
+        again (raw, or the optimizer's ``DTensor``). After an exception no module has graphs.
         """
         fsdp = self.fsdp
         with prepared(fsdp):

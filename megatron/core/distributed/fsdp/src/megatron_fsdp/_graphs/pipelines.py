@@ -96,7 +96,7 @@ def take_places(fsdp: Any) -> None:
 
 
 def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
-    """Allocate the buckets of each unit's buffers in turn, freeing those of the previous unit afterwards."""
+    """Allocate the buckets of each unit's buffers in turn, then free the previous unit's buckets."""
     before: list[Any] = []
     for unit in [*units, ()]:
         sharded = [buffer for buffer in unit if buffer.is_data_distributed]

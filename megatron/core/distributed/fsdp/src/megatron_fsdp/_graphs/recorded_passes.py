@@ -62,7 +62,7 @@ class RecordedPasses(GraphOwner):
         self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if holds_model else []
         self._all_buckets = [*self._buckets, *self._outside]  # the graphs read or write their shards
         self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
-        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # the last one for parameters outside of units
+        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # ``_in_place``: outside of units
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
         self.replayed = False
         self.on_forget: list[Callable[[], None]] = []
@@ -206,7 +206,7 @@ class RecordedPasses(GraphOwner):
         self.start_gather()
 
     def before_forward(self) -> None:
-        """Gather the parameters outside of units, and check their addresses and those of the double buffer.
+        """Gather the parameters outside of units, and check the addresses of these and of the double buffer.
 
         Raises:
             ChangedSinceCaptureError: An address changed since capture, or the double buffer is in use.
@@ -284,14 +284,10 @@ class EvaluatedModel(RecordedPasses):
 
 
 def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:
-    """Return snapshot aspects for the addresses at which ``buffers`` allocate buckets of ``dtype``.
+    """Return snapshot aspects for the addresses at which ``buffers`` (by name) allocate buckets of ``dtype``.
 
     An allocator may choose a different address while other buckets are in use. If all of its memory is unmoved and
-    idle, every bucket gets the same address again.
-
-    Args:
-        buffers: The buffers, by their names in error messages.
-        dtype: The dtype of the buckets; None for each buffer's own.
+    idle, every bucket gets the same address again. With ``dtype`` None, each buffer uses its own.
     """
     whole, pooled = {}, {}
     for name, buffer in reversed(buffers.items()):

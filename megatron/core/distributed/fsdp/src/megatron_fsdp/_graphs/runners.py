@@ -37,8 +37,7 @@ class EagerRunner:
         buckets: The bucket indices of ``params``.
         float8_params: The FP8 tensors in ``params``.
         submodules: The module itself and all modules below it.
-        frames_backward: Whether replays of the backward graph call ``before_backward`` and ``after_backward``;
-            otherwise autograd does.
+        frames_backward: Whether replays, instead of autograd, call ``before_backward`` and ``after_backward``.
     """
 
     frames_backward = False
@@ -55,7 +54,7 @@ class EagerRunner:
         self._bucket_of = buffer.param_to_param_group
         self.buckets = sorted({self._bucket_of[param] for param in self.params if param in self._bucket_of})
         self._in_place = buffer.unsharded_gradients
-        by_children = fsdp.fine_grained_recurse_module_types  # gather for their submodules
+        by_children = fsdp.fine_grained_recurse_module_types  # these gather for their submodules
         self._gathered: dict[Direction, list[torch.nn.Parameter]] = {}
         for direction, fine_grained in zip(
             _ORDERS,
@@ -81,7 +80,7 @@ class EagerRunner:
 
     def _gather(self, params: list[torch.nn.Parameter], direction: Direction, prefetch: bool) -> None:
         if self._fsdp.dist_index.hsdp_outer_dp_shard and self._graphs.has_graphs:
-            # Ranks that replay first gather everything across HSDP replicas.
+            # Ranks that replay begin by gathering everything across HSDP replicas.
             self._fsdp.all_gather_pipeline.gather_across_replicas()
         self._fsdp.all_gather_and_wait_parameters_ready(
             params, prefetch=prefetch, prefetch_order=_ORDERS[direction], bwd=direction == "backward"
@@ -96,7 +95,9 @@ class EagerRunner:
             TypeError: The module is not an FSDP unit.
         """
         if not self.is_unit:
-            raise TypeError(f"{type(self.module).__name__} is not an FSDP unit: others may still use its parameters")
+            raise TypeError(
+                f"cannot release {type(self.module).__name__}, whose parameters others may use: release FSDP units"
+            )
         for bucket in self.buckets:
             self._fsdp.all_gather_pipeline.release_bucket(bucket, direction == "backward", lazy=lazy)
         self._discard_transposes()
