@@ -135,7 +135,7 @@ WORKING = (
         f"{UP_TO_DISPATCH} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
         holds="parts",
     ),
-    Working("tied embeddings", "--untie-embeddings-and-output-weights not given", _CPU, "", "the weights are tied"),
+    Working("tied embeddings", "--untie-embeddings-and-output-weights not given", _CPU, "", "tied weights"),
     Working(
         "positions",
         "--position-embedding-type learned_absolute, rope, yarn, mrope or none",
@@ -161,8 +161,8 @@ WORKING = (
         "--cuda-graph-packed-sequences",
         _PACKED_TEST,
         f"--sft {PACKED} --position-embedding-type none",
-        "forward_step must call megatron.core.packed_seq_params.pad_packed_seq_params, in eager runs that you compare "
-        "with too",
+        "forward_step must call megatron.core.packed_seq_params.pad_packed_seq_params, also in eager runs that you "
+        "compare with",
     ),
     Working(
         "packed sequences beside graphs",

@@ -34,7 +34,7 @@ class Row:
     """A combination of flags and its verdict.
 
     Attributes:
-        flags: Summary of the combination, unique in the table.
+        flags: The flags and the condition that they share, unique in the table.
         verdict: Whether the combination is rejected or logged as a warning.
         words: Message for the user: the flag, the reason, the remedy.
         when: Condition on the options.
@@ -168,7 +168,7 @@ _REFUSED = [
     _refused(
         "--moe-router-load-balancing-type sinkhorn with the router in graphs",
         lambda o: _routes_by_sinkhorn(o) and o.graphs("moe", "moe_router"),
-        "--moe-router-load-balancing-type sinkhorn iterates until an error that the host reads is small, which a graph "
+        "--moe-router-load-balancing-type sinkhorn iterates until the host finds the error small enough, which a graph "
         "cannot do: leave moe, moe_router and moe_preprocess out of --cuda-graph-modules, or set another "
         "--moe-router-load-balancing-type",
     ),
@@ -236,7 +236,7 @@ _REFUSED = [
     _refused(
         "--qk-clip, --log-max-attention-logit with attention in graphs",
         lambda o: o.any("qk_clip", "log_max_attention_logit") and o.graphs("attn"),
-        "--qk-clip and --log-max-attention-logit read values that attention's Python code stores in each pass, which "
+        "--qk-clip and --log-max-attention-logit read values that attention stores in each pass by Python code, which "
         "replays do not run: leave them out, or set --cuda-graph-modules without attn",
     ),
     _refused(
@@ -377,7 +377,7 @@ _NO_EFFECT = [
     _no_effect(
         "--moe-enable-routing-replay with the router in graphs",
         lambda o: o.get("moe_enable_routing_replay") and o.graphs("moe", "moe_router"),
-        "--moe-enable-routing-replay makes passes run eagerly whose experts differ from those in the capture, because "
+        "--moe-enable-routing-replay makes a pass run eagerly if its experts differ from those in the capture, because "
         "graphs hold the router: leave moe, moe_router and moe_preprocess out of --cuda-graph-modules",
     ),
     _no_effect(
