@@ -58,8 +58,8 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
         """Sort tokens by expert without keeping the autograd graph of ``probs``; see megatron-core.
 
-        Kept until the next step, the graph would keep AccumulateGrad nodes and thus the stream of this step, which
-        ends the capture of the next one (``--cuda-graph-impl full_iteration``).
+        AccumulateGrad nodes in that graph would still refer to this step's stream in the next step, whose capture would
+        fail (``--cuda-graph-impl full_iteration``).
         """
         dispatched = super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.probs = probs.detach()  # only its dtype is read

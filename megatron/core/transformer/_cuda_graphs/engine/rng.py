@@ -59,7 +59,7 @@ def use_rng_state(state: torch.Generator) -> AbstractContextManager[None]:
 
 
 _UNUSABLE = (
-    "Megatron's RNG tracker keeps states that no CUDA graph can use. Add --te-rng-tracker, or without "
+    "Megatron's RNG tracker has states that CUDA graphs cannot use. Add --te-rng-tracker, or without "
     "TransformerEngine initialize it with use_cudagraphable_rng=True."
 )
 

@@ -196,7 +196,7 @@ class PassGraphs:
 
 
 def _may_replay_evaluation() -> bool:
-    """Return whether evaluation may replay; not during a backward pass, whose memory the replay could overwrite."""
+    """Return whether evaluation may replay, which could overwrite memory of a backward pass in progress."""
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 

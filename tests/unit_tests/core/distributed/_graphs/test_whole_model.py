@@ -215,7 +215,7 @@ def with_own_forward(model):
     ("case", "change", "reason"),
     [
         ({"modules": ("attn",)}, None, "only modules of layers are captured"),
-        (UNSHARDED, None, "its collectives cannot be in graphs"),
+        (UNSHARDED, None, "its collectives cannot be captured"),
         ({}, with_hook, "decoder.final_layernorm has hooks"),
         ({}, with_parameter_hook, "parameter embedding.word_embeddings.weight has hooks"),
         ({}, with_gradient_hook, "parameter embedding.word_embeddings.weight has hooks"),

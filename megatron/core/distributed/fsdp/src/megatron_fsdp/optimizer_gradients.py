@@ -106,7 +106,7 @@ class GradientStorages:
         self._adopted = False
 
     def allocate(self) -> None:
-        """Mark the memory as in use; its contents are undefined unless it already was."""
+        """Mark the memory as in use; its contents are undefined unless it was already in use."""
         self._in_use = True
         self._allocate()
 

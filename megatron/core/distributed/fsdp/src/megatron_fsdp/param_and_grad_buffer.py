@@ -88,8 +88,8 @@ def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> An
 def gradient_reduce_preprocessing(grad_data: torch.Tensor, scaling_factor: float | None, ddp_config: Any) -> Any:
     """Scale ``grad_data`` unless the collective does, and return the reduction operation; see megatron-core.
 
-    With ``average_in_collective``, megatron-core never scales. But the average is over the ranks that have an expert,
-    and its tokens come from more ranks: gradients would be too large by the expert-parallel size.
+    With ``average_in_collective``, megatron-core never scales. Expert gradients, averaged over the ranks that have the
+    expert, would be too large by the expert-parallel size, because tokens come from more ranks.
     """
     op = _upstream.gradient_reduce_preprocessing(grad_data, scaling_factor, ddp_config)
     if scaling_factor not in (None, 1.0) and op == torch.distributed.ReduceOp.AVG:

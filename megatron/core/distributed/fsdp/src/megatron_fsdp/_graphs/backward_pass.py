@@ -242,8 +242,8 @@ class BackwardPass:
 
     def _left_out(self, param: torch.nn.Parameter) -> RuntimeError:
         return RuntimeError(
-            f"{self._fsdp.param_to_name[param]} gets a gradient beside CUDA graphs of the whole model, which reduce "
-            "only their own: the loss uses it outside of the model's forward pass (in a penalty, for example). Set "
+            f"{self._fsdp.param_to_name[param]} gets a gradient outside of the CUDA graphs of the whole model, which "
+            "they do not reduce: the loss uses it outside of the model's forward pass (in a penalty, for example). Set "
             "--cuda-graph-layers-per-graph all: embedding, final norm and output layer then run eagerly"
         )
 

@@ -16,8 +16,8 @@ from .recorded_passes import EvaluatedModel, RecordedPasses
 from .runners import EagerRunner, PartOfModule, ReplayedRunner
 
 COLLECTIVES_STAY_OUTSIDE = (
-    "its collectives cannot be in graphs (that needs --data-parallel-sharding-strategy optim_grads_params, "
-    "--fsdp-double-buffer, and no NCCL_GRAPH_MIXING_SUPPORT=0)"
+    "its collectives cannot be captured (this requires --data-parallel-sharding-strategy optim_grads_params, "
+    "--fsdp-double-buffer, and an environment without NCCL_GRAPH_MIXING_SUPPORT=0)"
 )
 
 
