@@ -9,11 +9,7 @@ _upstream: Any = extend(__name__)
 
 
 class TransformerConfig(_upstream.TransformerConfig):
-    """megatron-core's ``TransformerConfig``, which allows full recomputation with graphs.
-
-    ``recompute_granularity="full"`` works with ``cuda_graph_impl="transformer_engine"``, because one graph can hold
-    all layers and their recomputation.
-    """
+    """megatron-core's ``TransformerConfig``, which allows full recomputation of layers that share one graph."""
 
     def __post_init__(self) -> None:
         recomputes_layers = self.recompute_granularity == "full" and self.cuda_graph_impl == "transformer_engine"

@@ -6,7 +6,7 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 
 
 def may_replay_evaluation() -> bool:
-    """Return False if grad, inference mode, autocast or activation checkpointing is enabled, True otherwise."""
+    """Return whether grad, inference mode, autocast and activation checkpointing are all disabled."""
     return not (
         torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()

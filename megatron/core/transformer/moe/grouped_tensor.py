@@ -85,7 +85,7 @@ def _zero_unused(rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool) -
 def _of_each_row(biases: Sequence[torch.Tensor], offsets: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the bias of each row's expert, ``[rows, output]``; zero after the last offset.
 
-    Indexing instead of a product with one-hot rows would sum gradients in a nondeterministic order on a GPU.
+    This multiplies by one-hot rows, because indexing sums gradients in a nondeterministic order on a GPU.
     """
     before = torch.arange(rows, device=offsets.device).unsqueeze(1) < offsets
     own = before ^ torch.nn.functional.pad(before[:, :-1], (1, 0))

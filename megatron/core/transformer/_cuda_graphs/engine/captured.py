@@ -818,12 +818,9 @@ class DelayedWeightGradients:
             compute()
 
     def hand_out(self, clone: bool) -> None:
-        """Set ``grad`` of parameters after a replay, and run the hooks that follow weight gradients in modules.
+        """Set ``grad`` of parameters (copies with ``clone``) after a replay, and run hooks after weight gradients.
 
         Parameters of modules that accumulate into ``main_grad`` get no ``grad``.
-
-        Args:
-            clone: Whether to copy the static gradients.
         """
         for param, grad in self._grads:
             param.grad = grad.clone() if clone else grad

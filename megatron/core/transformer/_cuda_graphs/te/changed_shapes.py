@@ -103,12 +103,7 @@ class Recaptures:
         return f", as graphs have been captured as often as {CAPTURES_FLAG} {allowed} allows"
 
     def watch(self, tokens: int, calls: int) -> ChangedShapes:
-        """Return a detector of passes whose shapes differ from the upcoming capture.
-
-        Args:
-            tokens: Captured tokens per sequence on this rank.
-            calls: The number of counted passes per micro-batch.
-        """
+        """Return a detector of passes whose shapes differ from the upcoming capture; see ``ChangedShapes``."""
         # Pipeline stages would have to agree on the shape, and image shapes do not predict shapes of later steps.
         groups = self._stage.groups
         fits, left = self._stage.role.language and groups.pp.size() == 1, self.are_left()

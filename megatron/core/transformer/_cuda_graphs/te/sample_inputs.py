@@ -76,12 +76,7 @@ def default_kwargs(
 
 
 class LayerInputs:
-    """Creates the static inputs of layers.
-
-    Args:
-        config: The model's ``TransformerConfig``.
-        seq_length: Tokens per sequence before any sharding.
-        micro_batch_size: Sequences per micro-batch.
+    """Creates the static inputs of layers; ``seq_length`` counts tokens before any sharding.
 
     Raises:
         ValueError: Graphs read packed sequences, and micro-batches have more than one row.

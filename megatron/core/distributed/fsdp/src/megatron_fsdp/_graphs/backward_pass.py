@@ -51,7 +51,7 @@ class Gradients:
         return getattr(self._fsdp, "is_last_microbatch", False) or self._fsdp.model_auto_sync
 
     def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Await the gradients of ``params``, and no others."""
+        """Await only the gradients of ``params``."""
         self.awaited = set(params)
         for param in self.awaited:
             param.grad_added_to_main_grad = False
