@@ -170,9 +170,6 @@ def mismatches(
 
     Tensors must have the captured shape, dtype and device. With ``grad_enabled``, they may require grad only if the
     captured tensor did. All other arguments must be equal and have the same type.
-
-    Raises:
-        ArgumentTypeError: An argument has a type that graphs do not support.
     """
     found: list[str] = []
     _compare(dict(enumerate(args)), dict(enumerate(captured[0])), ("args",), grad_enabled, found)
@@ -196,7 +193,6 @@ def _compare(given: Any, captured: Any, where: tuple[str, ...], grad_enabled: bo
     elif isinstance(captured, ArgMetadata):
         problem = f"{type(given).__name__}, captured with a tensor"
     elif type(given) is not type(captured):
-        _check_supported_type(ArgMetadata(given))
         problem = f"{type(given).__name__}, captured with {type(captured).__name__}"
     elif isinstance(given, (tuple, list, dict)) or dataclasses.is_dataclass(given):
         parts: Any = given
@@ -212,7 +208,6 @@ def _compare(given: Any, captured: Any, where: tuple[str, ...], grad_enabled: bo
     elif is_inference_context(given):  # a graph writes to the caches of the captured context
         problem = f"a different {type(given).__name__} than at capture; call delete_cuda_graphs() first"
     elif given != captured:
-        _check_supported_type(ArgMetadata(given))
         problem = f"{given!r}, captured with {captured!r}"
     if problem is not None:
         found.append(f"{_place(where)}: {problem}")
