@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, zip_longest
 
-from ..engine.plan import Plan, ordered_plan
+from ..engine.plan import Pass, Plan, ordered_plan
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def get_overlap_moe_expert_parallel_comm_order(
 ) -> tuple[list[float], list[list[int] | None]]:
     """Return the order of layers under ``--overlap-moe-expert-parallel-comm``, with each layer as a separate chunk.
 
-    In the steady state, a chunk's backward pass and the next forward pass alternate layer by layer, forward first.
+    A chunk's backward pass and the forward pass right after it alternate layer by layer, forward first.
 
     Args:
         order: The order of chunks.
@@ -82,58 +82,45 @@ def get_overlap_moe_expert_parallel_comm_order(
         The order of layers and, for each entry, 0-based ``[chunk, layer of the chunk]``, or None unless it is a
         forward pass.
 
-    Raises:
-        ValueError: Passes do not alternate between the first backward and the last forward pass.
-
     Example:
 
     >>> get_overlap_moe_expert_parallel_comm_order([1, 2, -2, 1, -1, -1], [1, 2], True)[0]
     [1, 2, 3, 1, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5]
     """
     first_layer = [0, *accumulate(num_layers_per_chunk)]
-    places: Sequence[Sequence[int | None]] = [range(count) for count in num_layers_per_chunk]
-    places = places if captured is None else captured
+    every = map(range, num_layers_per_chunk) if captured is None else captured
+    places: list[Sequence[int | None]] = [(), *every]  # by chunk, where 0 means no pass
     steps: list[float] = []
     layers: list[list[int] | None] = []
 
-    def forward(chunk: int, layer: int) -> None:
-        place = places[chunk - 1][layer] if layer < len(places[chunk - 1]) else None
-        if place is not None:
-            steps.append(first_layer[chunk - 1] + place + 1)
-            layers.append([chunk - 1, place])
+    def add(chunk: int, layer: int, kind: Pass) -> None:
+        place = places[chunk][layer] if 0 <= layer < len(places[chunk]) else None
+        if place is None or (kind is Pass.WEIGHT_GRADIENTS and not capture_wgrad_graph):
+            return
+        number = first_layer[chunk - 1] + place + 1
+        steps.append(number if kind is Pass.FORWARD else -number - (0.5 if kind is Pass.WEIGHT_GRADIENTS else 0))
+        layers.append([chunk - 1, place] if kind is Pass.FORWARD else None)
 
-    def backward(chunk: int, layer: int, half: bool = False) -> None:
-        place = places[chunk - 1][layer] if 0 <= layer < len(places[chunk - 1]) else None
-        if place is not None and (capture_wgrad_graph or not half):
-            steps.append(-(first_layer[chunk - 1] + place + 1) - (0.5 if half else 0))
-            layers.append(None)
-
-    for back, fore in _alternating(order):
-        layers_back = len(places[back - 1]) if back else 0
-        layers_fore = len(places[fore - 1]) if fore else 0
-        for turn in range(max(layers_back, layers_fore)):
-            if fore:
-                forward(fore, turn)
-            if back:
-                layer = layers_back - 1 - turn
-                backward(back, layer)
-                if layer > 0:
-                    backward(back, layer, half=True)
-        if back:
-            backward(back, 0, half=True)
+    for back, fore in _side_by_side(order):
+        layers_back = len(places[back])
+        for turn in range(max(layers_back, len(places[fore]))):
+            layer = layers_back - 1 - turn
+            add(fore, turn, Pass.FORWARD)
+            add(back, layer, Pass.BACKWARD)
+            if layer > 0:
+                add(back, layer, Pass.WEIGHT_GRADIENTS)
+        add(back, 0, Pass.WEIGHT_GRADIENTS)
     return steps, layers
 
 
-def _alternating(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs of chunks whose backward and forward passes run side by side; 0 means no pass."""
-    first_backward = next((i for i, step in enumerate(order) if step < 0), len(order))
-    after_last_forward = max((i for i, step in enumerate(order, start=1) if step > 0), default=0)
-    steady = order[first_backward:after_last_forward]
-    if any(step > 0 for step in steady[::2]) or any(step < 0 for step in steady[1::2]):
-        raise ValueError(
-            f"order must alternate backward and forward passes between its first backward and its last forward pass, "
-            f"got {list(order)}"
-        )
-    alone_before = [(0, step) for step in order[:first_backward]]
-    together = [(-back, fore) for back, fore in zip(steady[::2], steady[1::2], strict=True)]
-    return [*alone_before, *together, *((-step, 0) for step in order[max(first_backward, after_last_forward) :])]
+def _side_by_side(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Return pairs of chunks: a backward pass, and the forward pass right after it. 0 means no pass."""
+    pairs: list[tuple[int, int]] = []
+    for step in order:
+        if step < 0:
+            pairs.append((-step, 0))
+        elif pairs and not pairs[-1][1]:
+            pairs[-1] = pairs[-1][0], step
+        else:
+            pairs.append((0, step))
+    return pairs

@@ -2,7 +2,6 @@
 
 import doctest
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,9 +58,3 @@ def test_uncaptured_layers_take_their_turns():
     """Check the order with an eager first layer, in which the last backward pass precedes the second forward pass."""
     order = get_overlap_moe_expert_parallel_comm_order([1, -1, 1, -1], [2], False, [[None, 0, 1]])
     assert order == ([1, 2, -2, 1, -1, 2, -2, -1], [[0, 0], [0, 1], None, [0, 0], None, [0, 1], None, None])
-
-
-@pytest.mark.parametrize("order", [[1, -1, -1, 1], [1, 1, -1, 1, 1, -1, -1, -1], [1, -1, 1, 1, -1, -1]], ids=str)
-def test_passes_must_alternate(order):
-    with pytest.raises(ValueError, match="order must alternate backward and forward passes"):
-        get_overlap_moe_expert_parallel_comm_order(order, [1], False)
