@@ -192,8 +192,6 @@ class TECudaGraphHelper:
         self._recaptures = Recaptures(self.stage)
         self._captures = self._replays_before = 0  # successful captures; replays of deleted graphs
 
-    # --------------------------------------------------------------------------------------------- layers
-
     def _discover_layers(self) -> None:
         """Set the megatron-core attributes that list the layers to capture. Subclasses may select other layers.
 
@@ -228,8 +226,6 @@ class TECudaGraphHelper:
     def _new_state(self, eager_because: str = BEFORE_CAPTURE, not_model: str = "") -> CaptureState:
         return CaptureState(self.stage, self._calls, eager_because, not_model)
 
-    # -------------------------------------------------------------------------------------------- current graphs
-
     @property
     def model_graphs(self) -> ModelGraphs | None:
         """The graphs of the whole model, or of its first chunk; None if only its layers were captured."""
@@ -252,8 +248,6 @@ class TECudaGraphHelper:
         """Return the graph usage counters of this rank."""
         replays = self._replays_before + self._state.replays()
         return GraphUse(replays, self._captures, self._state.pool_bytes())
-
-    # ------------------------------------------------------------------------------------------------ before a step
 
     def capture_finished(self) -> bool:
         """Call ``before_step``. Megatron's training loop calls this method before each step."""
@@ -345,8 +339,6 @@ class TECudaGraphHelper:
     def _log_step(self, deleting: bool = False) -> None:
         if self._step_log is not None:
             self._step_log(self, deleting)
-
-    # -------------------------------------------------------------------------------------------- capture
 
     def create_cudagraphs(self) -> None:
         """Capture the whole model, or every layer once for each micro-batch that can be in flight.
@@ -477,8 +469,6 @@ class TECudaGraphHelper:
         release_cached_memory()
         report_capture(self.stage, self._state, start_time, self._recaptures.done + 1)
 
-    # ------------------------------------------------------------------------------------------ capture arguments
-
     def _arguments(self) -> CaptureArguments:
         return CaptureArguments(self.stage, self._state.layers_apart, self.seq_length, self.micro_batch_size)
 
@@ -503,8 +493,6 @@ class TECudaGraphHelper:
         """Create the static inputs of each layer and micro-batch; see ``CaptureArguments.samples``."""
         samples = self._arguments().samples(order, chunk_id_list)
         return [args for args, _ in samples], [kwargs for _, kwargs in samples]
-
-    # ------------------------------------------------------------------------------------------ afterwards
 
     def cuda_graph_set_manual_hooks(self) -> None:
         """Register the hooks that gather parameters before each replay under ``DistributedDataParallel``."""

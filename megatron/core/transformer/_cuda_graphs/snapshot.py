@@ -284,9 +284,6 @@ class InputSignature:
                 )
 
 
-# ------------------------------------------------------------------------------------------------------------ modules
-
-
 def named(root: torch.nn.Module, name: str = "", parts: Iterable[torch.nn.Module] | None = None) -> dict[Any, str]:
     """Map ``root`` (``name`` in messages, its class by default) and its ``parts`` (by default all) to their names."""
     held = None if parts is None else {inner for part in parts for inner in part.modules()}
@@ -443,9 +440,6 @@ def contexts_in_force() -> list[Any]:
     on = [is_enabled("cuda"), is_enabled("cpu")]
     types = [dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled]
     return [*map(call, CONTEXTS.values()), *in_tf32, *on, *types]
-
-
-# ----------------------------------------------------------------------------------------- attributes of third parties
 
 
 @cache

@@ -207,8 +207,6 @@ class GraphedCallable:
         self._has_leaf = self._ran_eagerly = False
         self._taken: TakenForward | None = None
 
-    # ------------------------------------------------------------------------------------------- warm-up and capture
-
     def forward(self, capture: Capture | WarmUp) -> None:
         """Run the forward pass on the static inputs, with hooks around it; record it if ``capture`` is a ``Capture``.
 
@@ -448,8 +446,6 @@ class GraphedCallable:
         self._grads_of_params = [grad for _, grad in returned]
         self.grad_params = tuple(grad for grad, _ in self._grads_of_params)
 
-    # ------------------------------------------------------------------------------------------------------- replay
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs on ``args`` and ``kwargs``.
 
@@ -609,8 +605,6 @@ class GraphedCallable:
             self._expected.rename(owner, names.__getitem__, advice)
         self.name = owner
 
-    # ------------------------------------------------------------------------------------------------------ life cycle
-
     def replace_methods(self, module: torch.nn.Module) -> None:
         """Replace ``module.forward`` until ``reset``; like TransformerEngine, add ``reset`` and ``backward_dw``."""
         self._taken = TakenForward(module, self)
@@ -681,9 +675,6 @@ class ReplayNode(torch.autograd.Function):
 
 
 _fast_apply: Callable[..., Tensors] = super(torch.autograd.Function, ReplayNode).apply
-
-
-# ------------------------------------------------------------------------------------------------------------ capture
 
 
 def capture_passes(
@@ -777,9 +768,6 @@ def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture 
         # If backward returns them unchanged, another slot would overwrite them before they are read.
         if shares_memory and is_last and step.slot in lent and not each.returns_static_gradients:
             static_grads.release(lent.pop(step.slot))
-
-
-# ---------------------------------------------------------------------------------------------------- weight gradients
 
 
 class DelayedWeightGradients:

@@ -259,8 +259,6 @@ class CudaGraphManager(torch.nn.Module):
                 record.cudagraph_inference_record.append((runner, "fwd", described(args), described(kwargs)))
             return runner.replay_graph_capture(self.is_first_microbatch, args, kwargs)
 
-    # ------------------------------------------------------------------------------------------------- life cycle
-
     def begin_step(self) -> None:
         """Start a step: mark all runners as free, and restore their order of use."""
         for runner in self.cudagraph_runners:

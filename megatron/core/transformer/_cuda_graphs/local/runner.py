@@ -197,8 +197,6 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         self.sharded.forget()
         self._return_to_recording()
 
-    # -------------------------------------------------------------------------------------------------- recording
-
     def record_graph_capture(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run eagerly, record the first call, and return the output of ``func``."""
         output = self.func(*args, **kwargs)
@@ -238,8 +236,6 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             known.cudagraph_reuse_ref_count += known.is_cudagraph_output
         for tensor in tensors_of(outputs):
             tensor.cg_buffer_metadata = CudagraphBufferMetadata(is_cudagraph_output=True, recording=recording)
-
-    # ---------------------------------------------------------------------------------------------------- capture
 
     @property
     def fwd_graph(self) -> torch.cuda.CUDAGraph | None:
@@ -476,8 +472,6 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         """Return the FP8 or FP4 context of the recorded call; a null context without quantization."""
         return nullcontext() if self.quantization is None else self.quantization.context()
 
-    # ----------------------------------------------------------------------------------------------------- replay
-
     def get_mismatch_errors(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         """Return one line per argument that differs from the captured one; an empty list if all arguments match."""
         return mismatches(args, kwargs, (self.args, self.kwargs), self.grad_enabled and torch.is_grad_enabled())
@@ -533,8 +527,6 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             param._cudagraph_wgrad_ready_event = event
         self.status = _GraphStatus.FWD_READY
         self.sharded.end_backward_replay()
-
-    # ------------------------------------------------------------------------------ other methods of megatron-core's
 
     def get_arg_metas(self, args: Any, kwargs: dict[str, Any] | None = None) -> list[ArgMetadata]:
         """Return the tensor metadata among described arguments."""

@@ -75,8 +75,6 @@ class CaptureSession:
         self.graphs.follow_rng_tracker()
         self.graphs.eager_because = ""
 
-    # ------------------------------------------------------------------------------------------------ several layers
-
     def _capture_model(self) -> None:
         stage, chunks = self.stage, self.stage.chunks
         models = [chunk.model for chunk in chunks]
@@ -135,8 +133,6 @@ class CaptureSession:
                 f"hooks of {names} are part of CUDA graphs: replays repeat their work on the GPU but do not call them. "
                 "Hooks registered after the capture are called, as their layers then run eagerly",
             )
-
-    # --------------------------------------------------------------------------------------------------- single layers
 
     def _capture_layers(self, input_data: Callable[[], InputData]) -> None:
         """Capture each layer that is not part of the decoder's graphs individually."""

@@ -242,8 +242,6 @@ class CaptureState:
         together = {*(() if self.decoder is None else self.decoder.module.layers)}
         return [[layer for layer in chunk.layers if layer not in together] for chunk in self._stage.chunks]
 
-    # ---------------------------------------------------------------------------------------------------- decision
-
     def select_scope(self, agreement: CaptureAgreement) -> None:
         """Set ``scope``, which is the same on all ranks, and log the reasons against larger graphs.
 
@@ -289,8 +287,6 @@ class CaptureState:
             return f"{method}, and may compute a different result in every step"
         return self._calls.blocker
 
-    # ------------------------------------------------------------------------------------------------ random numbers
-
     def follow_rng_tracker(self) -> None:
         """Make graphs adopt the RNG tracker's states whenever a model is called, outside of any fork."""
         self._rng_states = GraphStates()
@@ -302,8 +298,6 @@ class CaptureState:
         """Make graphs adopt the RNG tracker's current states, as some schedules call layers instead of the model."""
         if self._rng_states is not None:
             self._rng_states.adopt()
-
-    # ----------------------------------------------------------------------------------------------------------- use
 
     def eager_reason(self) -> str:
         """Return why any part of the step since the last call ran eagerly; empty if everything replayed."""
@@ -329,8 +323,6 @@ class CaptureState:
         """Return the engine's callables for training."""
         whole = [slot for graphs in self.whole for slot in graphs.slots]
         return whole + [getattr(graph, "graphed", graph) for each in self._stage.layers for graph in each.cuda_graphs]
-
-    # ---------------------------------------------------------------------------------------------------- deletion
 
     def delete(self) -> None:
         """Free all graphs, if any. No other method may be called afterwards."""

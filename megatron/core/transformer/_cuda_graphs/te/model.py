@@ -277,9 +277,6 @@ class _ReplayedLayers:
         return self._slot.replay([hidden_states, *self._inputs]), None
 
 
-# ------------------------------------------------------------------------------------------------------------- capture
-
-
 def _graphed(
     name: str,
     func: Callable[..., torch.Tensor],
@@ -511,9 +508,6 @@ def _recomputed(
     return checkpointed_forward(
         decoder, hidden_states=hidden_states, use_inner_quantization_context=quantizes, **read, **unused
     )
-
-
-# ---------------------------------------------------------------------------------------------------------- evaluation
 
 
 def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> None:

@@ -70,8 +70,6 @@ class FsdpHooks:
         """Return this object, so that copied modules keep their hooks and the wrapper is not copied."""
         return self
 
-    # ------------------------------------------------------------------------------------------------ registration
-
     def register(self, root: torch.nn.Module) -> None:
         """Register all hooks on ``root``, its submodules and their parameters."""
         fsdp = self.fsdp
@@ -141,8 +139,6 @@ class FsdpHooks:
         setattr(attach, BACKWARD_PRE_HANDLER, handler)
         module.register_forward_hook(attach)
 
-    # -------------------------------------------------------------------------------------------------- parameters
-
     @_hook
     def unshard_for_forward(self, module: torch.nn.Module, args: tuple = (), kwargs: dict | None = None) -> None:
         """Gather the parameters of ``module`` for its forward pass."""
@@ -189,8 +185,6 @@ class FsdpHooks:
                 if is_float8tensor(param):
                     fp8_discard_transpose_cache(param)
 
-    # --------------------------------------------------------------------------------------------------- gradients
-
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
         """Handle the complete gradient ``param.grad`` after autograd has computed it."""
         if getattr(param, "skip_backward_post_hook", False):  # delayed; a separate hook handles it
@@ -204,8 +198,6 @@ class FsdpHooks:
         if self.graphs.model_passes is not None and self.graphs.captured is None:
             self.backward.note_beside_graphs(param)
         self.graphs.gradients.handle([param])
-
-    # ------------------------------------------------------------------------------------- passes of the whole model
 
     @_hook
     def start_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
@@ -242,8 +234,6 @@ class FsdpHooks:
             expecting, graphs.before_evaluation = graphs.before_evaluation, []
             for prepare in expecting:
                 prepare(args, kwargs)
-
-    # ------------------------------------------------------------------------------- autograd hooks around a module
 
     @torch.compiler.disable
     @runs_outside_graphs

@@ -65,8 +65,6 @@ class FsdpGraphs:
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self.reduced_once: set[Any] = set()
 
-    # -------------------------------------------------------------------------------------------------------- runners
-
     def runner_of(self, module: torch.nn.Module) -> EagerRunner:
         """Return the runner for the current forward pass of ``module``.
 
@@ -105,8 +103,6 @@ class FsdpGraphs:
         release_all(self.fsdp)
         free_gradients(self.fsdp, self.fsdp.grad_reduce_pipeline.bucket_status)
         self.fsdp.param_and_grad_buffer.free_buckets()
-
-    # -------------------------------------------------------------------------------------------------- whole passes
 
     def recording_blocker(self, modules: Iterable[torch.nn.Module]) -> str:
         """Return why the passes of ``modules`` cannot be recorded with their collectives, or an empty string."""
@@ -151,8 +147,6 @@ class FsdpGraphs:
         """Create the owner of the whole model's evaluation graph, in addition to its training graphs."""
         assert self.whole_passes is not None
         return EvaluatedModel(self.whole_passes, begin)
-
-    # -------------------------------------------------------------------------------------------------- single layers
 
     @contextmanager
     def layer_capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:

@@ -67,8 +67,6 @@ class RecordedPasses(GraphOwner):
         self.replayed = False
         self.on_forget: list[Callable[[], None]] = []
 
-    # ------------------------------------------------------------------------------------------------------- capture
-
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Prepare the model for warm-up and capture, and restore it afterwards, even after an exception.
@@ -158,8 +156,6 @@ class RecordedPasses(GraphOwner):
                 ADVICE, addresses([self._fsdp.param_to_name[param] for param in outside], outside)
             )
 
-    # ------------------------------------------------------------------------------------------------------- gathers
-
     @contextmanager
     def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
         """Gather ``module`` for an eager pass in this context, in the same order as ranks that replay the pass."""
@@ -197,8 +193,6 @@ class RecordedPasses(GraphOwner):
         for bucket in self._buckets:
             if gathers.bucket_status[bucket, False] not in TO_GATHER:  # gathered outside of the graphs
                 gathers.release_bucket(bucket, False)
-
-    # ------------------------------------------------------------------------------------------------------- replays
 
     def before_eager_forward(self) -> None:
         """Start the same all-gathers as ranks that replay the pass."""

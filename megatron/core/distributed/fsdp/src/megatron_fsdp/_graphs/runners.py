@@ -158,8 +158,6 @@ class ReplayedRunner(EagerRunner, GraphOwner):
         self._claimed: list[RecordedReduction] = []
         self._ahead: dict[Direction, list[int]] = {}  # buckets in megatron-core's order, if gathers are recorded
 
-    # ---------------------------------------------------------------------------------------------------- parameters
-
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
         """Gather the parameters of the module and its submodules, whose hooks are not called by graphs.
 
@@ -201,8 +199,6 @@ class ReplayedRunner(EagerRunner, GraphOwner):
             release_all(self._fsdp)
         recorded = self._fsdp.grad_reduce_pipeline.recorded.values()
         self._claimed = [each for each in recorded if not self._written.keys().isdisjoint(each.buckets)]
-
-    # ----------------------------------------------------------------------------------------------------- gradients
 
     def _collected(self) -> Sequence[torch.nn.Parameter]:
         return self.params
