@@ -62,10 +62,7 @@ def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
 
 
 def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the values of a pipeline stage's chunks into one dictionary keyed by global name.
-
-    Args:
-        named: The values of each chunk by name.
+    """Merge the values of a pipeline stage's chunks, ``named`` by chunk, into one dictionary keyed by global name.
 
     Raises:
         ValueError: Two chunks have different values with the same global name.

@@ -15,7 +15,6 @@ class CaptureTimeHooks:
     has the same name.
 
     Args:
-        name: Name of the callable.
         hooks: ``{kind: {id: hook}}``, with kinds from ``HOOK_KINDS``; None for no hooks.
 
     Raises:

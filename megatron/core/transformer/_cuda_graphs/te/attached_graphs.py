@@ -29,13 +29,12 @@ def attach_graphs(
     snapshots: Sequence[Snapshot],
     eager_passes: EagerPasses | None,
 ) -> None:
-    """Attach graphs to layers. Parameter addresses are only checked without Megatron-FSDP, which guards its own.
+    """Attach graphs to layers. Parameter addresses are checked here only without Megatron-FSDP, which checks its own.
 
     Args:
-        layers: The captured layers of each chunk.
+        layers: The captured layers of each chunk, with one of ``snapshots`` each.
         graphs: The engine's callables, one per slot of ``plan``.
         samples: The static inputs of each slot.
-        snapshots: One snapshot per layer.
         eager_passes: Counts passes with new shapes; None if such passes may not run eagerly.
     """
     wrappers = [chunk.fsdp for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]

@@ -56,14 +56,10 @@ def language_layers(model: Any | None) -> list[torch.nn.Module]:
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
-    """Set ``current_microbatch`` on every layer that may replay graphs. Call this before a forward pass.
+    """Set the 0-based ``current_microbatch`` on every layer that may replay graphs. Call this before a forward pass.
 
     These are the decoder and multi-token prediction layers of the language model, and the decoder layers of the vision
-    model.
-
-    Args:
-        model: A wrapped model chunk; it may lack any of these layers.
-        microbatch_id: The 0-based index of the micro-batch in the step.
+    model; the model chunk may lack any of them.
     """
     for layer in language_layers(language_model_of(model)) + decoder_layers(vision_model_of(model)):
         layer.__dict__["current_microbatch"] = microbatch_id  # Module.__setattr__ is slow

@@ -212,8 +212,7 @@ class FsdpHooks:
         """Open a backward pass with separate parts for embedding, layers and output layer; the caller closes it.
 
         A parameter shared by several parts gets a gradient from each, so gradients outside of layers are complete only
-        at the end of the pass. Reducing them earlier would read a bucket that later parts still write, and would reduce
-        twice.
+        at the end. Reducing them earlier would read a bucket that is still written, and reduce twice.
         """
         self.backward.start(caller_ends_it=True)
         self.backward.phase = Phase.IN_PARTS
@@ -303,8 +302,7 @@ def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
     """Make autograd call ``handler`` with the gradients at the first gradient of a module's ``output``.
 
     Returns:
-        The output to return instead. Its tensors are views, so that an input returned as an output becomes a separate
-        tensor.
+        The output to return instead: views, so that an input returned as an output becomes a separate tensor.
     """
     if torch.is_tensor(output):
         output = output.view_as(output)

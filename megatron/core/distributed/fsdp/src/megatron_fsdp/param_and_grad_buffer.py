@@ -382,7 +382,6 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         shard. Unsharded gradients are scaled first; all others were scaled within the replica.
 
         Args:
-            bucket_group: The indices of the buckets.
             after: The event of their reduction within the replica; None waits for all work on the current stream.
         """
         buffer, stream = self.buffer, self.outer_fsdp_group_grad_reduce_stream
