@@ -316,6 +316,41 @@ WORKING = (
     ),
     Working("latent attention", "--multi-latent-attention", _CPU, "--multi-latent-attention"),
 )
+
+
+@dataclass(frozen=True)
+class Failing:
+    """Flags that fail or train wrongly under Megatron-FSDP, with and without graphs, and that nothing refuses.
+
+    Attributes:
+        flags: As in ``Working``.
+        words: Remark; may be empty.
+    """
+
+    flags: str
+    words: str = ""
+
+
+FAILING = (
+    Failing(
+        "--num-distributed-optimizer-instances without --overlap-grad-reduce",
+        "gradients are never reduced across HSDP replicas",
+    ),
+    Failing("--outer-dp-sharding-strategy optim with one HSDP replica, or without optim_grads_params"),
+    Failing("--recompute-modules mlp without --disable-bias-linear", "the backward pass never ends"),
+    Failing("--distribute-saved-activations, --non-persistent-save-interval, --optimizer sgd"),
+    Failing("--overlap-moe-expert-parallel-comm with pipeline stages or --moe-shared-expert-overlap"),
+    Failing("--num-experts with --tensor-model-parallel-size above 1 and without --sequence-parallel"),
+    Failing("--save with --swiglu and --data-parallel-sharding-strategy no_shard"),
+    Failing(
+        "--init-model-with-meta-device with pipeline stages that share the embedding",
+        "each stage gets different weights",
+    ),
+    Failing("--mtp-num-layers with pipeline stages and a --hybrid-layer-pattern without layers after a /"),
+    Failing("--microbatch-group-size-per-virtual-pipeline-stage above the number of micro-batches"),
+    Failing("--context-parallel-size with --transformer-impl local and without --spec"),
+    Failing("--ddp-reduce-scatter-with-fp32-accumulation", "has no effect: set --megatron-fsdp-main-grads-dtype fp32"),
+)
 HEAD = """\
 # What works: Megatron's flags with CUDA graphs, A to Z
 
@@ -329,6 +364,7 @@ row names it. A flag without a row is passed through untested.
 - **refused**: an error with the text in the last column, where `…` is the flag, before training. It lists all refused
   flags of a job.
 - **no effect**, **not tried**: a warning with that text.
+- **fails**: fails or trains wrongly under Megatron-FSDP, with and without graphs, and is not checked.
 
 `make docs` generates this page from `megatron/core/transformer/_cuda_graphs/flags/table.py`,
 `tests/support/compatibility.py` and, for the GPU columns, the files of `benchmarks/results`.
@@ -336,12 +372,14 @@ row names it. A flag without a row is passed through untested.
 | flag | status | graph | CPU | H100 | H200 | what to know |
 |---|---|---|---|---|---|---|
 """
-ROWS: tuple[Row | Working, ...] = (*WORKING, *TABLE)
+Line = Row | Working | Failing
+ROWS: tuple[Line, ...] = (*WORKING, *TABLE, *FAILING)
+STATUSES = ("works", *(verdict.value for verdict in Verdict), "fails")  # in this order for one flag
 _CONDITION = re.compile(r" (?=with |without |and )")
 _NEXT_FLAG = re.compile(r",? (?:or )?(?=--)")
 
 
-def page(table: Iterable[Row | Working] = ROWS) -> str:
+def page(table: Iterable[Line] = ROWS) -> str:
     """Return the Markdown page for ``table``."""
     tested = {fact for feature in pairs.FEATURES.values() for fact in _facts(feature)}
     hardware = (tested, verified.facts_on("H100"), verified.facts_on("H200"))
@@ -367,7 +405,7 @@ def verified_values(item: str, facts: set[str]) -> str:
     return "yes" if item in facts or (values and found == values) else ", ".join(found)
 
 
-def _lines(row: Row | Working, hardware: tuple[set[str], ...]) -> Iterator[tuple[tuple[str, int, str], str]]:
+def _lines(row: Line, hardware: tuple[set[str], ...]) -> Iterator[tuple[tuple[str, int, str], str]]:
     """Yield the sort key and the line of each flag of ``row``."""
     (first, _), *_ = items = split(row.flags)
     for item, condition in items:
@@ -378,10 +416,14 @@ def _lines(row: Row | Working, hardware: tuple[set[str], ...]) -> Iterator[tuple
         if isinstance(row, Working):
             found = [verified_values(item, facts) for facts in hardware]
             found[0] = "yes" if row.shown.startswith("tests/integration_tests/") else found[0]
-            cells, rank = (f"[works][{_test(row.shown)}]", row.holds, *found), -1
+            status, cells = "works", (f"[works][{_test(row.shown)}]", row.holds, *found)
         else:
-            cells, rank = (row.verdict.value, "", "", "", ""), list(Verdict).index(row.verdict)
-        yield (flag, rank, shown), "".join(f"| {cell} " if cell else "| " for cell in (shown, *cells, words)) + "|"
+            status = row.verdict.value if isinstance(row, Row) else "fails"
+            cells = (status, "", "", "", "")
+        yield (
+            (flag, STATUSES.index(status), shown),
+            "".join(f"| {cell} " if cell else "| " for cell in (shown, *cells, words)) + "|",
+        )
 
 
 def _test(path: str) -> str:

@@ -58,9 +58,9 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def row_of(text: str, start: str) -> list[str]:
-    """Return the cells of the only table row in ``text`` that starts with ``start`` and does not refuse a flag."""
+    """Return the cells of the only table row in ``text`` that starts with ``start`` and has no bad status."""
     rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith(f"| {start}")]
-    (row,) = [cells for cells in rows if "refused" not in cells[1]]
+    (row,) = [cells for cells in rows if cells[1].strip() not in ("refused", "fails")]
     return [cell.strip() for cell in row]
 
 
