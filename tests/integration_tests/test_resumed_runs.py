@@ -39,7 +39,9 @@ LAYOUTS = {
     "hybrid_sharding_of_all": f"{INSTANCES} --outer-dp-sharding-strategy optim",
     # The scale doubles every two steps and at the checkpoint differs from the initial scale.
     "fp16": "--fp16 --initial-loss-scale 256 --loss-scale-window 2",
+    "adapters": "--swiglu --no-bias-swiglu-fusion",
 }
+WITH_USER_CODE = SCRIPT.parents[1] / "tests" / "support" / "pretraining" / "pretrain_with_user_code.py"
 CAPTURED = "--optimizer-cuda-graph"
 WITH_STAND_INS = SCRIPT.parents[1] / "tests" / "support" / "pretraining" / "pretrain_with_stand_ins.py"
 EAGER = "eager"
@@ -48,9 +50,14 @@ KINDS = {EAGER: "", "layers": "--cuda-graph-layers-per-graph 1", "parts": "--cud
 pytestmark = pytest.mark.long
 
 
-def run(folder, flags, kind, ranks=2):
+def run(folder, flags, kind, ranks=2, layout=""):
     """Return the metrics of each step, the values to compare, and the loss scales."""
-    steps = pretrain(folder, flags, graphs=kind != EAGER, ranks=ranks)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("USER_CODE", "adapters" * (layout == "adapters"))
+        patches.setenv("SCALARS_PATH", f"{folder}.scalars")
+        steps = pretrain(
+            folder, flags, graphs=kind != EAGER, ranks=ranks, script=WITH_USER_CODE if layout == "adapters" else SCRIPT
+        )
     return steps, numbers(steps), re.findall(r"loss scale: (\S+)", (folder / "log").read_text())
 
 
@@ -63,7 +70,7 @@ def saved(tmp_path_factory):
         if (layout, kind) not in done:
             folder = tmp_path_factory.mktemp(f"{layout}-{kind}")
             flags = f"{COMMON} {LAYOUTS[layout]} {KINDS[kind]} --save {folder / 'saved'} --save-interval {SAVED}"
-            done[layout, kind] = folder / "saved", run(folder / "run", flags, kind)
+            done[layout, kind] = folder / "saved", run(folder / "run", flags, kind, layout=layout)
         return done[layout, kind]
 
     return train
@@ -76,7 +83,7 @@ def test_resumed_run_equals_an_uninterrupted_one(saved, tmp_path, layout, saver,
     assert len(expected) == len(scales) == STEPS
     assert before == [expected, scales]
     flags = f"{COMMON} {LAYOUTS[layout]} {KINDS[loader]} --load {checkpoint} --ckpt-step {SAVED}"
-    steps, *resumed = run(tmp_path / "resumed", flags, loader)
+    steps, *resumed = run(tmp_path / "resumed", flags, loader, layout=layout)
     assert resumed == [expected[SAVED:], scales[SAVED:]]
     assert [bool(step["graphs"]) for step in steps] == [False] + [loader != EAGER] * (STEPS - SAVED - 1)
 

@@ -45,6 +45,22 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             scale.__dict__["item"] = MethodType(_item_of_one, scale)
         return scale
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients; see megatron-core.
+
+        Raises:
+            ValueError: A parameter was frozen after the optimizer was created. Megatron-FSDP would still train it.
+        """
+        if self.ddp_config.use_megatron_fsdp and not self.is_stub_optimizer:
+            for param in self.get_parameters():
+                if not param.requires_grad:
+                    names = {id(each): name for chunk in self.model_chunks for name, each in chunk.named_parameters()}
+                    raise ValueError(
+                        f"requires_grad of {names.get(id(param), 'a parameter')} is off, but Megatron-FSDP would still "
+                        "train it: freeze parameters before wrapping the model, or set their learning rate to 0"
+                    )
+        super().zero_grad(set_to_none)
+
     def _gradients(self) -> list[Any]:
         """Return each parameter's gradient, a ``DTensor``; None if this rank has no shard of the parameter."""
         return gradients_of(self.get_parameters(), gradient_name(self.config.use_precision_aware_optimizer))

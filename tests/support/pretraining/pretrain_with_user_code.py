@@ -15,6 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args, training
 from megatron.training.global_vars import get_signal_handler
+from tests.support.layers.adapters import add_adapters
 from tests.support.pretraining import pretrain_with_writers
 from tests.support.pretraining.pretrain import SCRIPT
 
@@ -63,6 +64,17 @@ def shared_layers():
         return chunks
 
     _change_model(share)
+
+
+def adapters():
+    """Add low-rank adapters and freeze all other parameters."""
+
+    def adapt(chunks):
+        for chunk in chunks:
+            add_adapters(chunk, rank=4)
+        return chunks
+
+    _change_model(adapt)
 
 
 def _change_model(change):

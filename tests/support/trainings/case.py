@@ -45,6 +45,9 @@ class Case:
         unchecked: Skip flag validation.
         optimizer_graph: Capture the optimizer step; eager runs use the same optimizer.
         norm_on_device: Compute the gradient norm without synchronizing, as TransformerEngine's kernels do.
+        adapters: Rank of adapters on linear layers; all other parameters are frozen. 0 for none.
+        frozen: Regular expression of the names of parameters to freeze before wrapping; empty for none.
+        frozen_later: Like ``frozen``, for parameters that are frozen after the optimizer is created.
         warmup: Steps before capture; with ``local``, warm-up passes per layer.
         config: Additional attributes of ``TransformerConfig`` and the wrapper's configuration, by name.
     """
@@ -85,6 +88,9 @@ class Case:
     unchecked: bool = False
     optimizer_graph: bool = False
     norm_on_device: bool = False
+    adapters: int = 0
+    frozen: str = ""
+    frozen_later: str = ""
     steps: int = 12
     warmup: int = 3
     config: tuple[tuple[str, Any], ...] = ()

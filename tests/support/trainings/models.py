@@ -1,10 +1,12 @@
 """Build the configuration, model, wrapper and optimizer of a case."""
 
+import re
 from dataclasses import fields
 from typing import Any
 
 import torch
 
+from tests.support.layers.adapters import add_adapters
 from tests.support.layers.small_transformer_engine import quantize_linear_layers
 from tests.support.trainings.case import VOCABULARY, Case
 
@@ -21,6 +23,8 @@ YARN = {
 
 # Attributes that the patch reads and `TransformerConfig` does not declare
 PATCHED = ("moe_use_grouped_tensor", "cuda_graph_max_captures")
+# Options of the optimizer and of torch's FSDP2
+OTHERS = ("decoupled_lr", "reshard_after_forward")
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -34,7 +38,7 @@ def transformer_config(case: Case, graphs: bool):
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in case.config}
-    if unknown := given.keys() - _names_of_transformers() - _names_of_sharding() - {*PATCHED, "reshard_after_forward"}:
+    if unknown := given.keys() - _names_of_transformers() - _names_of_sharding() - {*PATCHED, *OTHERS}:
         raise ValueError(f"unknown attributes of the configuration: {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {
         "num_layers": case.layers,
@@ -176,7 +180,16 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
             module.expert_bias.copy_(-10.0 * torch.arange(case.experts))
     if case.fp8 and not case.transformer_engine:
         quantize_linear_layers(model)
+    if case.adapters:
+        add_adapters(model, case.adapters)
+    for param in parameters_of(model, case.frozen):
+        param.requires_grad_(False)
     return model
+
+
+def parameters_of(model: torch.nn.Module, names: str) -> list[torch.nn.Parameter]:
+    """Return the parameters whose names contain a match of the regular expression ``names``; none if it is empty."""
+    return [param for name, param in model.named_parameters() if names and re.search(names, name)]
 
 
 def wrapped(case: Case, config, model):
@@ -240,5 +253,6 @@ def optimizer(case: Case, chunks: list[torch.nn.Module], **options: Any):
         params_dtype=case.torch_dtype,
         use_distributed_optimizer=case.wrapper != "fsdp2",
         optimizer_cuda_graph=case.optimizer_graph,
+        decoupled_lr=case.get("decoupled_lr"),
     )
     return get_megatron_optimizer(config, chunks, **options)

@@ -105,6 +105,9 @@ class Training:
         with torch.cuda.stream(building):
             self.chunks = self._wrapped_chunks()
             self.optimizer = models.optimizer(case, self.chunks)
+            for chunk in self.chunks:
+                for param in models.parameters_of(chunk, case.frozen_later):
+                    param.requires_grad_(False)
         self.helper: Any = None
         self._connect()
         if case.optimizer_graph or case.norm_on_device:

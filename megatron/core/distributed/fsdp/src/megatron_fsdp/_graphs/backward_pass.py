@@ -4,6 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from enum import Enum, IntEnum, auto
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -194,6 +195,10 @@ class BackwardPass:
         self._caller_ends_it = False
         self._before: tuple[int, torch.nn.Parameter] | None = None  # see ``note_beside_graphs``
 
+    @cached_property
+    def _units(self) -> list[torch.nn.Module]:
+        return [module for module in self.module_names if isinstance(module, tuple(self._fsdp.fsdp_unit_modules))]
+
     @property
     def is_open(self) -> bool:
         """Whether a backward pass is in progress."""
@@ -282,6 +287,9 @@ class BackwardPass:
     def finish_backward(self) -> None:
         """Handle the remaining gradients, finish the reductions, and close the backward pass."""
         fsdp, gradients = self._fsdp, self._graphs.gradients
+        for unit in self._units if self.phase is not Phase.REPLAYED else ():
+            if unit._training_state == TrainingState.PRE_BACKWARD:  # its inputs need no gradients, or it is frozen
+                (self.runners.get(unit) or self._graphs.runner_of(unit)).after_backward()
         self.end_of_modules()  # collected gradients are still awaited
         if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and gradients.handle_rest(self.trainable):
             fsdp.grad_reduce_pipeline.reset()
