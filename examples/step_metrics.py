@@ -39,7 +39,7 @@ class StepMetrics:
         self.graphable: list[torch.nn.Module] = []
 
     def watch(self, model_chunks: list) -> list:
-        """Store the modules whose graphs are counted; an entry for ``ModelConfig.post_wrap_hooks``."""
+        """Store the modules whose graphs are counted. Add this method to ``ModelConfig.post_wrap_hooks``."""
         modules = (module for chunk in model_chunks for module in chunk.modules())
         self.graphable = [module for module in modules if isinstance(module, MegatronModule)]
         return model_chunks

@@ -253,7 +253,7 @@ def extend(name: str) -> Any:
     if loader.originals is None:
         raise ImportError(
             f"megatron-core's file of {name} is still running, and a circular import needs its definitions: call "
-            f"{__name__}.upstream when they are used, not at import",
+            f"{__name__}.upstream where they are used, not at import",
             name=name,
         )
     return loader.originals

@@ -256,13 +256,13 @@ class Recorder(TorchDispatchMode):
         if not op.is_replayable:
             raise self.state.invalidate(
                 CaptureError(
-                    f"{op.name} cannot be replayed by the CPU backend: it records aten operators and collectives"
+                    f"the CPU backend records only aten operators and collectives: call {op.name} outside of captures"
                 )
             )
         for tensor in inputs:
             if tensor.layout is not torch.strided:
                 raise self.state.invalidate(
-                    CaptureError(f"{op.name}: the CPU backend records strided tensors only, not {tensor.layout}")
+                    CaptureError(f"the CPU backend records no {tensor.layout}: call {op.name} outside of captures")
                 )
             if tensor.dim() > 0 and is_host(tensor) and not is_pinned(tensor):
                 raise self.state.invalidate(

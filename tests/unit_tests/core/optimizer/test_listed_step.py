@@ -11,11 +11,11 @@ GROUPS = ((0, 1, 2), (3, 4), (5,))  # the last has nothing on this rank
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Stands in for TransformerEngine's ``FusedAdam``: builds lists in each step and launches with parts of them.
+    """Stands in for TransformerEngine's ``FusedAdam``: builds lists in each step, and passes parts of them to launches.
 
     Attributes:
         inspected: Number of parameters that the last step inspected.
-        casts: Whether it launches with copies of its states.
+        casts: Whether it passes copies of its states to launches.
     """
 
     def __init__(self, params, per_launch=1024, casts=False):

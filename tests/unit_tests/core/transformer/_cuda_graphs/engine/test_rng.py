@@ -126,7 +126,7 @@ def drawing(cpu_backend):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["before a fork", "in a fork"])
 def test_graphs_adopt_new_tracker_states(drawing, inside):
-    """Under sequence parallelism, layers are called in a fork."""
+    """Under sequence parallelism, graphs adopt them within a fork."""
     tracker, states, of_graphs = drawing
     new_seed(tracker)
     expected = torch.rand(4, generator=tracker.get_states()["model-parallel-rng"].clone_state(), device="cuda")

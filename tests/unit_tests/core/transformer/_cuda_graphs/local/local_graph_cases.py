@@ -29,7 +29,7 @@ def use_graphable_rng() -> None:
 
 
 class Calls:
-    """Counts eager calls of a layer. Capture would reject a numeric attribute of the layer that passes change."""
+    """Counts eager calls of a layer in a separate object, because passes may not change attributes of the layer."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -64,7 +64,7 @@ class TestTraining:
             torch.manual_seed(5)
             torch.cuda.manual_seed(5)
             use_graphable_rng()
-            model, found = Stack([DrawsWhereItIs(graphs=graphs)]).cuda(), []
+            model, found = Stack([DrawsFromCurrentState(graphs=graphs)]).cuda(), []
             for step in range(4):
                 with get_cuda_rng_tracker().fork():  # like the decoder under sequence parallelism
                     loss = model(batch(step)).square().mean()
@@ -101,7 +101,7 @@ class TestTraining:
         assert all(param.grad is None for param in model.layers.parameters())
 
 
-class DrawsWhereItIs(Layer):
+class DrawsFromCurrentState(Layer):
     """A layer that draws from the current generator state."""
 
     def forward(self, hidden_states, *args, **kwargs):
