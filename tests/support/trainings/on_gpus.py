@@ -24,6 +24,7 @@ from benchmarks.results_file import command_line, write_results
 from tests.gpu import (
     test_changed_steps,
     test_ddp_graphs,
+    test_frozen_parameters,
     test_fsdp_flags,
     test_fsdp_graphs,
     test_full_iteration,
@@ -76,6 +77,8 @@ def jobs() -> Iterator[Job]:
             yield Job("test_ddp_graphs", layout, test_ddp_graphs.DDP | case, tuple(options), variables)
     for case in test_changed_steps.CASES:
         yield Job("test_changed_steps", "data parallel", test_changed_steps.TWICE | case)
+    for case in test_frozen_parameters.CASES:
+        yield Job("test_frozen_parameters", "data parallel", SIZES | case)
     for holds in "model", "decoder":
         case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": holds}
         yield Job("test_fsdp_graphs", "data parallel", case)
