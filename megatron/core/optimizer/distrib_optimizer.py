@@ -163,7 +163,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
         Under Megatron-FSDP, megatron-core would replace the weights, and later updates would not reach the model.
         """
-        self._local_shards = None  # it holds states on the device
+        self._local_shards = None  # holds states on the device
         if not self.ddp_config.use_megatron_fsdp:
             super().offload_to_cpu()
             return
@@ -180,7 +180,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         if not self.ddp_config.use_megatron_fsdp:
             super().restore_from_cpu()
             return
-        for state, name in self._on_host:  # some states, for example numbers of steps, are always on the host
+        for state, name in self._on_host:  # other states (step counts, for example) are always on the host
             state[name] = state[name].cuda()
         self._on_host.clear()
         for chunk in self.model_chunks:
@@ -206,7 +206,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         ``capturable`` and the type of learning rates (float or tensor) come from this run, not from the checkpoint.
         """
         if self.ddp_config.use_megatron_fsdp:
-            self._local_shards = None  # it keeps the states that are replaced
+            self._local_shards = None  # holds the replaced states
             if LOSS_SCALE in state_dict:
                 self.grad_scaler.load_state_dict(state_dict.pop(LOSS_SCALE))
             if state_dict.get(GROUPS):

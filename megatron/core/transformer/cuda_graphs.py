@@ -522,7 +522,7 @@ class TECudaGraphHelper:
         """Free the graphs and Megatron-FSDP's communication buffers, and zero gradients. Call this between steps.
 
         Until ``restore``, the model runs eagerly and allocates communication buffers as needed: a second call frees
-        them again. Weights, gradient buffers and optimizer states may be moved meanwhile.
+        them again. Weights, gradient buffers and optimizer states may be moved in the meantime.
         """
         if self.graphs_created():
             self.delete_cuda_graphs()
