@@ -45,16 +45,6 @@ def test_safe_generator_keeps_identity_and_state():
 
 
 @pytest.mark.usefixtures("cpu_backend")
-def test_safe_generator_has_no_inference_tensor():
-    generator = torch.Generator(device="cuda")
-    with torch.inference_mode():
-        generator.set_state(generator.get_state())
-        assert generator.state.value.is_inference()
-        _ensure_generator_state_is_cudagraph_safe(generator)
-    assert not generator.state.value.is_inference()
-
-
-@pytest.mark.usefixtures("cpu_backend")
 def test_generators_of_transformer_engine_are_found(monkeypatch):
     distributed: Any = ModuleType("transformer_engine.pytorch.distributed")
     generator = torch.Generator("cuda")
