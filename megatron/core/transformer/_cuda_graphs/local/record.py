@@ -36,8 +36,6 @@ class Recording:
         token: Identifies the recording in tensor metadata, which may outlive it.
         buffers: Static tensors of the graphs.
         order: Order of the passes.
-        snapshots: By function, the state that its graphs depend on; empty for inference.
-        users: By the ``id`` of buffer metadata, the runners whose graphs take or return that tensor.
         capturing: The pass that is being warmed up or captured, for errors.
     """
 
@@ -45,8 +43,6 @@ class Recording:
         self.token = object()
         self.buffers = StaticBuffers()
         self.order = ReplayOrder()
-        self.snapshots: dict[Hashable, Snapshot] = {}
-        self.users: defaultdict[int, list[Any]] = defaultdict(list)
         self.capturing: str | None = None
         self.rng_states: GraphStates | None = None
 
@@ -64,22 +60,23 @@ class Recording:
             release_cached_memory()
             self._capture_passes(record)
             self.capturing = None
+        users: defaultdict[int, list[Any]] = defaultdict(list)
         for runner in runners:
             for known in {id(metadata_of(meta)) for meta in (*runner.inputs, *runner.outputs)}:
-                self.users[known].append(runner)
+                users[known].append(runner)
+        snapshots: dict[Hashable, Snapshot] = {}
         for function, runner in {runner.function: runner for runner in runners}.items():
             # A fused MLP runs TransformerEngine's operations on parameters of modules that it does not call.
             fused = (module for part in runner.parts if hasattr(part, "_fused_impl") for module in part.modules())
             ran = {runner.module, *runner.parts, *fused}
             modules = {module: name for module, name in named(runner.module, runner.name).items() if module in ran}
-            self.snapshots[function] = Snapshot(
+            snapshots[function] = Snapshot(
                 _ADVICE,
                 *module_aspects(modules, contexts=runner.contexts),
                 *memory_aspects(modules, main_grads=True),
             )
         for runner in runners:
-            runner.finish()
-        self.users.clear()
+            runner.finish(snapshots[runner.function], users)
         self.rng_states = GraphStates()
 
     def _warm_up(self, record: Sequence[tuple]) -> None:
@@ -144,7 +141,7 @@ class InferenceRecording(Recording):
         except BaseException:
             runner.reset()
             raise
-        runner.finish()
+        runner.finish(None, {})
         self.output_addresses |= {output.data_ptr() for output in tensors_of(runner.graphs.outputs) if output.numel()}
 
     def _input_for(self, given: torch.Tensor) -> torch.Tensor:

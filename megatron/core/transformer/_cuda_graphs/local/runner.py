@@ -394,24 +394,28 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             self.graphs.release_gradients()
             self._escaping = set()
 
-    def finish(self) -> None:
+    def finish(self, snapshot: Snapshot | None, users: Mapping[int, Sequence["_CudaGraphRunner"]]) -> None:
         """Prepare for replays after all graphs of the recording have been captured.
+
+        Args:
+            snapshot: The state that the graphs depend on; None for inference.
+            users: By the ``id`` of buffer metadata, the runners whose graphs take or return that tensor.
 
         Raises:
             UnsupportedError: A parameter has a hook that would not receive a gradient.
         """
-        recording, graphs = self._recording, self.graphs
+        graphs, buffers = self.graphs, self._recording.buffers
         assert graphs is not None
         graphs.static_inputs = [
             (
-                recording.buffers.input_of(tensor, self._writes_inputs),
-                partial(_any_in_flight, tuple(recording.users.get(id(metadata_of(meta)), ()))),
+                buffers.input_of(tensor, self._writes_inputs),
+                partial(_any_in_flight, tuple(users.get(id(metadata_of(meta)), ()))),
             )
             for meta, tensor in zip(self.inputs, graphs.inputs, strict=True)
         ]
         graphs.finish()
-        self._snapshot = recording.snapshots.get(self.function)
-        if self._snapshot is not None:
+        self._snapshot = snapshot
+        if snapshot is not None:
             outputs = enumerate(map(metadata_of, self.outputs))
             self._unread_outputs = {i for i, known in outputs if not known.is_cudagraph_input}
         self.params_to_backprop = graphs.params if graphs.backward_graph is not None else ()
