@@ -1,4 +1,4 @@
-"""Comparison with golden values: exact on GPUs, with a tolerance on the CPU backend."""
+"""Test comparisons with golden values: exact on GPUs, with a tolerance on the CPU backend."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Recipe lists and ``model_config.yaml`` files."""
+"""Test recipe lists and ``model_config.yaml`` files."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Training runs, output, files and exit codes of the runner."""
+"""Test training runs, output, files and exit codes of the runner."""
 
 import sys
 
