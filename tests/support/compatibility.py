@@ -320,7 +320,7 @@ WORKING = (
 
 @dataclass(frozen=True)
 class Failing:
-    """Flags that fail or train wrongly under Megatron-FSDP, with and without graphs, and that nothing refuses.
+    """Flags that fail or train wrongly under Megatron-FSDP, with and without graphs, but are not rejected.
 
     Attributes:
         flags: As in ``Working``.

@@ -1,4 +1,4 @@
-"""Low-rank adapters for the linear layers of a model (LoRA)."""
+"""Add low-rank adapters (LoRA) to the linear layers of a model."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ NAMES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class AdaptedLinear(torch.nn.Module):
-    """Adds the output of a low-rank adapter to that of a linear layer.
+    """Adds the output of a low-rank adapter to the output of a linear layer.
 
     Args:
         linear: The layer; returns its output and a bias, as Megatron's linear layers do.
