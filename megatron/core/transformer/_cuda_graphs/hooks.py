@@ -140,8 +140,7 @@ class ModuleHooks:
     def capture_time_hooks(self) -> HookDicts:
         """Phase 2: return the engine's ``{kind: {id: hook}}``.
 
-        Each hook passes the original the arguments that torch would pass, and returns its result for the engine to
-        check.
+        Each hook calls the original with torch's arguments, and returns its result for the engine to check.
         """
         sorted_hooks: HookDicts = {kind: {} for kind in HOOK_KINDS}
         for kind, sentinel, kind_of_handler in (

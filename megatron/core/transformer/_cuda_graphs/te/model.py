@@ -535,7 +535,7 @@ def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, ar
 
 
 def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> str:
-    """Capture on all ranks, or on none and return why; raise the same error on every rank."""
+    """Capture on all ranks, or return why no rank does; every rank raises the same error."""
     model, given = training.module, training.by_name(args, kwargs)
     agreement = CaptureAgreement(stage.groups, with_other_stages=False)  # later stages wait for this one's output
 
