@@ -6,6 +6,7 @@ configurations and torch's contexts. A ``Snapshot`` compares this state, but no 
 themselves. ``docs/limits.md`` lists the state that no snapshot covers.
 """
 
+import math
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -121,16 +122,14 @@ class Aspect:
     ):
         self.names, self._read, self._show = list(names), read, show
         self._then = read() if then is None else then
-        self._glance = glance or read
-        self._seen = glance() if glance else self._then
+        self.glance = glance or read
+        self.seen = glance() if glance else self._then
 
     def changed(self) -> bool:
-        """Return whether a value has changed; compare all values only if ``glance`` differs."""
-        if self._glance() == self._seen:
-            return False
+        """Return whether a value has changed, after ``glance`` returned something other than ``seen``."""
         if self._read() != self._then and self.change():  # without a Python call per value if nothing has changed
             return True
-        self._seen = self._glance()
+        self.seen = self.glance()
         return False
 
     def change(self) -> str:
@@ -150,6 +149,10 @@ class Aspect:
 
 class _Values(Aspect):
     """Values compared by identity, then by equality; device tensors are never compared by value."""
+
+    def __init__(self, names: Iterable[str], read: Callable[[], Sequence[Any]]):
+        then = list(map(_copied, read()))
+        super().__init__(names, read, lambda: all(map(is_, read(), then)) or math.nan, then)  # nan is never equal
 
     def changed(self) -> bool:
         return bool(self.change())
@@ -171,7 +174,7 @@ class Snapshot:
             return True
         try:
             for aspect in self._aspects:
-                if aspect.changed():
+                if aspect.glance() != aspect.seen and aspect.changed():
                     return True
         except Exception:  # a value is gone, or its comparison has no truth value
             return True
@@ -355,13 +358,17 @@ def module_aspects(
     tensors = [*compress(places, by_identity), *trained]
     others = list(compress(places, map(not_, by_identity)))
     own = {name: vars(module) for module, name in modules.items() if module is not replaced}
-    current, params = _reader(others), _reader(trained)()
+    params = _reader(trained)()
     requires_grad = [param.requires_grad for param in params]
     aspects = [
         Aspect([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force, then=contexts),
         Aspect(_names(parts), _reader(parts)),
-        _Values(_names(others), current, then=list(map(_copied, current()))),
-        Aspect([f"forward of {name}" for name in own], lambda: [each.get("forward") for each in own.values()]),
+        _Values(_names(others), _reader(others)),
+        Aspect(
+            [f"forward of {name}" for name in own],
+            lambda: [each.get("forward") for each in own.values()],
+            glance=lambda: [(name, each["forward"]) for name, each in own.items() if "forward" in each],
+        ),
         *map(_options, configs.values()),
         identities(_names(tensors), _reader(tensors)),
         addresses(_names(buffers, "the address of "), _reader(buffers)),

@@ -32,13 +32,14 @@ class ParameterSwap:
         pair_of = {id(param): pair for pair in pairs for param in pair} | {id(None): (None, None)}
         modules = list(model.modules())
         self._own = [module._parameters for module in modules]
-        # The raw parameters of each module, then the optimizer's parameters.
+        # The raw parameters of each module that has any, then the optimizer's parameters.
         self._sets = [
-            [{name: pair_of[id(param)][kind] for name, param in own.items()} for own in self._own] for kind in (0, 1)
+            [(own, {name: pair_of[id(param)][kind] for name, param in own.items()}) for own in self._own if own]
+            for kind in (0, 1)
         ]
         self._children = [module._modules for module in modules]
         self._modules = values_of(self._children)
-        self._params = [values_of(params) for params in self._sets]
+        self._params = [values_of(params for _, params in each) for each in self._sets]
         self._distinct = [[*dict.fromkeys(param for param in each if param is not None)] for each in self._params]
 
     def params(self, distributed: bool) -> list[torch.nn.Parameter]:
@@ -52,7 +53,7 @@ class ParameterSwap:
 
     def to(self, distributed: bool) -> None:
         """Set the parameters of every module to the optimizer's, or to the raw ones."""
-        for own, params in zip(self._own, self._sets[distributed], strict=True):
+        for own, params in self._sets[distributed]:
             own.update(params)
 
 
