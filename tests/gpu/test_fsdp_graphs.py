@@ -1,8 +1,8 @@
 """Test that graphs under Megatron-FSDP are bit-identical to eager in all layouts and graph modules.
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
-parallel 2 (four GPUs); expert parallel over all GPUs, with dropless experts. MoE models of 4 TransformerEngine layers
-with shared experts. Data parallel covers additional flags.
+parallel 2 (four GPUs); expert parallel over all GPUs, or 2 with tensor or context parallel 2, with dropless experts.
+MoE models of 4 TransformerEngine layers with shared experts. Data parallel covers additional flags.
 """
 
 from itertools import product
@@ -20,6 +20,8 @@ LAYOUTS = {
     "EP2 with ETP2": (["--tp", "2", "--ep", "2", "--etp", "2"], {"sequence_parallel": True}, 4),
     "EP of all": (["--ep", str(GPUS)], {}, 2),
     "EP2 with DP2": (["--ep", "2"], {}, 4),
+    "EP2 with TP2": (["--tp", "2", "--ep", "2", "--etp", "1"], {"sequence_parallel": True}, 2),
+    "EP2 with CP2": (["--cp", "2", "--ep", "2"], {}, 2),
     "CP2 with TP2": (["--tp", "2", "--cp", "2"], {"sequence_parallel": True}, 4),
 }
 MOE: list[dict] = [
@@ -216,6 +218,8 @@ def cases_of(layout: str) -> list[dict]:
         "EP2 with ETP2": [*MOE, *PADDED_MODELS],
         "EP of all": EXCHANGED,
         "EP2 with DP2": EXCHANGED,
+        "EP2 with TP2": EXCHANGED,
+        "EP2 with CP2": EXCHANGED[:3],
         "CP2 with TP2": [MORE[1], MORE[3], DENSE_MODELS[0]],  # TransformerEngine has no fp32 attention backend
     }[layout]
 

@@ -14,6 +14,7 @@ from tests.support.trainings.gpus import GPUS, SIZES
 
 LOCAL: dict[str, Any] = SIZES | {"local": True, "wrapper": "ddp", "dtype": "bf16"}
 MOE: dict[str, Any] = {"experts": 4, "moe_shared_expert_intermediate_size": 256, "modules": ["attn", "moe_router"]}
+GROUPED: dict[str, Any] = {"experts": 8, "moe_use_grouped_tensor": True, "microbatches": 2}
 DATA_PARALLEL: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 2, "microbatches_later": 3},
     {"dtype": "fp32"},
@@ -26,7 +27,7 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"dropout": 0.1, **MOE},
     {"recompute_modules": ["moe"], "microbatches": 2, **MOE},
     {"experts": 4, "moe_expert_capacity_factor": 1.0, "modules": [], "microbatches": 2},
-    {"experts": 8, "moe_use_grouped_tensor": True, "modules": [], "microbatches": 2},
+    GROUPED,
     {"dropout": 0.1, "mtp": 1, "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2},
     {"fp8": "tensorwise", "microbatches": 2},
@@ -34,8 +35,23 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"fp8": "tensorwise", "microbatches": 2, "evaluates": True},
     {"dropout": 0.1, "control": "local_graphs_recorded_again"},
 ]
-TENSOR_PARALLEL: list[dict[str, Any]] = [{"dropout": 0.1, "sequence_parallel": True, "microbatches": 2}]
-EXPERT_PARALLEL: list[dict[str, Any]] = [{"dropout": 0.1, "microbatches": 2, **MOE}]
+TENSOR_PARALLEL: list[dict[str, Any]] = [
+    {"dropout": 0.1, "sequence_parallel": True, "microbatches": 2},
+    {"sequence_parallel": True, **GROUPED},
+]
+EXPERT_PARALLEL: list[dict[str, Any]] = [
+    {"dropout": 0.1, "microbatches": 2, **MOE},
+    *(
+        GROUPED | case
+        for case in (
+            {},
+            {"modules": ["attn", "moe_router", "moe_preprocess"]},
+            {"gradient_accumulation_fusion": True},
+            {"moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True},
+            {"moe_latent_size": 256},
+        )
+    ),
+]
 PIPELINE: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 4},
     {"dropout": 0.1, "microbatches": 6, "microbatches_later": 3},
@@ -43,13 +59,14 @@ PIPELINE: list[dict[str, Any]] = [
     {"microbatches": 4, "fp8": "delayed"},
     {"virtual": 2, "dropout": 0.1, "microbatches": 4, "evaluates": True},
     {"virtual": 2, "microbatches": 4, **MOE},
+    {"virtual": 2, **GROUPED, "microbatches": 4},
 ]
 SURVIVED: dict[str, Any] = {"dropout": 0.1, "control": "failed_local_capture"}
 DEAD_REPLAY: dict[str, Any] = {"control": "dead_local_replay"}
 # Options, cases, and the minimum number of GPUs
 LAYOUTS: dict[str, tuple[list[str], list[dict[str, Any]], int]] = {
     "data parallel": ([], [*DATA_PARALLEL, SURVIVED, DEAD_REPLAY], 1),
-    "TP2": (["--tp", "2"], TENSOR_PARALLEL, 2),
+    "TP2": (["--tp", "2", "--etp", "1"], TENSOR_PARALLEL, 2),
     "EP2": (["--ep", "2"], EXPERT_PARALLEL, 2),
     "PP2": (["--pp", "2"], PIPELINE, 2),
 }

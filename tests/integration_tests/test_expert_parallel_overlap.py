@@ -17,6 +17,7 @@ OVERLAP: dict[str, Any] = SIZES | {"overlap_moe_expert_parallel_comm": True, "fs
 ONE_DENSE: dict[str, Any] = {"layers": 3, "moe_layer_freq": [0, 1, 1]}
 CASES: list[dict[str, Any]] = [
     {"modules": ["attn", "moe_router", "moe_preprocess"], "dropout": 0.1, "evaluates": True, "mtp": 1},
+    {"modules": ["attn", "moe_router", "moe_preprocess"], "moe_use_grouped_tensor": True, "mtp": 1},
     {"modules": ["attn", "moe_router"], **ONE_DENSE, "microbatches": 2, "microbatches_later": 4},
 ]
 

@@ -35,7 +35,10 @@ CASES: list[dict[str, Any]] = [
     {"data_parallel_sharding_strategy": "optim_grads", "holds": "layer", "control": "captured_again"},
     {"sequences_later": [16, 32], "steps": 8},
     {"wrapper": "ddp", **BF16, "holds": "layer"},
+    {"wrapper": "ddp", **BF16, "holds": "layer", "gradient_accumulation_fusion": True},
+    {"wrapper": "ddp", **BF16, "holds": "layer", **OVERLAPPED},
     {"wrapper": "ddp", "local": True, "evaluates": True, "holds": "layer", **BF16},
+    {"wrapper": "ddp", "local": True, "holds": "layer", **BF16, **OVERLAPPED},
     MODEL | {"unbalanced": True, "evaluates": True, "warmup": 0},
     MODEL | {"unbalanced": True, **BF16, "moe_router_topk": 1, "norm_on_device": True},
     MODEL | {"layers": 3, "moe_layer_freq": [0, 1, 1], "dropout": 0.1, "moe_z_loss_coeff": 1e-3, **BF16},
@@ -44,6 +47,7 @@ CASES: list[dict[str, Any]] = [
     MODEL | {"experts": 8, "unbalanced": True, "multi_latent_attention": True, **WIDE, "moe_router_topk": 4},
     MODEL | {"recompute_modules": ["moe"], "microbatches_later": 2, "control": "captured_again"},
     MODEL | FULL_RECOMPUTE | {"microbatches": 2},
+    MODEL | {"gradient_accumulation_fusion": True, **BF16},
 ]
 EP: list[dict[str, Any]] = [
     {},
@@ -56,6 +60,19 @@ EP: list[dict[str, Any]] = [
     {**GATHERED, "evaluates": True, **WIDE, "holds": "layer"},
     MODEL | {"evaluates": True, **BF16},
 ]
+DDP: dict[str, Any] = {"wrapper": "ddp", "holds": "layer"}
+LOCAL: dict[str, Any] = {**DDP, "local": True}
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "--tp 2 --etp 1 --ep 2": [
+        {"sequence_parallel": True, **BF16, **case} for case in (MODEL, MODEL | GATHERED, DDP | PARTS, DDP, LOCAL)
+    ],
+    "--cp 2 --ep 2": [BF16 | case for case in (MODEL, DDP, LOCAL)],
+    "--pp 2": [
+        {"layers": 4, "dtype": "bf16", "microbatches": 4, **case}
+        for case in (MODEL, DDP, DDP | PARTS | {"virtual": 2}, LOCAL | {"virtual": 2})
+    ],
+}
+IN_LAYOUTS = [(layout, case) for layout, cases in LAYOUTS.items() for case in cases]
 FOUR_RANKS: list[tuple[str, dict[str, Any]]] = [
     ("2", MODEL | {"unbalanced": True, **BF16}),
     ("4", MODEL | {"experts": 8, "moe_router_topk": 4, **BF16}),
@@ -73,7 +90,7 @@ def assert_replayed(result, case):
         assert result["replays"] == 2 * pieces * case.get("microbatches_later", case.get("microbatches", 1))
 
 
-@pytest.mark.parametrize("case", mostly_long(CASES, CASES[16]))
+@pytest.mark.parametrize("case", mostly_long(CASES, CASES[19]))
 def test_graphs_are_bit_identical_to_eager(trained, case):
     assert_replayed(trained(MOE | case), case)
 
@@ -81,6 +98,17 @@ def test_graphs_are_bit_identical_to_eager(trained, case):
 @pytest.mark.parametrize("case", mostly_long(EP, EP[8]))
 def test_expert_parallel_graphs_are_bit_identical_to_eager(trained, case):
     assert_replayed(trained(MOE | case, "--ep", "2"), case)
+
+
+@pytest.mark.parametrize(("layout", "case"), mostly_long(IN_LAYOUTS, IN_LAYOUTS[0]))
+def test_graphs_in_other_layouts_are_bit_identical_to_eager(trained, layout, case):
+    result = trained(MOE | case, *layout.split())
+    assert_as_eager(result)
+    pieces = 1 if case["holds"] == "model" else 2  # of this stage
+    if "local" in case:
+        assert result["graphs"]
+    else:
+        assert result["replays"] == 2 * pieces * case["microbatches"]
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.support.layers import small_transformer_engine
 from tests.support.layers.fused_gradients import fused_kernels
+from tests.support.layers.sequence_parallel_norms import sequence_parallel_norms
 from tests.support.trainings import models
 from tests.support.trainings.case import EVALUATION, VOCABULARY, Case
 
@@ -93,6 +94,8 @@ class Training:
         self.patches = ExitStack()  # closed at the end of training
         if case.fp8 and not case.transformer_engine:
             self.patches.enter_context(small_transformer_engine.in_megatron())
+        if case.get("sequence_parallel") and not case.transformer_engine:
+            self.patches.enter_context(sequence_parallel_norms())
         fused = case.get("gradient_accumulation_fusion") and case.wrapper == "fsdp"
         if fused and not case.transformer_engine:
             self.patches.enter_context(fused_kernels())

@@ -79,6 +79,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
             capacity = capacity_of_peer(len(rows), top_k, experts, self.ep_size, factor)
             sent = self.input_splits.unsqueeze(1)
             received = self.num_global_tokens_per_local_expert if experts > 1 else self.output_splits.unsqueeze(1)
+            self._keep_for_this_stream(sent, received)
             if factor is not None:
                 token_bounds.note(sent > capacity)
                 sent, received = cut(sent, capacity), cut(received, capacity)
@@ -95,6 +96,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
             return super().dispatch_postprocess(global_input_tokens, global_probs)
         tokens_per_expert, self.tokens_per_expert = self.tokens_per_expert, None
         if self._received:
+            self._keep_for_this_stream(*self._received)
             global_input_tokens = self._received.from_buffers(global_input_tokens)
             global_probs = self._received.from_buffers(global_probs)
         return global_input_tokens, tokens_per_expert, global_probs
@@ -111,6 +113,11 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         combined: torch.Tensor = super().token_combine(hidden_states, *args, **kwargs)
         sent, self._sent = self._sent, None
         return sent.from_buffers(combined) if sent else combined
+
+    def _keep_for_this_stream(self, *tensors: torch.Tensor) -> None:
+        """Keep the memory of tensors of other streams until the current stream has used them."""
+        for tensor in tensors if self.config.overlap_moe_expert_parallel_comm else ():
+            tensor.record_stream(torch.cuda.current_stream())
 
     def _capacity_factor(self) -> float | None:
         return alltoall_capacity_factor(self.config) if token_bounds and token_bounds.in_force else None

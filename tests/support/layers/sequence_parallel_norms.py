@@ -1,0 +1,28 @@
+"""Norms of Megatron's own layers under sequence parallelism, which megatron-core provides with Apex only."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+@contextmanager
+def sequence_parallel_norms() -> Iterator[None]:
+    """Make torch's norms support ``--sequence-parallel``: gradients are reduced over tensor-parallel ranks."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    build = WrappedTorchNorm.__new__
+
+    def built(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        whole = copy(config)
+        whole.sequence_parallel = False
+        norm = build(cls, whole, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    with mock.patch.object(WrappedTorchNorm, "__new__", built):
+        yield
