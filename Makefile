@@ -27,12 +27,13 @@ OTHER_TORCHES := 2.12.1 2.13.0 2.14.1 2.15.0
 TORCH_TRAININGS := $(addprefix tests/integration_tests/,benchmarks \
 	$(addprefix test_,fsdp_graphs.py local_graphs.py checkpoints.py torch_fsdp.py install.py))
 
-.PHONY: help .venv demo test test-all test-versions test-patch test-patch-quick $(OTHER_CORES:%=test-core-%) \
+.PHONY: help .venv demo rl-loop test test-all test-versions test-patch test-patch-quick $(OTHER_CORES:%=test-core-%) \
 	test-processors test-avx2 test-sse4 test-threads test-torches test-installed \
 	$(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench measure docs lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
+	@echo "make rl-loop   train a small GPT by reinforcement learning, with graphs that are released and restored"
 	@echo "make test      unit and integration tests on the CPU backend"
 	@echo "make test-all  all tests that need no GPU, including long ones: run before a release"
 	@echo "make test-processors  make test with other instruction sets and numbers of threads"
@@ -62,6 +63,11 @@ help:
 
 demo: $(ENVIRONMENT)
 	$(PY) examples/demo.py
+
+# RL has further options. Two ranks: on the CPU backend without GPUs.
+rl-loop: $(ENVIRONMENT)
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 \
+		$(if $(shell command -v nvidia-smi),,-m megatron_fsdp_cuda_graphs.cpu_backend) examples/rl_loop.py $(RL)
 
 # Files of integration tests take long: start them first. Tests in tests/gpu are imported and skipped.
 test: $(ENVIRONMENT)

@@ -30,10 +30,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     _local_shards: LocalShards | None = None
     _kept: KeptGradients | None = None
     _clipping: RepeatedWork | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._on_host: list[tuple[dict[str, Any], str]] = []  # offloaded states, each with its name
+    _on_host: tuple[tuple[dict[str, Any], str], ...] = ()  # offloaded states, each with its name
 
     def get_loss_scale(self) -> torch.Tensor:
         """Return the loss scale, float32, shape (1,); see megatron-core.
@@ -168,7 +165,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             super().offload_to_cpu()
             return
         for state in () if self.is_stub_optimizer else self.optimizer.state.values():
-            self._on_host += [(state, name) for name, value in state.items() if getattr(value, "is_cuda", False)]
+            self._on_host += tuple((state, name) for name, value in state.items() if getattr(value, "is_cuda", False))
         for state, name in self._on_host:
             state[name] = state[name].cpu()
         for chunk in self.model_chunks:
@@ -182,7 +179,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             return
         for state, name in self._on_host:  # other states (step counts, for example) are always on the host
             state[name] = state[name].cuda()
-        self._on_host.clear()
+        self._on_host = ()
         for chunk in self.model_chunks:
             chunk.param_and_grad_buffer.restore_main_weights()
 

@@ -34,7 +34,8 @@ class Case:
         masked_step: The only step whose attention mask hides more than the causal mask; None to use the causal
             mask in every step.
         released: The step that trains eagerly after graphs were released; they are restored afterwards. Around it the
-            optimizer moves to the host and back, and the model evaluates. None to keep the graphs.
+            optimizer moves to the host and back, and the model evaluates. Before the step after next, weights under
+            Megatron-FSDP are overwritten in place. None to keep the graphs.
         evaluates: Evaluate after the step that follows capture; ``often`` to evaluate also before and after capture
             and after each step.
         evaluated_sequence: Sequence length in evaluation; 0 to use the training sequence length.

@@ -318,6 +318,15 @@ class Training:
         one = FullCudaGraphWrapper.cuda_graph["training"]
         return [one] if self.case.full_iteration else _cuda_graphs(self.layers, self.helper)
 
+    def halve_weights(self) -> None:
+        """Overwrite the shards of all weights in place."""
+        with torch.cuda.stream(self.stream):
+            for chunk in self.chunks:
+                chunk.synchronize_param_gather()  # gathers in flight read them
+                for group in chunk.param_and_grad_buffer.parameter_groups:
+                    for buffer in filter(None, (group.model_weight_buffer, group.main_weight_buffer)):
+                        buffer.data.copy_(buffer.data * 0.5)
+
     def _read_log(self) -> None:
         """Read and clear the logged metrics of MoE layers and multi-token prediction."""
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -401,6 +410,8 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
                 training.evaluate()
             if case.released == step - 1:
                 training.restore()
+            if case.released == step - 2 and case.wrapper == "fsdp":
+                training.halve_weights()
             if by_helper and not training.before_step() and first:
                 training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
             if first and often:

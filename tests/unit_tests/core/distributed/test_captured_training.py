@@ -4,6 +4,7 @@ These tests run in this process, with one rank. The integration tests use two ra
 """
 
 import gc
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.optimizer.local_shards import local_tensor
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_session
 from tests.support.sample import each_once
@@ -151,6 +153,28 @@ def test_evaluation_between_steps_changes_nothing(one_rank, holds):
     got = trained(case, True, between=evaluate)
     assert expected.differences(got) == []
     assert got.replays == REPLAYS[holds]
+
+
+def evaluate_in_turn(training):
+    """Evaluate at the training shape and at another one, in an order that differs between steps."""
+    (chunk,) = training.chunks
+    batch = next(training._batches(9))
+    whole = batch.tokens, batch.positions, batch.mask, batch.labels
+    orders = [(whole, short_batch(training)), (short_batch(training), whole, whole), (short_batch(training),), (whole,)]
+    chunk.eval()
+    with torch.cuda.stream(training.stream), torch.no_grad():
+        for *given, labels in orders[len(training.losses) % 4]:
+            training.evaluations.append(chunk(*given, labels=labels).tolist())
+    chunk.train()
+
+
+@pytest.mark.parametrize("holds", [MODEL, ALL, ONE])
+def test_evaluation_of_two_shapes_in_any_order_is_identical(one_rank, holds):
+    case = graphed(holds, dropout=0.1)
+    eager, graphs = (trained(case, on, between=evaluate_in_turn, steps=6) for on in (False, True))
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[holds]
+    assert len(graphs.evaluations) == 11
 
 
 @contextmanager
@@ -388,29 +412,66 @@ def test_deleting_graphs_frees_all_of_them(one_rank, case):
 
 
 def load_halved_weights(training):
-    """Load weights as from a checkpoint, after some parameters were gathered for the next step."""
-    if len(training.losses) != 2:
-        return
-    with torch.cuda.stream(training.stream):
-        weights = training.fsdp.state_dict().items()
-        halved = {name: each * 0.5 if isinstance(each, torch.Tensor) else each for name, each in weights}
-        training.fsdp.load_state_dict(halved)
+    """Load weights as from a checkpoint."""
+    weights = training.fsdp.state_dict().items()
+    halved = {name: each * 0.5 if isinstance(each, torch.Tensor) else each for name, each in weights}
+    training.fsdp.load_state_dict(halved)
 
 
-def load_into_nothing_gathered(training):
-    with torch.cuda.stream(training.stream):
-        training.fsdp.synchronize_param_gather()
-    load_halved_weights(training)
+def halve_parameters(training):
+    """Overwrite the optimizer's parameters, and copy them to the model's weights."""
+    for _, param in training.fsdp.param_and_grad_buffer.optimizer_named_parameters:
+        param.detach().copy_(param.detach() * 0.5)
+    training.fsdp.install_optimized_model_weights()
 
 
+def halve_shards(training):
+    """Overwrite the shards of the model's weights, and of the optimizer's if it has its own."""
+    training.fsdp.synchronize_param_gather()  # gathers in flight read them
+    for group in training.fsdp.param_and_grad_buffer.parameter_groups:
+        for buffer in filter(None, (group.model_weight_buffer, group.main_weight_buffer)):
+            buffer.data.copy_(buffer.data * 0.5)
+
+
+WAYS = [(load_halved_weights, "fp32"), (halve_parameters, "bf16"), (halve_shards, "fp32"), (halve_shards, "bf16")]
+
+
+@pytest.mark.parametrize(("overwrite", "dtype"), WAYS)
 @pytest.mark.parametrize("holds", [MODEL, ALL, ONE])
-def test_weights_loaded_between_steps_are_used(one_rank, holds):
-    case = graphed(holds)
-    expected = trained(case, False, between=load_into_nothing_gathered)
-    assert expected.differences(trained(case, False, between=load_halved_weights)) == []
-    graphs = trained(case, True, between=load_halved_weights)
+def test_weights_overwritten_between_steps_are_used(one_rank, holds, overwrite, dtype):
+    case = graphed(holds, dtype=dtype)
+
+    def with_nothing_gathered(training):
+        with torch.cuda.stream(training.stream):
+            training.fsdp.synchronize_param_gather()
+        with_some_gathered(training)
+
+    def with_some_gathered(training):
+        if len(training.losses) == 2:
+            with torch.cuda.stream(training.stream):
+                overwrite(training)
+
+    expected = trained(case, False, between=with_nothing_gathered)
+    assert expected.differences(trained(case, False)) != []
+    assert expected.differences(trained(case, False, between=with_some_gathered)) == []
+    graphs = trained(case, True, between=with_some_gathered)
     assert expected.differences(graphs) == []
     assert graphs.replays == REPLAYS[holds]
+
+
+def test_offloading_frees_optimizer_states_and_weights(one_rank):
+    training = CapturedTraining(graphed("model", dtype="bf16"), graphs=False)
+    training.step()  # on local shards, which alias the states
+    states = [value for state in training.optimizer.optimizer.state.values() for value in state.values()]
+    on_device = [weakref.ref(local_tensor(value)) for value in states if value.is_cuda]
+    del states
+    groups = training.fsdp.param_and_grad_buffer.parameter_groups
+    weights = [group.main_weight_buffer.data.clone() for group in groups]
+    training.optimizer.offload_to_cpu()
+    assert on_device and [state() for state in on_device] == [None] * len(on_device)
+    assert {group.main_weight_buffer.data.untyped_storage().nbytes() for group in groups} == {0}
+    training.optimizer.restore_from_cpu()
+    assert all(map(torch.equal, weights, [group.main_weight_buffer.data for group in groups]))
 
 
 def penalize_embedding(training, before=False):
