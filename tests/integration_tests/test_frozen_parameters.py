@@ -29,6 +29,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"modules": ["attn"], **ADAPTERS}, 6),
     ({"modules": ["mlp"], **ADAPTERS}, 6),
     ({"holds": "model", "microbatches": 2, **FIRST_LAYERS}, 4),
+    ({"holds": "model", "layers": 4, **FIRST_LAYERS}, 2),
     ({"holds": "decoder", **FIRST_LAYERS}, 2),
     ({"holds": "layer", **FIRST_LAYERS}, 4),  # forward only in the first two layers
     ({"holds": "layer", "data_parallel_sharding_strategy": "no_shard", **FIRST_LAYERS}, 4),
@@ -40,7 +41,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"holds": "layer", "wrapper": "ddp", **FIRST_LAYERS}, 4),
     ({"holds": "model", "decoupled_lr": 0.01, "dtype": "bf16"}, 2),
 ]
-QUICK = CASES[0], CASES[7], CASES[11], CASES[15]
+QUICK = CASES[0], CASES[7], CASES[10], CASES[12], CASES[16]
 
 
 @pytest.mark.parametrize(("case", "replays"), mostly_long(CASES, *QUICK))

@@ -283,13 +283,21 @@ class BackwardPass:
         self.takers.clear()
         self.collected.clear()
 
+    def finish_units(self) -> None:
+        """Finish the units for which autograd does not call ``after_backward``: they are frozen, or their inputs are.
+
+        Otherwise they would stay gathered, and their next forward pass would be treated as a recomputation.
+        """
+        for unit in self._units:
+            if unit._training_state == TrainingState.PRE_BACKWARD:
+                (self.runners.get(unit) or self._graphs.runner_of(unit)).after_backward()
+
     @shown_in_profiles
     def finish_backward(self) -> None:
         """Handle the remaining gradients, finish the reductions, and close the backward pass."""
         fsdp, gradients = self._fsdp, self._graphs.gradients
-        for unit in self._units if self.phase is not Phase.REPLAYED else ():
-            if unit._training_state == TrainingState.PRE_BACKWARD:  # its inputs need no gradients, or it is frozen
-                (self.runners.get(unit) or self._graphs.runner_of(unit)).after_backward()
+        if self.phase is not Phase.REPLAYED:
+            self.finish_units()
         self.end_of_modules()  # collected gradients are still awaited
         if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and gradients.handle_rest(self.trainable):
             fsdp.grad_reduce_pipeline.reset()

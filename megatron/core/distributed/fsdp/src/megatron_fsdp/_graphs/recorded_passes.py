@@ -124,6 +124,7 @@ class RecordedPasses(GraphOwner):
                     self.gather_first_unit(phase)
                     yield
                     if backward:
+                        self._backward.finish_units()
                         self._gradients.handle_rest(self._params)
                         self._backward.close()
                     gathers.settle()
