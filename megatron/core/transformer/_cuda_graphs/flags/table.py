@@ -125,6 +125,12 @@ def _shards_all(options: Options) -> bool:
     return bool(options.get("data_parallel_sharding_strategy", "no_shard") == "optim_grads_params")
 
 
+def _captures_single_layers(options: Options) -> bool:
+    """Return whether flags rule out graphs of several layers."""
+    sharded = options.sharding == MEGATRON_FSDP and _shards_all(options)
+    return bool(not sharded or options.modules or str(options.get("cuda_graph_layers_per_graph")) == "1")
+
+
 _REFUSED = [
     _refused(
         "--fsdp-double-buffer not given",
@@ -177,6 +183,14 @@ _REFUSED = [
         lambda o: o.several("mlp_chunks_for_training") and o.has_experts and "moe_router" in o.modules,
         "--mlp-chunks-for-training routes each chunk separately, but a graph of moe_router ends after the first "
         "chunk's router: leave moe_router out of --cuda-graph-modules, or leave out --mlp-chunks-for-training",
+    ),
+    _refused(
+        "--recompute-granularity full with graphs of single layers",
+        lambda o: o.recomputes_layers and _captures_single_layers(o),
+        "--recompute-granularity full needs a graph that holds all layers, because graphs of single layers cannot "
+        "recompute them: set --use-megatron-fsdp and --data-parallel-sharding-strategy optim_grads_params, and leave "
+        "out --cuda-graph-modules and --cuda-graph-layers-per-graph 1",
+        sharding=None,
     ),
     _refused(
         "--recompute-granularity full with dropout or --moe-input-jitter-eps",

@@ -51,6 +51,7 @@ from tests.support.ranks.on_cpu_backend import on_cpu_backend
 ROOT = Path(__file__).parents[5]
 UNSHARDED = "!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format"
 WHOLE_OVERLAP = "--overlap-moe-expert-parallel-comm with DistributedDataParallel and whole layers"
+RECOMPUTED_ALONE = "--recompute-granularity full with graphs of single layers"
 _EXAMPLES = [
     ("--fsdp-double-buffer not given", "!fsdp-double-buffer"),
     ("--fsdp-db-use-persist-buf-on-alloc-fail not given", "!fsdp-db-use-persist-buf-on-alloc-fail"),
@@ -71,6 +72,7 @@ _EXAMPLES = [
         "--mlp-chunks-for-training with --cuda-graph-modules moe_router",
         f"{MOE} --cuda-graph-modules moe_router --mlp-chunks-for-training 2",
     ),
+    (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-layers-per-graph 1"),
     ("--recompute-granularity full with dropout or --moe-input-jitter-eps", f"{FULL} --hidden-dropout 0.1"),
     ("--overlap-moe-expert-parallel-comm", f"{MOE} --cuda-graph-modules attn {OVERLAP}"),
     (
@@ -266,12 +268,27 @@ def test_full_iteration_is_checked_under_fsdp2_only(impl):
         assert bool(refusal(args)) == (impl != "none" and args.use_torch_fsdp2), name
 
 
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("", False),
+        ("--cuda-graph-layers-per-graph all", False),
+        ("--cuda-graph-modules attn", True),
+        ("--data-parallel-sharding-strategy optim", True),
+        (UNSHARDED, True),
+    ],
+)
+def test_full_recomputation_needs_a_graph_of_all_layers(flags, refused):
+    rows = rows_of(Options(parsed(f"{FULL} {flags}")))
+    assert (RECOMPUTED_ALONE in [row.flags for row in rows]) == refused
+
+
 def test_unsharded_models_match_few_rows():
     for name in EXAMPLES:
         args = parsed(EXAMPLES[name])
         args.use_megatron_fsdp = args.use_torch_fsdp2 = False
         args.cuda_graph_layers_per_graph = None
-        assert [row.flags for row in rows_of(Options(args))] in ([], [WHOLE_OVERLAP]), name
+        assert [row.flags for row in rows_of(Options(args))] in ([], [WHOLE_OVERLAP], [RECOMPUTED_ALONE]), name
     assert refusal(Namespace()) == []
 
 
