@@ -1,7 +1,7 @@
 """Limit the tokens that ranks send each other (--moe-alltoall-capacity-factor), and rerun steps that exceed the limit.
 
 ``RerunStateMachine`` makes all ranks rerun such a step without the limit before the optimizer step: no token is
-dropped.
+dropped. With CUDA graphs, the limit applies from the capture on, so that the router can balance its loads before.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,8 @@ class TokenBounds:
         self._routers: WeakSet[Any] = WeakSet()
         self._saved: dict[Any, torch.Tensor] = {}
         self._suspension: ExitStack | None = None  # while the limits are lifted
-        self.in_force = self._is_copied = self._warned = False
+        self._steps = self._repeated = 0  # with limits
+        self.in_force = self._applies = self._begun = self._is_copied = False
 
     def __bool__(self) -> bool:
         return bool(self._routers)
@@ -37,13 +38,14 @@ class TokenBounds:
             self._too_small = torch.zeros(1, dtype=torch.bool, device=torch.cuda.current_device())
             self._on_host = torch.zeros(1, dtype=torch.bool, device="cpu").pin_memory()
             self._copied = torch.cuda.Event()
+            self._applies = router.config.cuda_graph_impl == "none"
         self._routers.add(router)
 
     def clear(self) -> None:
         """Remove all routers."""
         self.end()
         self._routers.clear()
-        self._saved, self._warned = {}, False
+        self._saved, self._steps, self._repeated = {}, 0, 0
 
     def note(self, too_many: torch.Tensor) -> None:
         """Set the overflow flag on the GPU if any element of ``too_many`` (bool) is True."""
@@ -52,13 +54,14 @@ class TokenBounds:
     def begin(self) -> None:
         """Begin the first run of a step."""
         self.end()  # the last step may have ended with an exception
-        self.in_force, self._is_copied = True, False
+        self.in_force, self._begun, self._is_copied = self._applies, True, False
+        self._steps += self.in_force
         self._too_small.zero_()
 
     @contextmanager
     def of_captures(self) -> Iterator[None]:
-        """Apply the limits in this context, while training graphs are captured."""
-        before, self.in_force = self.in_force, True
+        """Apply the limits in this context, while training graphs are captured, and in later steps."""
+        before, self.in_force, self._applies = self.in_force, True, True
         try:
             yield
         finally:
@@ -72,7 +75,7 @@ class TokenBounds:
         """
         if not self or torch.cuda.is_current_stream_capturing():
             return
-        if not self.in_force and self._suspension is None:
+        if not self._begun:
             raise RuntimeError(
                 "--moe-alltoall-capacity-factor requires a training loop that calls RerunStateMachine's "
                 "should_run_forward_backward before and after the passes of a step: use Megatron's training loop, or "
@@ -90,26 +93,27 @@ class TokenBounds:
         return bool(self._on_host)
 
     def lift(self) -> str:
-        """Lift the limits and suspend replays until ``end``; return a log message, empty after the first call."""
+        """Lift the limits and suspend replays until ``end``; return a log message, often empty."""
         from megatron.core.transformer._cuda_graphs.snapshot import replays  # imports this module
 
         self.in_force, self._suspension = False, ExitStack()
         self._suspension.enter_context(replays.suspended("the step is repeated with room for all tokens"))
         self._too_small.zero_()
         self._on_host.zero_()
-        if self._warned:
+        self._repeated += 1
+        if str(self._repeated).strip("0") != "1":
             return ""
-        self._warned = True
         factor = max(router.config.moe_alltoall_capacity_factor for router in self._routers)
         return (
             "The step is repeated eagerly with room for all tokens: a rank sent another rank more tokens than "
-            f"--moe-alltoall-capacity-factor {factor:g} allows. No token is dropped. If steps stay slow, raise the "
-            "factor. This message is logged once"
+            f"--moe-alltoall-capacity-factor {factor:g} allows. No token is dropped. {self._repeated} of {self._steps} "
+            "steps have been repeated. If steps stay slow, raise the factor, or --cuda-graph-warmup-steps until loads "
+            "are balanced. This message is logged after 1, 10, 100, ... repeated steps"
         )
 
     def end(self) -> None:
         """End the step, and resume replays."""
-        self.in_force = False
+        self.in_force = self._begun = False
         if self._suspension is not None:
             self._suspension.close()
             self._suspension = None

@@ -79,16 +79,17 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("kind", mostly_long(KINDS, "model"))
 def test_overflowing_steps_run_again(run, kind):
     bounded = run(1.9, kind)
+    captured = STEPS + 1 if "eager" in kind else WARMUP if "warm" not in kind else 0
+    unbounded = 0 if "eager" in kind else captured  # steps
     expected = [
         [[step, rank in ranks] for rank in range(2)] if first else [[step, False]] * 2
         for step in range(1, STEPS + 1)
-        for ranks in [OVERFLOWS.get(step, [])]
+        for ranks in [OVERFLOWS.get(step, []) if step > unbounded else []]
         for first in ([True, False] if ranks else [True])
     ]
     assert [[*each] for each in bounded.answers] == expected
     assert bounded.found == run(None, "eager").found
     assert bounded.log.count("raise the factor") == 1
-    captured = STEPS + 1 if "eager" in kind else WARMUP if "warm" not in kind else 0
     assert [step["graphs"] > 0 for step in bounded.steps] == [step > captured for step in range(1, STEPS + 1)]
 
 
@@ -96,7 +97,8 @@ def test_overflowing_steps_run_again(run, kind):
 @pytest.mark.parametrize("kind", ["eager", "model"])
 def test_evaluation_loses_no_token_if_all_steps_overflow(run, kind):
     bounded = run(ALWAYS, kind, {})
-    assert all(any(found for _, found in each) for each in bounded.answers[::2])
+    answers = bounded.answers[0 if kind == "eager" else WARMUP :]
+    assert all(any(found for _, found in each) for each in answers[::2])
     assert bounded.found == run(None, "eager", {}).found
 
 

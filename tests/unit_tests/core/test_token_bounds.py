@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 class Router(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.config = SimpleNamespace(moe_alltoall_capacity_factor=FACTOR)
+        self.config = SimpleNamespace(moe_alltoall_capacity_factor=FACTOR, cuda_graph_impl="none")
         self.register_buffer("tokens", torch.arange(4.0))
 
 
@@ -84,10 +84,28 @@ def test_another_training_clears_the_bounds(bounds, router):
     assert not replays.suspended_by
 
 
-def test_captures_are_bounded(bounds):
+def test_captures_and_later_steps_are_bounded(bounds, router):
+    bounds.clear()
+    router.config.cuda_graph_impl = "transformer_engine"
+    bounds.add(router)
+    bounds.begin()
+    assert not bounds.in_force
+    run(bounds, False)  # needs no limit
+    bounds.end()
     with bounds.of_captures():
         assert bounds.in_force
     assert not bounds.in_force
+    bounds.begin()
+    assert bounds.in_force
+
+
+def test_repeated_steps_are_reported_at_powers_of_ten(bounds):
+    messages = []
+    for _ in range(101):
+        bounds.begin()
+        messages.append(bounds.lift())
+    assert [number for number, message in enumerate(messages, 1) if message] == [1, 10, 100]
+    assert "10 of 10 steps have been repeated" in messages[9]
 
 
 def test_loop_without_repeated_steps_is_refused(bounds):

@@ -87,8 +87,8 @@ FLAGS = {
     FACTOR_FLAG: Flag(
         "Maximum tokens that a rank sends to each expert-parallel rank, as a multiple of an even share, with "
         f"{GROUPED_FLAG} and --moe-token-dispatcher-type alltoall. A step that exceeds it is repeated, eagerly and "
-        "with room for all tokens, before the optimizer step, so that no token is dropped. Default: room for all "
-        "tokens.",
+        "with room for all tokens, before the optimizer step, so that no token is dropped. With CUDA graphs, the limit "
+        "applies from the capture on. Default: room for all tokens.",
         allowed=lambda value: value > 0,
         words="above 0, where 1 is an even share of the tokens",
         needs_graphs=False,
