@@ -25,6 +25,7 @@ _AVERAGED = "tests/integration_tests/test_unsharded_gradients.py"
 _GROUPED = "tests/integration_tests/test_grouped_experts.py"
 _BOUNDS = "tests/integration_tests/test_token_bounds.py"
 _USER_CODE = "tests/integration_tests/test_user_code.py"
+_FROZEN = "tests/integration_tests/test_frozen_parameters.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 
@@ -237,6 +238,7 @@ WORKING = (
         "--mtp-num-layers 1 --position-embedding-type rope",
         "a graph of the whole model needs a float32 loss_mask from forward_step, as Megatron's provides",
     ),
+    Working("decoupled learning rate", "--decoupled-lr", _FROZEN, "--decoupled-lr 1e-2"),
     Working(
         "optimizer graph",
         "--optimizer-cuda-graph",
