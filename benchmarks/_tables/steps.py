@@ -14,6 +14,14 @@ NAMES = {
     "full_iteration": "full iteration",
     "compute_alone": "compute alone",
 }
+_KINDS = {
+    "eager+grouped": "none",
+    "native+grouped": "whole model",
+    "full_iteration+grouped": "full iteration",
+    "ddp+grouped": "none",
+    "ddp_graphs+grouped": "layers",
+    "ddp+grouped::--cuda-graph-impl full_iteration": "full iteration",
+}
 FLAGS = {
     "+grouped": "`--moe-use-grouped-tensor`",
     "+optimizer": "`--optimizer-cuda-graph`",
@@ -98,6 +106,31 @@ def recomputation(results: Results) -> Iterator[Row]:
             eager, graphs = ({row["variant"]: row for row in rows}.get(name, {}) for name in ("eager", "native"))
             figures = (f"{graphs[key]:.0f}" for key in ("reserved_mib", "graph_pools_mib"))
             yield _model(configuration, ""), gpus(found), _ms(eager), _ms(graphs), *figures, found["commit"]
+
+
+def kinds(results: Results) -> Iterator[Row]:
+    """Yield a row for each variant of grouped experts, with the time relative to eager under the same wrapper."""
+    yield (
+        *("model", "GPUs", "wrapper", "graphs", "ms", "relative to eager", "reserved: MiB", "capture: s"),
+        *("steps equal to eager's", "commit"),
+    )
+    wrappers = {"ddp": "DDP", "fsdp": "Megatron-FSDP"}
+    for found in results:
+        for configuration, rows in found["configurations"].items():
+            variants = {row["variant"]: row for row in rows}
+            for name, row in variants.items():
+                wrapper, kind = ("ddp" if name.startswith("ddp") else "fsdp"), _KINDS[name]
+                eager = variants["ddp+grouped" if wrapper == "ddp" else "eager+grouped"]
+                figures = (
+                    f"{row['ms'] / eager['ms']:.2f}",
+                    f"{row['reserved_mib']:.0f}",
+                    f"{row['capture_seconds']:.2f}",
+                )
+                equal = f"{row['equal_steps']} of {row['steps']}" if row["reference"] else ""
+                yield (
+                    *(_model(configuration, ""), gpus(found), wrappers[wrapper], kind, _ms(row), *figures, equal),
+                    commit(found, row),
+                )
 
 
 def growth(results: Results) -> Iterator[Row]:
