@@ -466,12 +466,13 @@ def test_offloading_frees_optimizer_states_and_weights(one_rank):
     on_device = [weakref.ref(local_tensor(value)) for value in states if value.is_cuda]
     del states
     groups = training.fsdp.param_and_grad_buffer.parameter_groups
-    weights = [group.main_weight_buffer.data.clone() for group in groups]
+    params = [param._local_tensor for group in training.optimizer.param_groups for param in group["params"]]
+    weights = [param.clone() for param in params]
     training.optimizer.offload_to_cpu()
     assert on_device and [state() for state in on_device] == [None] * len(on_device)
     assert {group.main_weight_buffer.data.untyped_storage().nbytes() for group in groups} == {0}
     training.optimizer.restore_from_cpu()
-    assert all(map(torch.equal, weights, [group.main_weight_buffer.data for group in groups]))
+    assert all(map(torch.equal, weights, params))
 
 
 def penalize_embedding(training, before=False):

@@ -47,7 +47,6 @@ class _OwnBuffers:
         """Free the buffers, which must not be in use; the next allocation makes new ones."""
         for memory in _free_buffers(f"{self.name}_"):  # type: ignore[attr-defined]
             memory.untyped_storage().resize_(0)  # parameters remain views of it
-        self.allocation_tracker.clear()  # type: ignore[attr-defined]
 
 
 def _free_buffers(prefix: str) -> list[torch.Tensor]:
@@ -164,13 +163,13 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             storages.detach()
 
     def free_buckets(self) -> None:
-        """Free the memory of all buckets, which must not be in use; shards of weights and gradients remain."""
+        """Free the memory of all buckets, none of which may be in use, unless it is registered with NCCL."""
         members = [each for group in self.parameter_groups for each in vars(group).values()]
         buffers = [each for each in members if isinstance(each, _upstream.DataParallelBuffer)]
         for buffer in buffers:
             buffer.free_bucket_storage()
         for allocator in {buffer.temporary_bucket_allocator for buffer in buffers}:
-            if isinstance(allocator, _OwnBuffers):
+            if isinstance(allocator, _OwnBuffers) and not self.ddp_config.nccl_ub:
                 allocator.free_buffers()
 
     def zero_grad(self) -> None:
