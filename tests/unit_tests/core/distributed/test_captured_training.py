@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import tee
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -530,7 +531,7 @@ class LooksAhead(CapturedTraining):
         first, second = tee(batches)
         losses, loss_of = super()._forward_step(first, model)
         with torch.no_grad():
-            self.evaluations.append(self._losses(model, next(second)).tolist())
+            self.evaluations.append(self._losses(model, SimpleNamespace(**next(second))).tolist())
         return losses, loss_of
 
 
