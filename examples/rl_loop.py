@@ -35,7 +35,7 @@ ITERATIONS, EPOCHS = 4, 2
 CLIP, KL = 0.2, 0.05
 
 
-def unwrapped(impl: str, **options):
+def unwrapped(impl: str, layers_per_graph: str | None = None):
     """Build the model and its configuration; all models have the same initial weights."""
     model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
     config = TransformerConfig(
@@ -50,7 +50,7 @@ def unwrapped(impl: str, **options):
         persist_layer_norm=False,
         cuda_graph_impl=impl,
     )
-    vars(config).update(options)
+    config.cuda_graph_layers_per_graph = layers_per_graph
     model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE, position_embedding_type="rope")
     return model.cuda().bfloat16(), config
 
@@ -160,7 +160,7 @@ def train(impl: str) -> None:
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     # The reference model does not train: a graph of the whole model has to be requested.
-    model, reference_config = unwrapped(impl, cuda_graph_layers_per_graph="model")
+    model, reference_config = unwrapped(impl, layers_per_graph="model")
     reference = wrapped(model.requires_grad_(False), reference_config)
     helpers = []
     if impl != "none":
