@@ -58,7 +58,7 @@ class Part:
 
 
 _TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120 --no-profile"
-_EQUALITY = "-m tests.support.trainings.on_gpus --processes 15 --seconds SECONDS --output FILE"
+_EQUALITY = "-m tests.support.trainings.on_gpus --seconds SECONDS --output FILE"
 _ON_FOUR_ONLY = "'two instances' 'TP2 with sequence parallelism' 'EP2 with ETP2' 'EP of all' PP2 'PP2 with VPP2'"
 _GROUPED = "eager native eager+grouped native+grouped"
 _DENSE = "eager native full_iteration compute_alone"

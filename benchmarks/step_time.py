@@ -7,6 +7,8 @@ Configurations, trained by ``examples/pretrain_gpt.py`` in bf16 with micro-batch
     B   8 layers, hidden 1024, sequence 512: host-bound
     C   8 layers, hidden 2048, sequence 2048, 8 experts, top-2, a shared expert
     D   4 layers, hidden 1024, sequence 512, architecture of DeepSeek-V3
+    llama-3.2-3b   28 layers, hidden 3072, sequence 4096
+    qwen3-30b-a3b  8 of 48 layers, hidden 2048, sequence 4096, 128 experts, top-8
     A:--num-layers 32 --global-batch-size 8    a configuration with additional flags of megatron.training
 Variants:
     eager                      Megatron-FSDP without graphs

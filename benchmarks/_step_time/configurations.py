@@ -14,6 +14,13 @@ DEEPSEEK = (
     "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
     "--moe-token-dispatcher-type alltoall"
 )
+# Released models: sizes from the configurations that their authors published.
+LLAMA = "--group-query-attention --num-query-groups 8 --normalization RMSNorm --swiglu --disable-bias-linear"
+QWEN = (
+    "--group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --moe-router-topk 8 --moe-permute-fusion "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall"
+)
 
 # TransformerEngine needs no mask tensor for causal attention.
 ON_GPUS = "--transformer-impl transformer_engine --no-create-attention-mask-in-dataloader --bf16 --vocab-size 32000"
@@ -74,26 +81,26 @@ GPU_MODELS = {
     "C": f"{_sizes(8, 2048, 16, 2048)} {MOE} {_experts(2048)} --moe-grouped-gemm",
     "D": f"{_sizes(4, 1024, 16, 512)} {_deepseek(32, 8, 512, 512)} --ffn-hidden-size 2816 --moe-grouped-gemm "
     "--moe-permute-fusion --use-precision-aware-optimizer",
+    "llama-3.2-3b": f"{_sizes(28, 3072, 24, 4096)} {LLAMA} --ffn-hidden-size 8192 --vocab-size 128256",
+    "qwen3-30b-a3b": f"{_sizes(8, 2048, 32, 4096)} {QWEN} --num-experts 128 --moe-ffn-hidden-size 768 "
+    "--ffn-hidden-size 6144 --vocab-size 151936 --moe-grouped-gemm",
 }
 CPU_MODELS = {
     "A": _sizes(4, 64, 4, 32),
     "B": _sizes(2, 32, 4, 16),
     "C": f"{_sizes(2, 64, 4, 32)} {MOE} {_experts(64)}",
     "D": f"{_sizes(4, 64, 4, 32)} {_deepseek(8, 4, 32, 32)} --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
+    "llama-3.2-3b": f"{_sizes(2, 64, 8, 32)} {LLAMA} --vocab-size 256",
+    "qwen3-30b-a3b": f"{_sizes(2, 64, 4, 32)} {QWEN} --num-experts 16 --moe-ffn-hidden-size 32 --vocab-size 256 "
+    "~--moe-permute-fusion",
 }
 # Values of --cuda-graph-modules for MoE models.
 MODULES = {
     "C": ("attn", "moe_router", "moe_preprocess"),
     "D": ("attn", "mlp", "moe_router", "moe_preprocess"),
+    "qwen3-30b-a3b": ("attn", "moe_router", "moe_preprocess"),
 }
 MICRO_BATCHES = {"D": 2}  # per rank and step, if greater than 1
-# Descriptions of GPU_MODELS.
-DESCRIPTIONS = {
-    "A": "16 layers, hidden 2048, sequence 2048",
-    "B": "8 layers, hidden 1024, sequence 512",
-    "C": "8 layers, hidden 2048, sequence 2048, 8 experts, top-2, a shared expert",
-    "D": "4 layers, hidden 1024, sequence 512, like DeepSeek-V3: latent attention, 32 experts, top-8, a shared expert",
-}
 
 
 def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on_cpu: bool) -> Configuration:
@@ -117,7 +124,7 @@ def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on
         )
     experts = name in MODULES
     parallel = min(expert_parallel, ranks) if experts else 1
-    parts = [models[name], DENSE, ON_CPU if on_cpu else ON_GPUS, TRAINING]
+    parts = [DENSE, ON_CPU if on_cpu else ON_GPUS, TRAINING, models[name]]
     parts.append(
         f"--global-batch-size {ranks * MICRO_BATCHES.get(name, 1)} --lr-decay-iters {steps} --train-iters {steps}"
     )
