@@ -60,7 +60,7 @@ class Part:
 _TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120 --no-profile"
 _EQUALITY = "-m tests.support.trainings.on_gpus --seconds SECONDS --output FILE"
 _ON_FOUR_ONLY = "'two instances' 'TP2 with sequence parallelism' 'EP2 with ETP2' 'EP of all' PP2 'PP2 with VPP2'"
-_GROUPED = "eager native eager+grouped native+grouped"
+_GROUPED = "eager native eager+grouped native+grouped full_iteration+grouped"
 _DENSE = "eager native full_iteration compute_alone"
 _CHECKED = "eager+checks native+checks"
 _UNTIED = "--untie-embeddings-and-output-weights"
@@ -98,6 +98,11 @@ _OPTIMIZER_LEVERS = (
     *_OPTIMIZER.split(),
     *("eager+fused+optimizer", f"native+fused+optimizer:{_BY_COPY_ENGINES} {_AVERAGED}"),
 )
+# Each kind of graph that holds dropless experts
+_KINDS_OF_GRAPHS = (
+    *("eager+grouped", "native+grouped", "full_iteration+grouped", "ddp+grouped", "ddp_graphs+grouped"),
+    *(f"ddp+grouped::--cuda-graph-impl {name}" for name in ("full_iteration", "local")),
+)
 # Token dispatchers; the last rows add settings that speed up dense models.
 _EXCHANGED = (
     *("eager+grouped", "native+grouped", "native+grouped::--moe-alltoall-capacity-factor 1.5"),
@@ -129,6 +134,12 @@ PARTS = (
     Part("step_time_levers", (2,), f"{_TIMES} --configurations A B --variants {shlex.join(_LEVERS)}", 300),
     Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {shlex.join(_ON_FOUR)}", 180),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
+    Part(
+        "step_time_grouped",
+        (2,),
+        f"{_TIMES} --configurations C D 'C:--expert-model-parallel-size 1' --variants {shlex.join(_KINDS_OF_GRAPHS)}",
+        300,
+    ),
     Part("step_time_exchange", (2,), f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)}", 120),
     Part(
         "step_time_c",

@@ -162,4 +162,5 @@ def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
     if not configuration.has_dynamic_shapes:
         return [*known, "full_iteration+optimizer", "eager+optimizer", "native+optimizer"]
     several = [name for name in known if not VARIANTS[name].one_graph]
-    return [*several, "eager+grouped", "native+grouped", "eager+optimizer", "native+optimizer"]
+    grouped = ["eager+grouped", "native+grouped", "full_iteration+grouped"]
+    return [*several, *grouped, "eager+optimizer", "native+optimizer"]
