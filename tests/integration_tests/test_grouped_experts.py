@@ -48,6 +48,7 @@ CASES: list[dict[str, Any]] = [
     MODEL | {"recompute_modules": ["moe"], "microbatches_later": 2, "control": "captured_again"},
     MODEL | FULL_RECOMPUTE | {"microbatches": 2},
     MODEL | {"gradient_accumulation_fusion": True, **BF16},
+    MODEL | {"moe_latent_size": 32, **WIDE, **BF16},
 ]
 EP: list[dict[str, Any]] = [
     {},
@@ -59,6 +60,8 @@ EP: list[dict[str, Any]] = [
     {"experts": 2, "recompute_modules": ["moe"], "holds": "layer", "add_bias_linear": True, **BF16},
     {**GATHERED, "evaluates": True, **WIDE, "holds": "layer"},
     MODEL | {"evaluates": True, **BF16},
+    {"wrapper": "ddp", "holds": "layer", "moe_latent_size": 32, **BF16},
+    {"wrapper": "ddp", "local": True, "holds": "layer", "moe_latent_size": 32, **BF16},
 ]
 DDP: dict[str, Any] = {"wrapper": "ddp", "holds": "layer"}
 LOCAL: dict[str, Any] = {**DDP, "local": True}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.support.layers import small_transformer_engine
 from tests.support.layers.fused_gradients import fused_kernels
+from tests.support.layers.latent_projections import latent_projections
 from tests.support.layers.sequence_parallel_norms import sequence_parallel_norms
 from tests.support.trainings import models
 from tests.support.trainings.case import EVALUATION, VOCABULARY, Case
@@ -96,6 +97,8 @@ class Training:
             self.patches.enter_context(small_transformer_engine.in_megatron())
         if case.get("sequence_parallel") and not case.transformer_engine:
             self.patches.enter_context(sequence_parallel_norms())
+        if case.get("moe_latent_size") and not case.transformer_engine:
+            self.patches.enter_context(latent_projections())
         fused = case.get("gradient_accumulation_fusion") and case.wrapper == "fsdp"
         if fused and not case.transformer_engine:
             self.patches.enter_context(fused_kernels())
