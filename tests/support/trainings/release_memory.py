@@ -64,6 +64,12 @@ def main() -> None:
 
 def measure(training: Training, profile: bool) -> None:
     """Capture, train, evaluate and release in cycles."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    # Scales that the first capture of a process allocates for models that have none
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
+    MTPLossAutoScaler.set_loss_scale(torch.ones(1, device="cuda"))
     helper = training.make_helper()
     for _ in range(training.case.warmup):
         training.step()
