@@ -98,7 +98,7 @@ _OPTIMIZER_LEVERS = (
     *_OPTIMIZER.split(),
     *("eager+fused+optimizer", f"native+fused+optimizer:{_BY_COPY_ENGINES} {_AVERAGED}"),
 )
-# Each kind of graph that holds dropless experts
+# Each kind of graph that holds dropless experts.
 _KINDS_OF_GRAPHS = (
     *("eager+grouped", "native+grouped", "full_iteration+grouped", "ddp+grouped", "ddp_graphs+grouped"),
     *(f"ddp+grouped::--cuda-graph-impl {name}" for name in ("full_iteration", "local")),

@@ -23,7 +23,7 @@ from demo_report import Run, Step, failures, plot, read_steps, summary, table
 
 EXAMPLES = Path(__file__).resolve().parent
 STALL_SECONDS = 300  # time limit for a step
-LOG_LINES = 25  # printed from the log of a failed run
+LOG_LINES = 25  # lines printed from the log of a failed run
 
 FSDP = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
@@ -178,7 +178,7 @@ def follow(process: subprocess.Popen, metrics: Path, show: Callable[[Step], None
 
 
 def conclude(eager: Run, graphed: Run, steps: int, picture: Path, title: str) -> int:
-    """Print the table, write the plot, and return the exit code: 1 if there is any failure."""
+    """Print the table, write the plot, and return the exit code: 1 if a check failed."""
     print(f"\n{title}\n\n{table(eager, graphed)}")
     plot(eager, graphed, picture, title)
     print(f"plot                   {picture}")

@@ -70,7 +70,7 @@ def build(
         ValueError: All files are empty.
         OSError: A file cannot be read or written.
     """
-    # Imported here because it takes seconds, which --help and users of VOCAB_SIZE should not wait for.
+    # Imported here because it takes seconds, which --help and importers of VOCAB_SIZE should not spend.
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)

@@ -110,7 +110,7 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> list:
 
 
 def packed_sequences(args, batch: dict[str, torch.Tensor]) -> PackedSeqParams:
-    """Return the document offsets of a micro-batch, padded with ``--cuda-graph-packed-sequences``.
+    """Return the document offsets of a micro-batch, padded if ``--cuda-graph-packed-sequences`` is set.
 
     Args:
         args: Megatron's arguments.

@@ -1,4 +1,4 @@
-"""Trains a small GPT by reinforcement learning (PPO) under Megatron-FSDP, with CUDA graphs.
+"""Train a small GPT by reinforcement learning (PPO) under Megatron-FSDP, with CUDA graphs.
 
     torchrun --nproc-per-node 2 examples/rl_loop.py
     torchrun --nproc-per-node 2 examples/rl_loop.py --cuda-graph-impl none     # the same numbers, without graphs
@@ -30,7 +30,7 @@ from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 64, 32, 4, 2
-PROMPT = 4  # tokens that the prompt of each sequence has
+PROMPT = 4  # prompt tokens per sequence
 ITERATIONS, EPOCHS = 4, 2
 CLIP, KL = 0.2, 0.05
 
@@ -86,7 +86,7 @@ def log_probabilities(model, micro_batches):
 
 
 def engine_with_weights_of(policy):
-    """Return another engine, here a model without shards, with the weights of the policy."""
+    """Return an inference engine, here an unsharded model, with the policy's weights."""
     engine, _ = unwrapped("none")
     weights = {name.removeprefix("module."): weight for name, weight in policy.module.state_dict().items()}
     own = {name: weights[name].to_local().flatten().cpu() for name, _ in engine.named_parameters()}
@@ -144,7 +144,7 @@ def train_epoch(policy, optimizer, samples):
 
 
 def report(phase):
-    """Print the memory of the first rank."""
+    """Print the memory use of the first rank."""
     if dist.get_rank() == 0:
         allocated, reserved = torch.cuda.memory_allocated() / 2**20, torch.cuda.memory_reserved() / 2**20
         print(f"{phase}: allocated {allocated:.1f} MiB, reserved {reserved:.1f} MiB")
@@ -159,7 +159,7 @@ def train(impl: str) -> None:
     config.no_sync_func = policy.no_sync
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    # The reference model does not train: a graph of the whole model has to be requested.
+    # By default, only trained models get a whole-model graph.
     model, reference_config = unwrapped(impl, layers_per_graph="model")
     reference = wrapped(model.requires_grad_(False), reference_config)
     helpers = []

@@ -67,7 +67,7 @@ class StepMetrics:
         """Append the line of one step.
 
         Args:
-            losses: 'lm loss', a float tensor with one element; empty if there is no loss.
+            losses: ``{"lm loss": tensor}``, where the float tensor has one element; empty if there is no loss.
         """
         torch.cuda.synchronize()
         now = time.perf_counter()

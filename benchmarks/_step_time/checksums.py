@@ -47,7 +47,7 @@ class Checksums:
 
 
 def _named_parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the parameters of the optimizer; under DistributedDataParallel, of the model."""
+    """Yield the optimizer's parameters, or the model's under DistributedDataParallel."""
     for chunk in chunks:
         buffer: Any = getattr(chunk, "param_and_grad_buffer", None)
         yield from chunk.named_parameters() if buffer is None else buffer.optimizer_named_parameters

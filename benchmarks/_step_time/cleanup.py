@@ -53,7 +53,7 @@ def _forget_globals() -> None:
 
 
 def _forget_graphs() -> None:
-    """Delete the graphs and static tensors in global variables of megatron-core."""
+    """Delete the graphs and static tensors held by megatron-core's global variables."""
     from megatron.core import full_cuda_graph
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs

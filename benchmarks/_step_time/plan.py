@@ -8,7 +8,7 @@ from .configurations import LOG_INTERVAL, Configuration
 from .variants import Variant
 
 PROFILED_STEPS = LOG_INTERVAL + 5  # step_profile.LAST
-MIN_STEPS = 2 * LOG_INTERVAL  # for one time in the second half
+MIN_STEPS = 2 * LOG_INTERVAL  # so that the second half has at least one measurement
 
 
 @dataclass(frozen=True)

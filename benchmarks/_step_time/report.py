@@ -116,7 +116,7 @@ def failures(row: Mapping[str, Any]) -> list[str]:
     return found
 
 
-# Headings of a table, and the keys of their values in a row.
+# Table headings, each with the keys of its values in a row.
 Columns = Sequence[tuple[str, tuple[str, ...]]]
 COLUMNS: Columns = (
     ("ms", ("ms",)),

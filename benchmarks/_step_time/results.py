@@ -35,7 +35,7 @@ class Results:
         self._timed.append({name: {} for name in self._chosen})
 
     def keep(self, run: Run, result: dict[str, Any], planned: int) -> None:
-        """Store the result of ``run``, one of ``planned`` runs, and print a line."""
+        """Store the result of ``run``, one of the ``planned`` runs, and print its line."""
         kept = self._profiled if run.profiled else self._timed[-1]
         kept[run.configuration][run.variant] = result
         self._ended += 1

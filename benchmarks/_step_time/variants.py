@@ -6,7 +6,7 @@ from typing import Any
 
 from .configurations import NO_FUSION, Configuration
 
-# Graphs need the two buffer flags; eager variants have them for comparison.
+# Graphs need the two buffer flags; eager variants set them to be comparable.
 FSDP = (
     "--use-megatron-fsdp",
     "--data-parallel-sharding-strategy",

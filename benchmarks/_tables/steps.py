@@ -51,7 +51,7 @@ def launches(results: Results) -> Iterator[Row]:
 
 
 def levers(results: Results) -> Iterator[Row]:
-    """Yield a row for each variant with graphs, and the full iteration with the same settings."""
+    """Yield a row for each variant with graphs, compared with a full-iteration graph with the same settings."""
     yield (
         *("model", "GPUs", "settings of both", "graphs: ms", "full iteration: ms", "graphs / full iteration"),
         *("steps equal to eager's", "commit"),

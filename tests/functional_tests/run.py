@@ -48,7 +48,7 @@ def this_platform() -> str:
 
 
 def train(recipe: Recipe, folder: Path, seconds: float = 300) -> golden.Metrics:
-    """Train a recipe and return its ``METRICS``, without those that the platform does not measure.
+    """Train a recipe and return the ``METRICS`` that the platform measures.
 
     Args:
         recipe: The recipe.
@@ -96,7 +96,7 @@ def _end(log: Path) -> str:
 
 
 def compare(recipe: Recipe, metrics: golden.Metrics) -> tuple[bool, list[str]]:
-    """Return whether ``metrics`` could be compared with golden values, and the differences or the obstacle."""
+    """Return whether ``metrics`` could be compared with golden values, and the differences or why not."""
     if others := golden.other_versions(recipe):
         return False, [f"not compared with golden values: {'; '.join(others)}"]
     try:
@@ -106,7 +106,7 @@ def compare(recipe: Recipe, metrics: golden.Metrics) -> tuple[bool, list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the recipes, print one line each and their differences, and return the exit code."""
+    """Train the recipes, print one line and the differences of each, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="a model or MODEL/NAME (default: all)")
     parser.add_argument("--record", action="store_true", help="write golden values instead of comparing")

@@ -27,7 +27,7 @@ def trained(variant: Variant, *, upstream: bool) -> Trace:
 
 
 def compare(variant: Variant) -> dict:
-    """Return the differences on this rank, or the error."""
+    """Return the differences and losses of this rank, or the traceback of a failure."""
     try:
         theirs, ours = trained(variant, upstream=True), trained(variant, upstream=False)
     except Exception:

@@ -1,4 +1,4 @@
-"""Run replayed and eager forward passes before their backward passes, on two ranks.
+"""Run a mix of replayed and eager forward passes, then their backward passes, on two ranks.
 
 Run by test_kinds_of_passes.py. The argument lists kinds of graphs and patterns of passes as JSON.
 """
@@ -22,7 +22,7 @@ from tests.unit_tests.core.distributed.kinds_of_passes import PASSES, SCOPES, gr
 
 
 def differences(case: Any, passes: Any) -> Any:
-    """Return the number of gradients that differ from eager on this rank, or the error."""
+    """Return how many of this rank's gradients differ from eager, or the traceback of a failure."""
     try:
         eager, graphs = (gradients_of(CapturedTraining(case, on), passes) for on in (False, True))
     except Exception:

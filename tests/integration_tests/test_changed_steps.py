@@ -1,6 +1,6 @@
 """Test that graphs are recaptured after shape changes, and that every step is bit-identical to eager.
 
-Sequence lengths and micro-batch sizes change without pipeline stages; numbers of micro-batches, with two stages.
+Without pipeline stages, sequence lengths and micro-batch sizes change; with two stages, the number of micro-batches.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ CAPTURED_AFTER = 3
 
 
 def test_rerun_step_replays_the_same_result(tmp_path):
-    # The run ends with status 16 if the wrong result of the second step is reproducible.
+    # If the wrong result of the second step is reproducible, the run ends with status 16.
     run = Pretraining(
         tmp_path,
         f"--train-iters {STEPS} --cuda-graph-warmup-steps 1 --rerun-mode validate_results --error-injection-rate 12 "

@@ -1,4 +1,4 @@
-"""Test replayed and eager forward passes before their backward passes, on two ranks."""
+"""Test backward passes that follow a mix of replayed and eager forward passes, on two ranks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Test that all micro-batches have equal weight on two ranks, also in unsharded gradients."""
+"""Test that micro-batches have equal weight in sharded and unsharded gradients, on two ranks."""
 
 import json
 

@@ -12,7 +12,7 @@ from .recipe import CPU_BACKEND, TESTS, Recipe
 Metrics = dict[str, dict[int, float]]  # values by metric and iteration
 
 NUMBERS = ("lm loss", "grad-norm", "num-zeros", "lm loss validation")
-# Maximum ratio of the median to that of the golden values. Hosts differ, and most of an eager step is host time.
+# Maximum ratio of a median to the golden one. Hosts differ, and most of an eager step is host time.
 BOUNDS = {"iteration-time": 2.0, "mem-allocated-bytes": 1.2, "mem-max-allocated-bytes": 1.2}
 DECISIVE = ("torch", "megatron-core", "transformer-engine")  # other versions may change bits
 SHOWN = 4  # values to report per metric
@@ -62,7 +62,7 @@ def _installed(package: str) -> str | None:
 
 
 def differences(found: Metrics, expected: Metrics, rounding: float = 0.0) -> list[str]:
-    """Return the differences in ``NUMBERS``, for metrics that ``expected`` has.
+    """Return the differences in ``NUMBERS``, for the metrics in ``expected``.
 
     Args:
         found, expected: Metrics.

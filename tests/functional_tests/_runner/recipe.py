@@ -1,4 +1,4 @@
-"""Load recipes: a ``model_config.yaml`` each, listed in ``tests/test_utils/recipes``."""
+"""Load recipes, each a ``model_config.yaml`` listed in ``tests/test_utils/recipes``."""
 
 import shlex
 import sys
@@ -87,7 +87,7 @@ def _flags(arguments: dict[str, Any], folder: Path) -> list[str]:
 
 
 def find(given: Iterable[str], platform: str) -> list[Recipe]:
-    """Return the recipes of ``platform`` in ``given``, models or names; all recipes if it is empty.
+    """Return the recipes of ``platform`` whose model or name is in ``given``; all if ``given`` is empty.
 
     Raises:
         ValueError: A name is unknown, or a ``model_config.yaml`` is invalid.

@@ -1,4 +1,4 @@
-"""Norms of Megatron's own layers under sequence parallelism, which megatron-core provides with Apex only."""
+"""Make the norms of Megatron's own layers support sequence parallelism, for which megatron-core requires Apex."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

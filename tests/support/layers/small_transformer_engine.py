@@ -124,7 +124,7 @@ def _statistics() -> dict[str, Any]:
 def _quantized(
     x: torch.Tensor, meta: dict[str, Any], place: int, recipe: Any, skip: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return ``x`` quantized, and record its maximum unless the device tensor ``skip`` is set."""
+    """Return the quantized ``x``, and record its maximum unless the device tensor ``skip`` is set."""
     amax = x.abs().max().float()
     if recipe == CURRENT:
         return rounded(x, LEVELS / amax.clamp(min=1e-6)).to(x.dtype)
