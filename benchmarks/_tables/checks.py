@@ -30,11 +30,15 @@ def equality(results: Results) -> Iterator[Row]:
             groups.setdefault(group, Counter())[_outcome(case)] += 1
             layouts.setdefault(group, set()).add(case.get("layout", "data parallel"))
         for (tests, engine), counts in sorted(groups.items()):
-            layout = "; ".join(sorted(layouts[tests, engine]))
+            layout = "; ".join(sorted(layouts[tests, engine])).replace("EP of all", "EP = world size")
             others = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if outcome != "equal")
             cases = counts.total() - counts["must differ"]
             yield (
-                *(f"`{tests}`{ENGINES[engine]}", layout.replace("two instances", "HSDP"), machine),
+                *(
+                    f"`{tests}`{ENGINES[engine]}",
+                    layout.replace("two instances", "HSDP"),
+                    machine,
+                ),
                 *(f"{counts['equal']} of {cases}", others, measured),
             )
         left = sum(share.get("cases", len(share["results"])) - len(share["results"]) for share in shares)
@@ -89,8 +93,9 @@ def soaks(results: Results) -> Iterator[Row]:
 
 
 def repeated(results: Results) -> Iterator[Row]:
-    """Yield a row for each repeatedly trained variant, omitting common flags."""
-    yield "model", "GPUs", "trained", "runs equal", "different results", "commit"
+    """Yield a row for variants with the same model and outcome, omitting common flags."""
+    yield "model", "GPUs", "mode", "equal runs", "distinct results", "commit"
+    modes: dict[Row, list[str]] = {}
     for found in results:
         by_model: dict[str, list[list[str]]] = {}
         for row in found["rows"]:
@@ -100,12 +105,12 @@ def repeated(results: Results) -> Iterator[Row]:
             name, _, flags = row["configuration"].partition(":")
             common = set.intersection(*map(set, by_model[name]))
             own = " ".join(flag for flag in FLAG.findall(flags) if flag not in common)
+            model, outcome = f"{name}, `{own}`" if own else name, f"{row['equal']} of {row['runs']}"
             variant, _, variant_flags = parts(row["variant"])
-            yield (
-                *(f"{name}, `{own}`" if own else name, gpus(found)),
-                " ".join([_trained(variant), *(f"`{flag}`" for flag in [" ".join(variant_flags)] if flag)]),
-                *(f"{row['equal']} of {row['runs']}", str(row["results"]), row["commit"]),
-            )
+            mode = " ".join([_trained(variant), *(f"`{flag}`" for flag in [" ".join(variant_flags)] if flag)])
+            modes.setdefault((model, gpus(found), outcome, str(row["results"]), row["commit"]), []).append(mode)
+    for (model, machine, *outcome), found_modes in modes.items():
+        yield model, machine, "; ".join(found_modes), *outcome
 
 
 def _trained(variant: str) -> str:

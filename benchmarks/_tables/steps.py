@@ -30,12 +30,16 @@ FLAGS = {
 
 
 def launches(results: Results) -> Iterator[Row]:
-    """Yield a row for each configuration: medians over launches, and ranges."""
+    """Yield a row for each configuration: medians and ranges over launches, from the first file that has it."""
     yield (
-        *("model", "GPUs", "eager: ms", "graphs: ms", "full iteration: ms", "compute alone: ms"),
+        *("model", "GPUs", "eager (ms)", "graphs (ms)", "full iteration (ms)", "compute alone (ms)"),
         *("graphs / full iteration", "graphs / compute alone", "commit"),
     )
+    seen: set[tuple[str, str]] = set()
     for found, model, variants in _trained(results, needed=("native",)):
+        if (model, gpus(found)) in seen:
+            continue
+        seen.add((model, gpus(found)))
         graphs, whole, alone = (variants.get(name, {}) for name in ("native", "full_iteration", "compute_alone"))
         yield (
             model,
@@ -53,17 +57,17 @@ def launches(results: Results) -> Iterator[Row]:
 def levers(results: Results) -> Iterator[Row]:
     """Yield a row for each variant with graphs, compared with a full-iteration graph with the same settings."""
     yield (
-        *("model", "GPUs", "settings of both", "graphs: ms", "full iteration: ms", "graphs / full iteration"),
-        *("steps equal to eager's", "commit"),
+        *("model", "GPUs", "settings", "graphs (ms)", "full iteration (ms)", "graphs / full iteration"),
+        *("equal steps", "commit"),
     )
     for found in results:
         for configuration, rows in found["configurations"].items():
             variants = {row["variant"]: row for row in rows}
             for name, row in variants.items():
                 if name.startswith("native"):
-                    compared = f"{row['equal_steps']} of {row['steps']}" if row["reference"] else "not compared"
+                    compared = f"{row['equal_steps']} of {row['steps']}" if row["reference"] else "-"
                     whole = variants.get(name.replace("native", "full_iteration"), {})
-                    ratio = f"{row['ms'] / whole['ms']:.2f}" if whole else "not run"
+                    ratio = f"{row['ms'] / whole['ms']:.2f}" if whole else "-"
                     yield (
                         *(_model(configuration, ""), gpus(found), _settings(name), _ms(row), _ms(whole), ratio),
                         *(compared, commit(found, row)),
@@ -75,14 +79,14 @@ def _settings(variant: str) -> str:
     name, variables, flags = parts(variant)
     quoted = [f"`{word}`" for word in (*variables, *flags)]
     optimizer = ["`--optimizer-cuda-graph`"] * ("+optimizer" in name)
-    return ", ".join(["fused gradients of weights"] * ("+fused" in name) + quoted + optimizer)
+    return ", ".join(["fused weight gradients"] * ("+fused" in name) + quoted + optimizer)
 
 
 def memory(results: Results) -> Iterator[Row]:
     """Yield a row for each variant of a configuration."""
     yield (
-        *("model", "GPUs", "trained"),
-        *("reserved: MiB", "tensors at their peak: MiB", "pools of graphs: MiB", "capture: s"),
+        *("model", "GPUs", "mode"),
+        *("reserved (MiB)", "peak allocated (MiB)", "graph pools (MiB)", "capture (s)"),
     )
     for found, model, variants in _trained(results):
         for name, said in NAMES.items():
@@ -100,7 +104,7 @@ def memory(results: Results) -> Iterator[Row]:
 
 def recomputation(results: Results) -> Iterator[Row]:
     """Yield a row for each configuration: times, and memory with graphs."""
-    yield "model", "GPUs", "eager: ms", "graphs: ms", "reserved: MiB", "pools of graphs: MiB", "commit"
+    yield "model", "GPUs", "eager (ms)", "graphs (ms)", "reserved (MiB)", "graph pools (MiB)", "commit"
     for found in results:
         for configuration, rows in found["configurations"].items():
             eager, graphs = ({row["variant"]: row for row in rows}.get(name, {}) for name in ("eager", "native"))
@@ -111,8 +115,8 @@ def recomputation(results: Results) -> Iterator[Row]:
 def kinds(results: Results) -> Iterator[Row]:
     """Yield a row for each variant of grouped experts, with the time relative to eager under the same wrapper."""
     yield (
-        *("model", "GPUs", "wrapper", "graphs", "ms", "relative to eager", "reserved: MiB", "capture: s"),
-        *("steps equal to eager's", "commit"),
+        *("model", "GPUs", "wrapper", "graphs", "ms", "relative to eager", "reserved (MiB)", "capture (s)"),
+        *("equal steps", "commit"),
     )
     wrappers = {"ddp": "DDP", "fsdp": "Megatron-FSDP"}
     for found in results:
@@ -136,8 +140,16 @@ def kinds(results: Results) -> Iterator[Row]:
 def growth(results: Results) -> Iterator[Row]:
     """Yield step times by number of layers and micro-batches."""
     yield (
-        *("layers", "micro-batches", "GPUs", "eager: ms", "graphs: ms", "eager: MiB reserved", "graphs: MiB reserved"),
-        *("capture: s", "steps equal to eager's", "commit"),
+        *(
+            "layers",
+            "micro-batches",
+            "GPUs",
+            "eager (ms)",
+            "graphs (ms)",
+            "eager (MiB reserved)",
+            "graphs (MiB reserved)",
+        ),
+        *("capture (s)", "equal steps", "commit"),
     )
     for found in results:
         models: dict[tuple[int, int], dict[str, Any]] = {}
@@ -187,7 +199,7 @@ def _model(configuration: str, suffix: str) -> str:
 
 
 def _ms(row: Mapping[str, Any]) -> str:
-    return f"{row['ms']:.1f}" if "ms" in row else "not run"
+    return f"{row['ms']:.1f}" if "ms" in row else "-"
 
 
 def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = None) -> str:
@@ -201,7 +213,7 @@ def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = N
     if "error" in (base or row):
         return "cannot be captured"
     if row.get(key) is None:
-        return "not run"
+        return "-"
     digits = 1 if key == "ms" else 2
     each = [launch[key] for launch in row.get("launches", ()) if launch.get(key) is not None]
     between = f" ({min(each):.{digits}f} to {max(each):.{digits}f})" if len(each) > 1 else ""
