@@ -109,6 +109,7 @@ def test_results_page_matches_its_files():
 
 
 STEPS = "release/step_time_{}_2gpu configurations/{}/{}/{}"
+GROUPED = "earlier/step_time_grouped_2gpu configurations/{}/{}+grouped/{}"
 # Figures quoted in README, and their sources.
 QUOTED = {
     "144.5": STEPS.format("a_b", "A", "eager", "ms"),
@@ -117,15 +118,18 @@ QUOTED = {
     "79.9": STEPS.format("a_b", "B", "eager", "ms"),
     "5.8": STEPS.format("a_b", "B", "native", "ms"),
     "0.98": STEPS.format("a_b", "B", "native", "ratio_to_full_iteration"),
-    "115.6": STEPS.format("c_d", "C", "eager+grouped", "ms"),
-    "35.6": STEPS.format("c_d", "C", "native+grouped", "ms"),
-    "141.0": STEPS.format("c_d", "D", "eager+grouped", "ms"),
+    "135.6": GROUPED.format("C", "eager", "ms"),
+    "35.7": GROUPED.format("C", "native", "ms"),
+    "216.4": GROUPED.format("D", "eager", "ms"),
+    "14.9": GROUPED.format("D", "native", "ms"),
     "14.8": STEPS.format("c_d", "D", "native+grouped", "ms"),
     "178.3": STEPS.format("c_d", "D", "eager", "ms"),
     "65.9": STEPS.format("c_d", "D", "native", "ms"),
 }
-# Reserved memory of graphs relative to eager training, by row of README's table.
-MEMORY = {"A": ("a_b", ""), "B": ("a_b", ""), "C": ("c_d", "+grouped"), "D": ("c_d", "+grouped")}
+# Ratios of graphs to another variant, by row and column of README's table.
+RATIOS = {(model, -2): (STEPS.format("a_b", model, "{}", "reserved_mib"), "eager") for model in "AB"}
+RATIOS |= {(model, -2): (GROUPED.format(model, "{}", "reserved_mib"), "eager") for model in "CD"}
+RATIOS |= {(model, -3): (GROUPED.format(model, "{}", "ms"), "full_iteration") for model in "CD"}
 
 
 @pytest.mark.parametrize(("quoted", "source"), QUOTED.items())
@@ -134,19 +138,15 @@ def test_figure_of_readme_matches_its_source(quoted, source):
     assert format(tables.figure(*source.split(maxsplit=1)), f".{len(quoted.partition('.')[2])}f") == quoted
 
 
-@pytest.mark.parametrize("model", MEMORY)
-def test_memory_of_readme_matches_its_source(model):
-    part, suffix = MEMORY[model]
-    graphs, eager = (
-        tables.figure(*STEPS.format(part, model, f"{variant}{suffix}", "reserved_mib").split(maxsplit=1))
-        for variant in ("native", "eager")
-    )
+@pytest.mark.parametrize(("model", "column"), RATIOS)
+def test_ratio_of_readme_matches_its_source(model, column):
+    source, other = RATIOS[model, column]
+    graphs, base = (tables.figure(*source.format(variant).split(maxsplit=1)) for variant in ("native", other))
     (row,) = re.findall(rf"^\| {model}: .*\|$", README, re.MULTILINE)
-    assert row.split("|")[-2].strip() == f"{graphs / eager:.2f}"
+    assert row.split("|")[column].strip() == f"{graphs / base:.2f}"
 
 
 def test_readme_quotes_no_other_figure_in_its_table():
-    figures = {
-        cell.strip() for row in re.findall(r"^\| [A-D]\b.*$", README, re.MULTILINE) for cell in row.split("|")[2:5]
-    }
-    assert figures - {"", "not possible"} <= {*QUOTED}
+    rows = [row.split("|") for row in re.findall(r"^\| [A-D]\b.*$", README, re.MULTILINE)]
+    checked = {row[column].strip() for row in rows for model, column in RATIOS if row[1].startswith(f" {model}:")}
+    assert {cell.strip() for row in rows for cell in row[2:5]} <= {"", "not possible", *QUOTED, *checked}
