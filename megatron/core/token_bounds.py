@@ -26,7 +26,7 @@ class TokenBounds:
         self._routers: WeakSet[Any] = WeakSet()
         self._saved: dict[Any, torch.Tensor] = {}
         self._suspension: ExitStack | None = None  # while the limits are lifted
-        self._steps = self._repeated = 0  # with limits
+        self._steps = self._repeated = 0  # numbers of steps with limits
         self.in_force = self._applies = self._begun = self._is_copied = False
 
     def __bool__(self) -> bool:
@@ -60,7 +60,7 @@ class TokenBounds:
 
     @contextmanager
     def of_captures(self) -> Iterator[None]:
-        """Apply the limits in this context, while training graphs are captured, and in later steps."""
+        """Context manager for capturing training graphs: apply the limits within it and in later steps."""
         before, self.in_force, self._applies = self.in_force, True, True
         try:
             yield

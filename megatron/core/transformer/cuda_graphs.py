@@ -1,4 +1,4 @@
-"""Replacement of ``megatron.core.transformer.cuda_graphs``: ``TECudaGraphHelper`` and the names of ``_cuda_graphs``.
+"""Replaces megatron-core's module ``cuda_graphs``: defines ``TECudaGraphHelper`` and exports names of ``_cuda_graphs``.
 
 Assigning or patching a name affects every function in ``_cuda_graphs`` that uses it (see ``_ForwardingModule``).
 """
@@ -233,7 +233,7 @@ class TECudaGraphHelper:
 
     @property
     def decoder_graphs(self) -> DecoderGraphs | None:
-        """The graphs that hold all decoder layers; None if the whole model or single layers were captured."""
+        """The graphs of all decoder layers together; None if the whole model or single layers were captured."""
         return self._state.decoder
 
     def graphs_created(self) -> bool:
@@ -478,8 +478,7 @@ class TECudaGraphHelper:
     def _get_cuda_graph_input_data(self) -> InputData:
         """Return the positional inputs and keyword arguments for ``make_graphed_callables``.
 
-        Subclasses that create inputs read ``num_layers_per_chunk``, ``num_model_chunks`` and ``num_microbatches``, set
-        here.
+        Sets ``num_layers_per_chunk``, ``num_model_chunks`` and ``num_microbatches`` for subclasses that create inputs.
         """
         passes = self._order()
         self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
@@ -521,8 +520,8 @@ class TECudaGraphHelper:
     def release(self) -> None:
         """Free the graphs and Megatron-FSDP's communication buffers, and zero gradients. Call this between steps.
 
-        Until ``restore``, the model runs eagerly and allocates communication buffers as needed: a second call frees
-        them again. Weights, gradient buffers and optimizer states may be moved in the meantime.
+        Until ``restore``, the model runs eagerly and allocates communication buffers as needed; calling ``release``
+        again frees them. Weights, gradient buffers and optimizer states may be moved in the meantime.
         """
         if self.graphs_created():
             self.delete_cuda_graphs()

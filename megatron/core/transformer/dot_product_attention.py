@@ -8,7 +8,7 @@ _upstream: Any = extend(__name__)
 
 
 class DotProductAttention(_upstream.DotProductAttention):
-    """megatron-core's ``DotProductAttention`` with two additional arguments, passed by ``MultiLatentAttention``.
+    """Extends megatron-core's ``DotProductAttention`` with two arguments that ``MultiLatentAttention`` passes.
 
     Args:
         k_channels: The head size of queries and keys; ``config.kv_channels`` if None.

@@ -54,12 +54,12 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             del own["replaying"]
 
     def _tokens(self, hidden_states: torch.Tensor) -> int:
-        """Return the total tokens of a single-row micro-batch, given this rank's ``hidden_states``."""
+        """Return the number of tokens on all ranks in a micro-batch of one row, given this rank's ``hidden_states``."""
         parts: int = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         return len(hidden_states) * parts * int(self.config.context_parallel_size)
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
-        """Return one set of static inputs, by keyword.
+        """Return one set of static inputs, keyed by name.
 
         ``hidden_states`` is ``[sequence, micro-batch, hidden]`` in the dtype of hidden states between layers. The
         sequence dimension is sharded across context- and sequence-parallel ranks.
@@ -75,7 +75,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         if self.config.overlap_moe_expert_parallel_comm:  # its schedule bypasses __call__
             graph.snapshot.check()
         expected = graph.num_microbatches
-        # Fewer micro-batches also change the order of passes: a graph could overwrite memory that others still read.
+        # Fewer micro-batches also change the order of passes: a graph could overwrite memory that another still reads.
         if expected is not None and (
             microbatch >= expected or (microbatch == 0 and get_num_microbatches() != expected)
         ):
@@ -89,7 +89,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             args = (kwargs.pop("hidden_states"),)  # as in megatron-core, without copying kwargs
             kwargs["is_first_microbatch"] = microbatch == 0
         else:
-            # TransformerLayer's override creates an attention mask, which needs TransformerEngine; the graph has one.
+            # TransformerLayer's override creates a mask, which needs TransformerEngine; the graph already has a mask.
             args, kwargs = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args(self, *args, **kwargs)
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class MTPLossAutoScaler(_upstream.MTPLossAutoScaler):
-    """megatron-core's ``MTPLossAutoScaler`` with a static scale tensor, which replays read."""
+    """Extends megatron-core's ``MTPLossAutoScaler`` to keep the scale in a static tensor, which replays read."""
 
     @staticmethod
     def set_loss_scale(scale: torch.Tensor) -> None:
@@ -27,7 +27,7 @@ class MTPLossAutoScaler(_upstream.MTPLossAutoScaler):
 
 
 class MTPLossLoggingHelper(_upstream.MTPLossLoggingHelper):
-    """megatron-core's ``MTPLossLoggingHelper``, which keeps process groups because replays do not set them again."""
+    """Extends megatron-core's ``MTPLossLoggingHelper`` to keep process groups, which replays do not set again."""
 
     @staticmethod
     def clean_metrics_in_tracker() -> None:
@@ -76,7 +76,7 @@ def _roll_tensor_packed_seq(
 
 
 def _places_of_ranks(offsets: torch.Tensor, tokens: int, ranks: int) -> torch.Tensor:
-    """Return the index of each rank's tokens in the unsplit sequences, int64 ``[ranks, tokens]``.
+    """Return the indices of each rank's tokens in the unsplit sequences, int64 ``[ranks, tokens]``.
 
     Args:
         offsets: The offsets of the unsplit sequences, int64 ``[sequences + 1]``.

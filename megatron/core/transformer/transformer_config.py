@@ -9,11 +9,11 @@ _upstream: Any = extend(__name__)
 
 
 class TransformerConfig(_upstream.TransformerConfig):
-    """megatron-core's ``TransformerConfig``, which allows full recomputation of layers that share one graph."""
+    """Extends megatron-core's ``TransformerConfig`` to allow full recomputation of layers that share one graph."""
 
     def __post_init__(self) -> None:
         recomputes_layers = self.recompute_granularity == "full" and self.cuda_graph_impl == "transformer_engine"
-        if recomputes_layers:  # megatron-core asserts against it: run all other checks without graphs
+        if recomputes_layers:  # megatron-core rejects this; run its other checks without graphs
             eager = copy(self)
             eager.cuda_graph_impl = "none"
             eager.__post_init__()
@@ -24,4 +24,4 @@ class TransformerConfig(_upstream.TransformerConfig):
 
 
 class MLATransformerConfig(_upstream.MLATransformerConfig, TransformerConfig):
-    """megatron-core's ``MLATransformerConfig``, which allows full recomputation with graphs."""
+    """Extends megatron-core's ``MLATransformerConfig`` to allow full recomputation with graphs."""

@@ -1,10 +1,10 @@
 """Coordination of a capture across ranks: either all ranks capture, or all raise the same error.
 
 A failed rank would leave the others waiting in the next collective. Ranks therefore vote before the capture (on the
-part of the model that each graph holds), before each collective that is not recorded (launched by Megatron-FSDP's hooks
-or, during warm-up, by layers under tensor, expert or context parallelism), and after the capture. Votes go through the
-process groups' store on the host: the device may be busy with a collective, and a capturing stream accepts no other
-work.
+part of the model that each graph contains), before each collective that is not recorded (launched by Megatron-FSDP's
+hooks or, during warm-up, by layers under tensor, expert or context parallelism), and after the capture. Votes go
+through the process groups' store on the host: the device may be busy with a collective, and a capturing stream accepts
+no other work.
 """
 
 import json
@@ -69,8 +69,8 @@ class Failure:
 class Ballot:
     """Collects the votes of the ranks of ``group`` in one capture.
 
-    All ranks create a ballot and call ``vote`` equally often. A vote has the timeout of the group's collectives. Ranks
-    do not communicate if the group has one rank or torch's ``fake`` backend.
+    All ranks create a ballot and call ``vote`` the same number of times. A vote has the timeout of the group's
+    collectives. Ranks do not communicate if the group has one rank or torch's ``fake`` backend.
 
     Attributes:
         failure: The failure that the ranks agreed on; None if there is none yet.
@@ -111,7 +111,7 @@ class Ballot:
             while self.failure is None:
                 agreed = self._cast(self._store, failure, objections or {})
                 if failure is None:
-                    break  # repeat a failure until it decides: a vote cut off by Ctrl-C may have counted
+                    break  # repeat a failure until it decides: a vote interrupted by Ctrl-C may have counted
         except torch.distributed.DistNetworkError as error:
             raise RuntimeError(
                 f"the store through which ranks agree on a CUDA graph capture is gone ({error}): look for the error "
@@ -178,7 +178,7 @@ class CaptureAgreement:
         self._where = f"{where}, {phase}" if phase else where
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Return a layer's capture-time ``hooks`` by kind, preceded by a hook that calls ``begin`` with ``name``."""
+        """Return a layer's capture-time ``hooks``, with hooks that call ``begin`` with ``name`` before each pass."""
         kinds: dict[str, Any] = {**hooks}
         for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
             begin: Callable[..., None] = lambda *call, phase=phase: self.begin(name, phase)  # noqa: E731
@@ -199,7 +199,7 @@ class CaptureAgreement:
 
     @contextmanager
     def together(self, undo: Callable[[], object]) -> Iterator[None]:
-        """Capture within the context: on exit, either all ranks have captured, or all call ``undo`` and raise an error.
+        """Context manager for a capture: on exit, all ranks have captured, or all call ``undo`` and raise an error.
 
         Raises:
             CaptureFailedError: The capture raised an ``Exception`` on a rank.
@@ -219,7 +219,7 @@ class CaptureAgreement:
 
     def _vote(self, ballots: Sequence[Ballot], objections: Mapping[str, str] | None = None) -> dict[str, str]:
         agreed = dict(objections or {})
-        for ballot in ballots:  # one group's objections are passed on to the next group
+        for ballot in ballots:  # pass one group's objections on to the next group
             agreed = ballot.vote(objections=agreed)
             if ballot.failure is not None:
                 raise ballot.failure.error()
@@ -241,11 +241,11 @@ class CaptureAgreement:
 
 @contextmanager
 def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
-    """Call ``join`` before each collective that is launched within the context and not captured by a stream.
+    """Within the context, call ``join`` before each collective that is launched outside a stream capture.
 
     This replaces the methods of ``ProcessGroup`` through which Python launches collectives: a ``TorchDispatchMode``
     would miss the start of a batch of sends and receives, and disable ``torch.compile``. It does not cover functional
-    collectives (unused by layers of megatron-core and TransformerEngine), userbuffers and DeepEP.
+    collectives (unused by layers of megatron-core and TransformerEngine), userbuffers or DeepEP.
     """
     batches: set[ProcessGroup] = set()  # groups with an open batch; it launches when it closes
     thread = threading.get_ident()

@@ -12,7 +12,7 @@ The layer's hooks become capture-time hooks in two phases:
    - ``_cuda_graph_backward_handler`` on a forward-pre hook: the handler runs after backward;
    - ``_cuda_graph_backward_pre_handler`` on a forward hook: the handler runs before backward.
 
-   The only other hooks that the engine receives are marked ones. Third-party hooks and torch FSDP2's hooks do not run
+   Apart from handlers, the engine receives only marked hooks. Third-party hooks and torch FSDP2's hooks do not run
    at capture; they run around each replay, as often and with the same values as in eager training.
 
 ``restore`` restores the copies of phase 1, which phase 2 does not modify.
@@ -48,7 +48,7 @@ def runs_outside_graphs(hook: Callable) -> Callable:
 
 
 def calls_weakly(method: Callable[..., Any]) -> Callable[..., None]:
-    """Return a hook that calls ``method`` while its object is alive; copies of a module share it."""
+    """Return a hook that calls ``method`` while its object is alive; copied modules use the same object."""
     weak = weakref.WeakMethod(method)
 
     def hook(*call: Any) -> None:
@@ -87,7 +87,7 @@ def has_other_hooks(module: torch.nn.Module) -> bool:
 
 def recorded_hooks(root: torch.nn.Module, modules: Mapping[torch.nn.Module, str]) -> list[str]:
     """Return the names of the submodules of ``root`` whose third-party hooks are recorded in its graph."""
-    if torch.nn.modules.module._has_any_global_hook():  # otherwise every module would count
+    if torch.nn.modules.module._has_any_global_hook():  # has_other_hooks would be true for every module
         return []
     return [name for module, name in modules.items() if module is not root and has_other_hooks(module)]
 

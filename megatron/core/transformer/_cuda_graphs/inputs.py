@@ -44,7 +44,7 @@ class DefaultInputs:
 
 
 def static_offsets(sequences: int, seq_length: int) -> dict[str, torch.Tensor]:
-    """Create static offsets, int32 ``[sequences + 1]`` on the GPU, by keyword; the first sequence has all tokens."""
+    """Create static offsets, int32 ``[sequences + 1]`` on the GPU, keyed by name; the first sequence has all tokens."""
     offsets = torch.full((sequences + 1,), seq_length, dtype=torch.int32, device="cuda")
     offsets[0] = 0
     return {name: offsets.clone() for name in OFFSETS}
@@ -77,10 +77,10 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
 
 
 def unpack(given: dict[str, Any], seq_length: int, use: PackedUse = "read") -> str:
-    """Replace ``packed_seq_params`` in ``given``, the arguments of a call by name, with its offsets.
+    """Replace ``packed_seq_params`` in ``given``, the arguments of a call keyed by name, with its offsets.
 
     Returns:
-        A mismatch with the captured format; empty if there is none.
+        The mismatch with the captured format; empty if there is none.
     """
     params = given.pop("packed_seq_params", None)
     if params is None:

@@ -1,4 +1,4 @@
-"""Detection of collectives that this rank launched, for which other ranks would wait."""
+"""Detect whether this rank has launched a collective, in which other ranks would wait for it."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 
 
 def launches_of(group: torch.distributed.ProcessGroup) -> Callable[[], bool]:
-    """Return a function that checks whether this rank has launched a collective of ``group`` since now."""
+    """Return a function that checks whether this rank has launched a collective of ``group`` since this call."""
     if torch.distributed.get_backend(group) == "fake":  # neither communicates nor counts collectives
         return lambda: True
     before = group._get_sequence_number_for_group()

@@ -40,12 +40,12 @@ class LayerGraph:
         graphed: The engine's callable.
         run: Replays ``graphed`` and converts its outputs for the layer's role.
         shape: The shape of hidden states at capture; None if passes with different shapes may not run eagerly.
-        keywords: Default values of keyword inputs, by name.
+        keywords: Default values of keyword inputs, keyed by name.
         defaults: Restores ``keywords`` after replays with different values; shared by layers with the same mask type.
         ignored: Keywords that the graphs do not need.
         num_microbatches: The required number of micro-batches per step; None for any number.
         snapshot: State that the graphs depend on, checked before the layer's hooks run.
-        gathered: Memory that hooks gather, checked after the hooks at the first micro-batch of a step.
+        gathered: Memory that hooks gather, checked after the hooks in the first micro-batch of a step.
         may_run_eagerly: Whether passes that do not match the graphs run eagerly. If so, all passes without gradients
             run eagerly, because replays of routers would count their tokens.
         eager_passes: Counts passes that run eagerly; shared by all layers.
@@ -89,7 +89,7 @@ class LayerGraph:
         return False
 
     def _warn_of_shape(self, shape: torch.Size) -> None:
-        """Count a pass with a new ``shape`` of hidden states, which all layers run eagerly; warn once per shape."""
+        """Count an eager pass with a new ``shape`` of hidden states; warn once per shape."""
         reason = (  # the same for all layers
             f"captured with hidden_states of {tuple(self.shape or ())}. Passes with {tuple(shape)} run eagerly, "
             f"in all layers{self.eager_passes.outlook}"

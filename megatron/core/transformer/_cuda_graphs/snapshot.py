@@ -90,7 +90,7 @@ class Replays:
 
     @contextmanager
     def suspended(self, reason: str) -> Iterator[None]:
-        """Run all passes eagerly in this context; logs and errors include ``reason``."""
+        """While in this context, run all passes eagerly; logs and errors include ``reason``."""
         before, self.suspended_by = self.suspended_by, reason
         try:
             yield
@@ -250,7 +250,7 @@ class InputSignature:
         self._owner, self._name_of, self._advice = owner, name_of, advice
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
-        """Return whether ``inputs`` have the captured number and ``check`` would accept them."""
+        """Return whether the number of ``inputs`` matches and ``check`` would accept them."""
         if len(inputs) != len(self._expected):
             return False
         for given, (shape, dtype, requires_grad) in zip(inputs, self._expected):  # noqa: B905
@@ -288,7 +288,7 @@ class InputSignature:
 
 
 def named(root: torch.nn.Module, name: str = "", parts: Iterable[torch.nn.Module] | None = None) -> dict[Any, str]:
-    """Map ``root`` (``name`` in messages, its class by default) and its ``parts`` (by default all) to their names."""
+    """Map ``root`` to ``name`` (default: its class), and its submodules ``parts`` (default: all) to their names."""
     held = None if parts is None else {inner for part in parts for inner in part.modules()}
     return {
         module: ".".join(filter(None, (name, inner))) or type(module).__name__
@@ -335,7 +335,7 @@ def module_aspects(
         modules: The modules that ran in the capture, with their names.
         around: The module whose own hooks run around replays.
         replaced: The module whose ``forward`` replays replace.
-        parameters: Whether modules hold the captured parameters at replay.
+        parameters: Whether modules still have the captured parameters at replay.
         contexts: ``contexts_in_force()`` of the captured passes; by default the current value.
     """
     parts: list[_Place] = []
@@ -498,9 +498,9 @@ def _options(config: Any) -> Aspect:
 
 @contextmanager
 def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Reject passes that change attributes of third-party modules, because replays would not; raise UnsupportedError.
+    """Raise UnsupportedError if a pass in this context changes attributes of third-party modules; replays would not.
 
-    After any exception, attributes are restored, including containers and scalar host tensors.
+    On any exception, attributes are restored, including containers and scalar host tensors.
     """
     modules: dict[Any, None] = dict.fromkeys(module for root in roots for module in root.modules())
     before = [

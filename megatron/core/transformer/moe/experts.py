@@ -33,8 +33,8 @@ class _GroupedExperts:
 
 
 class TEGroupedMLP(_GroupedExperts, _upstream.TEGroupedMLP):
-    """megatron-core's ``TEGroupedMLP``, which can keep token counts on the GPU."""
+    """Extends megatron-core's ``TEGroupedMLP`` to keep token counts on the GPU."""
 
 
 class SequentialMLP(_GroupedExperts, _upstream.SequentialMLP):
-    """megatron-core's ``SequentialMLP``, which can compute all experts at once."""
+    """Extends megatron-core's ``SequentialMLP`` to compute all experts at once."""

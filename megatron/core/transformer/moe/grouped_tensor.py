@@ -104,7 +104,7 @@ def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = 
 
     Args:
         modules: The linear layers.
-        numbers: Suffixes of the parameter names if one module holds the parameters of several experts.
+        numbers: Suffixes of the parameter names if one module has the parameters of several experts.
     """
     suffixes = [""] if numbers is None else [*map(str, numbers)]
     weights, biases = (

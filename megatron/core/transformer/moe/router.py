@@ -12,7 +12,7 @@ _upstream: Any = extend(__name__)
 
 
 class TopKRouter(_upstream.TopKRouter):
-    """megatron-core's ``TopKRouter``, which limits tokens per peer if the training loop can rerun steps."""
+    """Extends megatron-core's ``TopKRouter`` to limit the number of tokens per peer if steps can be rerun."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class SharedExpertMLP(_upstream.SharedExpertMLP):
-    """megatron-core's ``SharedExpertMLP``, which can continue after a replay of its first stage.
+    """Extends megatron-core's ``SharedExpertMLP`` to continue after a replay of its first stage.
 
     With ``--moe-shared-expert-overlap``, the forward pass consists of stages around the dispatcher's collectives, and
     megatron-core enforces their order. The first stage, ``pre_forward_comm``, is part of the ``moe_preprocess`` graph:
@@ -53,4 +53,4 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
 
 
 class FusedSharedExpertMLP(SharedExpertMLP, _upstream.FusedSharedExpertMLP):
-    """megatron-core's ``FusedSharedExpertMLP``, which can continue after a replay of its first stage."""
+    """Extends megatron-core's ``FusedSharedExpertMLP`` to continue after a replay of its first stage."""

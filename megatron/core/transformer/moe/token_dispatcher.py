@@ -14,7 +14,7 @@ _upstream: Any = extend(__name__)
 
 
 class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
-    """megatron-core's all-gather dispatcher, with the maximum number of rows that the experts can receive."""
+    """Extends megatron-core's all-gather dispatcher to return as many rows as the experts can receive at most."""
 
     routing_map: Any
 
@@ -43,10 +43,10 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 
 
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
-    """megatron-core's all-to-all dispatcher, with a fixed number of rows per peer.
+    """Extends megatron-core's all-to-all dispatcher to send a fixed number of rows to each peer.
 
-    This is the maximum that a peer's experts can receive, or ``capacity_of_peer`` in steps that can be rerun. If a peer
-    has more rows, results are undefined and ``token_bounds`` sets its overflow flag.
+    This number is the maximum that a peer's experts can receive, or ``capacity_of_peer`` in steps that can be rerun. If
+    a peer has more rows, results are undefined and ``token_bounds`` sets its overflow flag.
     """
 
     input_splits: Any

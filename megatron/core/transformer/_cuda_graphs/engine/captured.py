@@ -42,14 +42,14 @@ class GraphOwner:
     """Owns the resources that the graphs of a callable use. The methods of this base class do nothing.
 
     Attributes:
-        notifies_autograd: Whether autograd runs the AccumulateGrad hooks, without a gradient, of parameters whose
-            gradients ``consume_gradients`` consumed. A class attribute.
+        notifies_autograd: Whether autograd runs the AccumulateGrad hooks of parameters even if ``consume_gradients``
+            consumed their gradients. A class attribute.
     """
 
     notifies_autograd = True
 
     def running(self, phase: Phase) -> AbstractContextManager[None]:
-        """Return the context for warm-up and capture of a phase. All its work must join the current stream."""
+        """Return the context for warm-up and capture of a phase. All work in it must join the current stream."""
         return nullcontext()
 
     def consume_gradients(self, params: Sequence[torch.Tensor], grads: Grads) -> Grads:
@@ -99,9 +99,9 @@ class GraphedCallable:
     """A callable for one micro-batch, with its forward and backward graphs and their static tensors.
 
     After ``capture_passes``, calls accept tensors of the captured shapes and dtypes, and are differentiable. Outputs
-    live in graph memory and stay valid until the next replay of a graph that shares it. Modifying an output in place
-    may change gradients without an error from autograd. Inputs may alias graph memory, but static inputs must not be
-    passed in a different order.
+    live in graph memory and stay valid until the next replay of a graph that shares this memory. Modifying an output in
+    place may change gradients without an error from autograd. Inputs may alias graph memory, but static inputs must not
+    be passed in a different order.
 
     Args:
         name: Name for errors and profiles.
@@ -167,7 +167,7 @@ class GraphedCallable:
         self._expected = InputSignature(name, self.inputs, "input {}".format)
         self.module = func if module is None and isinstance(func, torch.nn.Module) else module
         self._training = getattr(func, "training", None)
-        # If graphs hold hooks, parameters may be replaced before capture, and replays return no gradients for them.
+        # If graphs record hooks, parameters may be replaced before capture, and replays return no gradients for them.
         known = () if self.module is None or holds_hooks else self.module.parameters()
         self._trainable: tuple[torch.Tensor, ...] = tuple(param for param in known if param.requires_grad)
         self.params = self._trainable
@@ -247,7 +247,7 @@ class GraphedCallable:
 
     @contextmanager
     def _note_modules_that_run(self) -> Iterator[None]:
-        """Find the modules that run in the first forward pass: some delay weight gradients or hold statistics."""
+        """Find the modules that run in the first forward pass: some delay weight gradients or have statistics."""
         if self.ran is not None or self.module is None or self._holds_hooks:
             yield
             return
@@ -327,7 +327,7 @@ class GraphedCallable:
         return grads, ()
 
     def _check_gradients(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Return the context of a backward pass; the first pass rejects gradients that replays would lose.
+        """Return a context for a backward pass. In the first pass, it rejects gradients that replays would lose.
 
         These are gradients of tensors outside ``leaves``, and gradients on the legacy default stream.
         """
@@ -397,7 +397,7 @@ class GraphedCallable:
         return tuple(param for param, grad in zip(self.params, self.grad_params, strict=True) if grad is not None)
 
     def _weak(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
-        """Return weak references to tensors in pool memory, and other tensors unchanged, to keep them alive."""
+        """Return weak references to tensors in pool memory, and other tensors unchanged, which keeps them alive."""
         if self.forward_graph is None:
             return tuple(tensors)
         if self._memory is None:
@@ -590,8 +590,8 @@ class GraphedCallable:
     def backward_dw(self) -> None:
         """Replay the weight gradients that the last backward pass delayed, if any.
 
-        As in eager mode, modules that do not accumulate into ``main_grad`` set ``grad`` of their parameters, and
-        modules run the hooks that follow their weight gradients. Runs eagerly if the last call with grad ran eagerly.
+        As in eager mode, modules that do not accumulate into ``main_grad`` set ``grad`` of their parameters, and hooks
+        that follow weight gradients run. Runs eagerly if the last call with grad ran eagerly.
         """
         if self._ran_eagerly:
             self._delayed.compute_eagerly()

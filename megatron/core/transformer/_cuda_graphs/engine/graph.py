@@ -17,7 +17,7 @@ from .rng import current_rng_state, generator_states, preserve_rng, refuse_host_
 
 @contextmanager
 def capture_environment(*contexts: AbstractContextManager) -> Iterator[None]:
-    """Run warm-up and capture on the capture stream, without garbage collection; restore RNG states at the end.
+    """Context manager for warm-up and capture: uses the capture stream, pauses garbage collection, restores RNG states.
 
     ``contexts`` are additional contexts, entered on the caller's stream.
     """
@@ -58,7 +58,7 @@ def _never_freed_after_an_error(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
 
 
 def reclaim_memory_of_other_streams() -> None:
-    """Let the next capture reuse memory of earlier captures that other streams no longer use.
+    """Let the next capture reuse memory of earlier captures once other streams have finished using it.
 
     Autograd records gradients as used on the stream of their AccumulateGrad node. If that is not the capture stream,
     torch reuses their memory only after an event on that stream has completed, and it polls events only at allocations
@@ -223,7 +223,7 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 @contextmanager
 def capture_stream() -> Iterator[torch.cuda.Stream]:
-    """Run on the device's capture stream, after earlier and before later work of the current stream.
+    """Context manager that runs work on the device's capture stream, in order with work of the current stream.
 
     All captures share this stream, because cuBLAS keeps a workspace for every stream it has run on.
     """
@@ -266,10 +266,10 @@ LEGACY_STREAM_ADVICE = (
 
 @contextmanager
 def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Reject a backward pass that accumulates gradients of ``leaves`` on the legacy default stream.
+    """Context manager that rejects accumulating gradients of ``leaves`` on the legacy default stream.
 
-    Such a pass cannot be captured, and warm-up detects it in time: a hook on each leaf records the stream of its
-    AccumulateGrad node. The RuntimeError is raised at the end of the context.
+    Such a backward pass cannot be captured, and warm-up detects it in time: a hook on each leaf records the stream of
+    its AccumulateGrad node. The RuntimeError is raised at the end of the context.
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()
@@ -283,7 +283,7 @@ def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[
 
 @contextmanager
 def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Restore buffers of ``modules`` and their values (routers' token counts, for example); see ``rebind_buffers``."""
+    """Context manager that restores buffers of ``modules`` and their values, for example token counts of routers."""
     buffers = [buffer for module in modules for buffer in module.buffers()]
     with rebind_buffers(modules), preserve_tensors(buffers):
         yield
@@ -291,7 +291,7 @@ def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Rebind buffers of ``modules`` to their original tensors at the end; after an exception, remove new buffers."""
+    """On exit, rebind buffers of ``modules`` to their original tensors; after an exception, remove new buffers."""
     owners = dict.fromkeys(child for module in modules for child in module.modules())
     bound = [(owner._buffers, dict(owner._buffers)) for owner in owners]
     try:
@@ -308,7 +308,7 @@ def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore the values of ``tensors`` at the end."""
+    """Context manager that restores the values of ``tensors`` on exit."""
     saved = {tensor: tensor.clone() for tensor in tensors}
     try:
         yield
@@ -329,7 +329,7 @@ def moe_metrics() -> list[torch.Tensor]:
 
 @contextmanager
 def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hide ``grad`` and the hooks (``register_hook``) of ``params``, and restore them at the end.
+    """Within the context, hide ``grad`` and the hooks (``register_hook``) of ``params``.
 
     This separates new gradients from earlier ones. Hooks run at replay on the returned gradients; recorded in the
     graph, they would run twice.
@@ -340,12 +340,12 @@ def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def pause_gc() -> AbstractContextManager[None]:
-    """Disable garbage collection: freeing a graph during the capture of another graph invalidates the capture."""
+    """Return a context without garbage collection: freeing a graph would invalidate the capture of another graph."""
     return between(gc.disable, gc.enable) if gc.isenabled() else nullcontext()
 
 
 def allow_nested_backward() -> AbstractContextManager[None]:
-    """Allow activation checkpointing to run its backward pass inside ``torch.autograd.grad``.
+    """Return a context that lets activation checkpointing run its backward pass inside ``torch.autograd.grad``.
 
     torch forbids this because ``grad`` does not return the nested pass's gradients; the caller must collect them.
     """

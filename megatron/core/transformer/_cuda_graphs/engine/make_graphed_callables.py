@@ -54,7 +54,7 @@ def make_graphed_callables(
         allow_unused_input: Whether inputs that require grad may have no gradient.
         sample_kwargs: Keyword inputs: one dict of tensors, possibly nested, per entry of ``sample_args``.
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: megatron-core's names for the next five
-            arguments, over which they take precedence.
+            arguments; they take precedence.
         enabled: Whether callables are quantized (FP8, FP4): a bool, or a tuple with one bool per callable. Requires
             TransformerEngine modules.
         calibrating: Whether callables that are not quantized collect statistics.
@@ -217,7 +217,7 @@ def _checked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 
 
 def _one_each(what: str, given: Any, entries: Sequence[Any]) -> Sequence[Any]:
-    """Return ``given``, or a list of None; raise TypeError for a dict, and ValueError for a wrong length."""
+    """Return ``given``, or a list of None if it is None; raise TypeError for a dict, ValueError for a wrong length."""
     if given is None:
         return [None] * len(entries)
     if isinstance(given, Mapping):

@@ -25,7 +25,7 @@ def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
 def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached alias of ``tensor`` that does not keep its memory allocated.
 
-    Once no other tensor holds the memory, graphs captured later into the same pool may reuse it, so read the results of
+    Once no other tensor uses the memory, graphs captured later into the same pool may reuse it, so read the results of
     a replay before these graphs replay. The memory stays mapped while any graph of the pool is alive.
     """
     storage = tensor.untyped_storage()
@@ -108,9 +108,9 @@ REUSE_OPTION = "graph_capture_record_stream_reuse"
 
 @contextmanager
 def reuse_across_streams() -> Iterator[None]:
-    """Let captures reuse freed memory that was used on several streams.
+    """Context manager that lets captures reuse freed memory that was used on several streams.
 
-    By default, the allocator holds such memory until the capture ends. With torch's option
+    By default, the allocator keeps such memory until the capture ends. With torch's option
     ``graph_capture_record_stream_reuse``, it reuses the memory once all its uses precede the allocation in the graph. A
     value in ``PYTORCH_CUDA_ALLOC_CONF`` takes precedence.
     """

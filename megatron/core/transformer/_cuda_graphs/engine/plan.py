@@ -15,7 +15,7 @@ from .memory import storage_address
 
 
 class Pass(Enum):
-    """Kind of a step. Delayed weight gradients have a separate pass."""
+    """Kind of a pass. Delayed weight gradients are computed in a separate pass."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -227,7 +227,7 @@ def share_inputs[Inputs](
 
 
 def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:
-    """Copy inputs (of each slot of ``plan``) that alias each other, if replays would overwrite one with the other.
+    """Return the ``inputs`` of each slot, copying tensors that alias each other if replays would overwrite one.
 
     A tensor that aliases another input of its slot is copied, because a replay may receive two different tensors. A
     tensor that requires grad is also copied if it aliases an input of another slot in use: the forward pass of one slot

@@ -139,7 +139,7 @@ class Quantization:
 
     @contextmanager
     def preserve_statistics(self, callables: Iterable[Any]) -> Iterator[None]:
-        """Restore the delayed-scaling statistics of ``callables`` at the end."""
+        """Context manager that restores the delayed-scaling statistics of ``callables`` on exit."""
         modules = [module for module in callables if isinstance(module, torch.nn.Module)]
         if self.caches_params:
             self.state.set_skip_fp8_weight_update_tensor(False)
@@ -212,7 +212,7 @@ class RecordedQuantization:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Restore the statistics and the ``is_first_microbatch`` flags of modules after warm-up and capture."""
+        """Context manager that restores the statistics and ``is_first_microbatch`` flags of modules on exit."""
         state = self._quantization.state.quantization_state
         stashed = {id(queue): list(queue) for queue in state.fp8_tensors_recompute_buffer}
 

@@ -101,7 +101,7 @@ class GraphStates:
         self._states = dict(_tracked())
 
     def adopt(self, *call: object) -> None:
-        """Copy the values of replaced states to the graphs' states, and put these back into the tracker.
+        """Copy the values of replaced states to the graphs' states, and put the latter back into the tracker.
 
         An open fork of the tracker continues with the graphs' states. Arguments are ignored, so this works as a hook.
         """
@@ -148,7 +148,7 @@ def make_generators_safe() -> None:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the states of all generators on device and host, so that warm-up and capture do not advance them.
+    """Context manager that restores the states of all generators on device and host after warm-up and capture.
 
     The default generator returns to its original state even if an exception left a fork of the RNG tracker open.
     """
@@ -167,7 +167,7 @@ def preserve_rng() -> Iterator[None]:
 
 @contextmanager
 def refuse_host_draws() -> Iterator[None]:
-    """Reject code that draws random numbers on the host (to skip layers, for example): every replay would repeat them.
+    """Context manager that rejects random numbers drawn on the host, because every replay would repeat them.
 
     Raises:
         UnsupportedError: The state of a host generator has changed by the end of the context.

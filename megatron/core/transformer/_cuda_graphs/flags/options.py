@@ -132,7 +132,7 @@ def max_captures(options: Any) -> int:
 
 
 def layers_per_graph(options: Any) -> LayersPerGraph | None:
-    """Return the contents of one graph: ``all`` consecutive layers, the ``model``, or 1 layer; None if unset."""
+    """Return the contents of one graph: ``all`` (consecutive layers), ``model`` or 1 (layer); None if unset."""
     value = given(options, LAYERS_FLAG)
     known: dict[str, LayersPerGraph] = {ALL_LAYERS: ALL_LAYERS, WHOLE_MODEL: WHOLE_MODEL, "1": 1}
     return known.get(str(value))

@@ -468,7 +468,7 @@ def warn(options: Options) -> None:
 
 
 def refuse_fsdp_hooks(module: torch.nn.Module) -> None:
-    """Reject local graphs of a module that has, or whose submodules have, Megatron-FSDP hooks.
+    """Reject local graphs of a module if it or a submodule has Megatron-FSDP hooks.
 
     Raises:
         ValueError: The module or a submodule has such a hook.

@@ -194,11 +194,11 @@ class StaticBuffers:
             self.pool.release(grad)
 
     def lend_grads(self, metas: Sequence[ArgMetadata], grads: Sequence[torch.Tensor | None]) -> set[int]:
-        """Hold ``grads``, computed by a backward graph; backward graphs of ``metas`` will read them in place.
+        """Hold ``grads``, the results of a backward graph, for the backward graphs that will read them in place.
 
         Returns:
-            Indices of the gradients that graphs do not read, so that their last reader is unknown. If two inputs share
-            a gradient, it is read in place for only one, since autograd may add to the gradient of the other.
+            Indices of the gradients that no graph reads in place. If two inputs share a gradient, graphs read it for
+            only one, because autograd may add to the gradient of the other.
         """
         escaping: set[int] = set()
         lent: set[int] = set()

@@ -169,7 +169,7 @@ def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def capture_mode() -> Iterator[None]:
-    """Run on the capture stream with the capture flags set; on exit, restore generators and garbage collection.
+    """Set the stream and flags for capture within the context, and restore generators and garbage collection.
 
     Garbage is not collected first, because inference captures many graphs and a collection takes longer than a capture.
     """

@@ -256,7 +256,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         """Run forward and backward passes on ``inputs`` ``num_warmup_steps`` times, and discard the results.
 
         Returns:
-            The parameters that received a gradient; all parameters without a backward pass.
+            The parameters that received a gradient; all parameters if there is no backward pass.
         """
         graphs = self._new_graphs(inputs)
         trained = graphs.params
@@ -315,7 +315,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         outputs = tensors_of(graphs.outputs)
         self._output_addresses = [output.data_ptr() for output in outputs]
         buffers.lend_outputs(self.outputs, outputs)
-        if not self.grad_enabled:  # outputs are not released: they may alias inputs, and their last reader is unknown
+        if not self.grad_enabled:  # outputs are not released: they may alias inputs, or be read outside graphs
             buffers.inputs_read(self.inputs)
 
     def create_bwd_graph(self) -> None:
@@ -387,7 +387,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         return () if self.graphs is None else self.graphs.ran or ()
 
     def release_escaping_gradients(self) -> None:
-        """Let later captures reuse input gradients that no graph reads; a later backward pass has consumed them."""
+        """Let later captures reuse input gradients that no graph reads. Call this after they have been consumed."""
         if self.graphs is not None and self._escaping:
             for index in self._escaping:
                 self._recording.buffers.pool.release(self.graphs.grad_inputs[index])
@@ -450,13 +450,13 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Restore the generator state and autocast of the recorded call."""
+        """Within the context, use the generator state and autocast of the recorded call."""
         with use_rng_state(self._rng_state), self._as_autocast():
             yield
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Set the grad mode for warm-up and capture, and preserve quantization statistics."""
+        """Within the context, set the grad mode for warm-up and capture; on exit, restore quantization statistics."""
         quantization = self.quantization
         kept = nullcontext() if quantization is None else quantization.preserve_statistics([self.module])
         with nullcontext() if self.grad_enabled else torch.no_grad(), kept:
@@ -509,8 +509,8 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         assert self.graphs is not None
         inputs = tensors_of(args, {name: kwargs[name] for name in self.kwargs})
         outputs = self.graphs.replay(inputs, is_first_microbatch)
-        # Outputs that graphs do not read have unknown readers, and later replays overwrite these outputs. With grad
-        # this happens after the backward pass, but the last layer's outputs may be kept longer, for example for logs.
+        # Clone outputs that are read outside the graphs, because later replays overwrite them. With grad this happens
+        # after the backward pass, but the last layer's outputs may be kept longer, for example for logs.
         if self.is_last_layer or not self.grad_enabled:
             outputs = [each.clone() if i in self._unread_outputs else each for i, each in enumerate(outputs)]
         if any(output.requires_grad for output in outputs):
@@ -533,7 +533,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         self.sharded.end_backward_replay()
 
     def get_arg_metas(self, args: Any, kwargs: dict[str, Any] | None = None) -> list[ArgMetadata]:
-        """Return the tensor metadata among described arguments."""
+        """Return the metadata of the tensors in ``args`` and ``kwargs``."""
         return metas_of(args, kwargs)
 
     def get_tensors(

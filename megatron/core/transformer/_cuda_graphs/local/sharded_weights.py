@@ -121,7 +121,7 @@ class ShardedWeights:
         self._completed = completed_in_backward(params)
 
     def end_backward_replay(self) -> None:
-        """Notify data parallelism of completed main gradients, as the eager backward pass does."""
+        """Notify ``DistributedDataParallel`` of completed main gradients, as the eager backward pass does."""
         if self._params and (stream := torch.cuda.current_stream()) not in _GTP_RUNNER_STREAMS:
             _GTP_RUNNER_STREAMS.append(stream)
         for weight in self._completed:

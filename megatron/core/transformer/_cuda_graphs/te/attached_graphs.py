@@ -29,10 +29,10 @@ def attach_graphs(
     snapshots: Sequence[Snapshot],
     eager_passes: EagerPasses | None,
 ) -> None:
-    """Attach graphs to layers. Parameter addresses are checked here only without Megatron-FSDP, which checks its own.
+    """Attach graphs to layers. Without Megatron-FSDP, which checks parameter addresses itself, replays check them.
 
     Args:
-        layers: The captured layers of each chunk, with one of ``snapshots`` each.
+        layers: The captured layers of each chunk, one for each of ``snapshots``.
         graphs: The engine's callables, one per slot of ``plan``.
         samples: The static inputs of each slot.
         eager_passes: Counts passes with new shapes; None if such passes may not run eagerly.

@@ -65,10 +65,10 @@ class CaptureArguments:
         """Create the static inputs of each layer and micro-batch; see ``sample_inputs.sample_arguments``.
 
         Args:
-            order: The order of passes over model chunks, or over layers with ``chunk_id_list`` (see ``PassOrder``).
+            order: The order of passes: of model chunks, or of layers if ``chunk_id_list`` is given (see ``PassOrder``).
 
         Returns:
-            Positional and keyword inputs, ordered by chunk of ``order``, then micro-batch, then layer.
+            Positional and keyword inputs, sorted by chunk, then micro-batch, then layer.
         """
         layers = [
             (layer, chunk.model) for chunk, own in zip(self.stage.chunks, self.layers, strict=True) for layer in own
@@ -85,7 +85,7 @@ class CaptureArguments:
         return self._inputs.make(layer, model if self.stage.role.language else None)
 
     def of_decoder(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
-        """Return the static inputs of the decoder's layers by keyword, and the keywords that each layer reads."""
+        """Return the static inputs of the decoder's layers, keyed by name, and the names that each layer reads."""
         model = self.stage.chunks[0].model
         inputs: dict[str, torch.Tensor] = {}
         read: list[tuple[str, ...]] = []
@@ -126,7 +126,7 @@ def _shares_parameters(model: torch.nn.Module) -> bool:
 
 
 def num_warmup_iterations(config: Any, num_microbatches: int) -> int:
-    """Return the number of warm-up iterations with ``num_microbatches`` each, minus training steps already run."""
+    """Return the number of warm-up iterations, with ``num_microbatches`` each, that training steps have not yet run."""
     done = config.cuda_graph_warmup_steps * get_num_microbatches()
     return max(1, math.ceil((WARMUP_ITERATIONS - done) / num_microbatches))
 

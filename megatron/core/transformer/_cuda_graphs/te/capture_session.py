@@ -41,7 +41,7 @@ class CaptureSession:
     Attributes:
         agreement: Records the current pass for error messages.
         recaptures: Creates the detector of passes with new shapes.
-        shape: Tokens per sequence before any sharding, and sequences per micro-batch.
+        shape: Sequence length before any sharding, and micro-batch size.
     """
 
     stage: Stage
@@ -111,9 +111,9 @@ class CaptureSession:
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Leave capture mode while several layers are captured, because it changes layer outputs and disables hooks.
+        """While several layers are captured, leave capture mode, which would change their outputs and disable hooks.
 
-        Generators and buffers are restored here, because a failed capture may not restore them.
+        On exit, it restores generators and buffers, because a failed capture may not restore them.
         """
         self._free_gradients()
         outside = between(state._set_capture_end, state._set_capture_start)
@@ -135,7 +135,7 @@ class CaptureSession:
             )
 
     def _capture_layers(self, input_data: Callable[[], InputData]) -> None:
-        """Capture each layer that is not part of the decoder's graphs individually."""
+        """Capture each layer outside the decoder's graphs individually."""
         stage = self.stage
         apart = self.graphs.layers_apart
         layers = tuple(layer for own in apart for layer in own)

@@ -111,7 +111,7 @@ def known_class(model: Any) -> type | None:
 
 
 def other_method(model: Any) -> str:
-    """Return which method of megatron-core's class is overridden by ``model``; empty if there is none.
+    """Return a message that names a method that ``model`` overrides; empty if there is none.
 
     An override may read state that changes between steps. Checkpointing methods are ignored.
     """
@@ -143,12 +143,12 @@ def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
 
 @dataclass(frozen=True)
 class CaptureScope:
-    """The part of a model captured in each graph of a pipeline stage, and the reasons against larger parts.
+    """The part of the model in each graph of a pipeline stage, and why larger parts are not captured.
 
     Attributes:
         holds: The captured part; None if nothing is captured.
-        not_model: Why the whole model is not captured; empty if it is or was not requested.
-        not_decoder: Why the decoder layers are not captured together; empty otherwise.
+        not_model: Why the whole model is not captured; empty if it is captured, or was not requested.
+        not_decoder: Why the decoder layers are not captured together; empty if they are.
         why_nothing: Why nothing is captured; empty if something is.
         eager_because: The scalar name of ``why_nothing``.
     """
@@ -161,7 +161,7 @@ class CaptureScope:
 
 
 def largest_scope(stage: Stage, blocker_of: Callable[[Holds], str]) -> CaptureScope:
-    """Return the scope of the largest possible graphs of ``stage`` that ``--cuda-graph-layers-per-graph`` allows.
+    """Return the scope of the largest graphs that ``stage`` and ``--cuda-graph-layers-per-graph`` allow.
 
     Args:
         blocker_of: Returns why a part cannot be captured in one graph; empty if it can.
@@ -206,9 +206,9 @@ class CaptureState:
 
     Attributes:
         scope: The captured part of the model; empty before ``select_scope``.
-        eager_because: The argument; empty once graphs exist.
+        eager_because: Why steps run eagerly; empty once graphs exist.
         whole: The whole-pass graphs: one object per model chunk, or one for the decoder's layers.
-        kept: By chunk, the FSDP2 parameters kept in memory for the layers' graphs.
+        kept: The FSDP2 parameters kept in memory for the layers' graphs, by chunk.
         microbatches: The required number of micro-batches per step; None for any number.
         shapes: The detector of passes with new shapes; None if such passes raise an error.
     """
@@ -233,7 +233,7 @@ class CaptureState:
 
     @property
     def decoder(self) -> Any:
-        """The graphs that hold all decoder layers; None if the whole model or single layers were captured."""
+        """The graphs of all decoder layers together; None if the whole model or single layers were captured."""
         return next(iter(self.whole), None) if self.scope.holds is Holds.DECODER else None
 
     @property
@@ -288,14 +288,14 @@ class CaptureState:
         return self._calls.blocker
 
     def follow_rng_tracker(self) -> None:
-        """Make graphs adopt the RNG tracker's states whenever a model is called, outside of any fork."""
+        """Make graphs adopt the RNG tracker's states whenever a model is called outside forks of the tracker."""
         self._rng_states = GraphStates()
         adopt = calls_weakly(self._rng_states.adopt)
         models = [chunk.model for chunk in self._stage.chunks if chunk.layers and chunk.model is not None]
         self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
 
     def adopt_rng_states(self) -> None:
-        """Make graphs adopt the RNG tracker's current states, as some schedules call layers instead of the model."""
+        """Make graphs adopt the RNG tracker's current states, for schedules that call layers instead of the model."""
         if self._rng_states is not None:
             self._rng_states.adopt()
 

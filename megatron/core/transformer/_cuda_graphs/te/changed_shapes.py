@@ -19,8 +19,8 @@ STEPS = 10
 class ChangedShapes:
     """Detects that all ranks have trained with the same new shape for ``STEPS`` steps.
 
-    Ranks compare shapes every ``STEPS`` steps and read the result one step later, so that the host only waits until its
-    device has run the comparison.
+    Ranks compare shapes every ``STEPS`` steps and read the result one step later, so that the host waits only for the
+    comparison.
 
     Args:
         passes: The passes that ran eagerly on this rank.

@@ -124,7 +124,7 @@ def annotate_first_last_layer(layers: Sequence[torch.nn.Module]) -> None:
 def _determine_if_first_last_layer_of_this_vp_chunk(base_module: Any) -> tuple[bool, bool]:
     """Return ``(is_first, is_last)``: the position of the layer ``base_module`` in its model chunk.
 
-    Layers without annotations of ``annotate_first_last_layer`` are located by their ``layer_number``. A module without
+    Layers not annotated by ``annotate_first_last_layer`` are located by their ``layer_number``. A module without
     one is a chunk by itself.
     """
     if hasattr(base_module, "is_first_layer"):

@@ -98,7 +98,7 @@ class PassGraphs:
         self._taken = TakenForward(module, self) if training else None
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name."""
+        """Return the arguments of a call, keyed by name."""
         return arguments_by_name(self._order, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ class PassGraphs:
         raise NotImplementedError
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
-        """Return the graphs for a call, or None. Overrides may modify ``given``, the arguments by name."""
+        """Return the graphs for a call, or None. Overrides may modify ``given``, the arguments keyed by name."""
         return self.slots[0]
 
     def _replay(self, slot: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -140,7 +140,7 @@ class PassGraphs:
         Each mismatch is logged once.
 
         Args:
-            given: The arguments of the call by name. Packed sequences are replaced by their offsets in place.
+            given: The arguments of the call, keyed by name. Packed sequences are replaced by their offsets in place.
         """
         packed_otherwise = ""
         if self._packed_tokens:
@@ -196,7 +196,7 @@ class PassGraphs:
 
 
 def _may_replay_evaluation() -> bool:
-    """Return whether evaluation may replay, which could overwrite memory of a backward pass in progress."""
+    """Return whether evaluation may replay: not during a backward pass, whose memory it could overwrite."""
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 
@@ -289,7 +289,7 @@ def _graphed(
     """Return a callable to capture the complete passes of ``func``, which uses ``module``.
 
     Args:
-        inputs: Static inputs by keyword. Inputs that require grad must be leaves.
+        inputs: Static inputs, keyed by name. Inputs that require grad must be leaves.
     """
     return GraphedCallable(
         name,
@@ -379,7 +379,7 @@ def capture_models(
 
     Args:
         models: The language model, or its chunks in a pipeline stage: the callables of ``plan``.
-        shape: Tokens per sequence before any sharding, and sequences per micro-batch.
+        shape: Sequence length before any sharding, and micro-batch size.
         quantized: The quantization of each model, or None.
         training: Whether to capture backward passes. Otherwise models must be in evaluation mode.
     """
@@ -409,7 +409,7 @@ def inputs_of_slots(
 
 
 def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
-    """Create static inputs of ``model`` by keyword of ``forward``, plus ``hidden_states`` from the previous stage.
+    """Create static inputs of ``model``, keyed by name, including ``hidden_states`` from the previous stage.
 
     Shapes and dtypes match ``expected_inputs`` and the first layer's hidden states. The attention mask is the layers'
     default mask; a model without attention has no mask.
@@ -432,7 +432,7 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
 def _around_passes(models: Iterable[Any], kept: list[Any]) -> Iterator[None]:
     """Append the outputs of rotary embeddings to ``kept`` within the context, as their cache may evict them later.
 
-    On exit, restore the input hidden states of all chunks but the first, because evaluation is captured within a call.
+    On exit, restore the input hidden states of later chunks, because evaluation is captured within a call.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -465,10 +465,10 @@ def capture_decoder(
     eager_passes: EagerPasses,
     quantized: RecordedQuantization | None,
 ) -> list[DecoderGraphs]:
-    """Capture the passes of all layers of ``decoder``; later calls of it replay them. See ``_capture``.
+    """Capture the passes of all layers of ``decoder``; later calls replay them. See ``_capture``.
 
     Args:
-        inputs: Static inputs by keyword, ``hidden_states`` first.
+        inputs: Static inputs, keyed by name, ``hidden_states`` first.
         read: The inputs besides ``hidden_states`` that each layer reads.
         quantized: The quantization of the layers, or None.
     """

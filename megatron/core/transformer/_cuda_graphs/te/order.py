@@ -20,8 +20,8 @@ class PassOrder:
         order: The order of passes.
         num_layers_per_chunk: The number of captured layers in each chunk of ``order``.
         num_microbatches: The number of forward passes of each chunk.
-        chunk_id_list: None, or if the chunks of ``order`` are single layers, 0-based ``[model chunk, layer]`` for each
-            forward pass and None for other passes.
+        chunk_id_list: If each chunk of ``order`` is one layer, 0-based ``[model chunk, layer]`` for each forward pass
+            and None for every other pass; otherwise None.
     """
 
     order: list[float]

@@ -26,7 +26,7 @@ class Role:
         language: Whether this is the language model, which is present on every pipeline stage. Only its helper logs
             steps, zeroes gradients, captures evaluation and recaptures for new shapes; only its layers receive rotary
             embeddings.
-        model_of: Returns the model that has the layers, given a wrapped chunk, or None.
+        model_of: Returns the model that has the layers, or None, given a wrapped chunk.
         report: The file name of the report, without suffix.
         wrap: Wraps a callable of the engine; replays call the result.
     """
@@ -39,7 +39,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of the model.
+    """A model chunk.
 
     Attributes:
         module: The wrapped chunk.

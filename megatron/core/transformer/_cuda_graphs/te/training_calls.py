@@ -77,7 +77,7 @@ def is_training(model: torch.nn.Module) -> bool:
 
 
 def arguments_by_name(order: Iterable[str], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, given the ordered names of positional arguments."""
+    """Return the arguments of a call, keyed by name, given the ordered names of positional arguments."""
     return dict(zip(order, args, strict=False)) | dict(kwargs)
 
 
@@ -128,8 +128,8 @@ class TrainingCalls:
 
 
 def call_blocker(model: Any, given: dict[str, Any]) -> str:
-    """Return why graphs of ``model`` for any sequence length cannot match a call with ``given``; empty if they can."""
-    rows_and_length = shape_of(model, given)
+    """Return why a call with ``given`` cannot match graphs of ``model``, whatever the sequence length; empty if it
+    can.""" rows_and_length = shape_of(model, given)
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
     expected = expected_inputs(model, *rows_and_length)
