@@ -128,8 +128,8 @@ class TrainingCalls:
 
 
 def call_blocker(model: Any, given: dict[str, Any]) -> str:
-    """Return why a call with ``given`` cannot match graphs of ``model``, whatever the sequence length; empty if it
-    can.""" rows_and_length = shape_of(model, given)
+    """Return why a call with ``given`` cannot match graphs of ``model`` of any sequence length; empty if it can."""
+    rows_and_length = shape_of(model, given)
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
     expected = expected_inputs(model, *rows_and_length)
