@@ -136,7 +136,9 @@ class LayerInputs:
             positions = torch.zeros(shape, dtype=torch.int64, device=hidden_states.device)
             return rotary(positions, model.mrope_section)
         if id(model) not in self._rotary:
-            made = rotary(rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None))
+            forward = type(rotary).forward
+            forward = getattr(forward, "__wrapped__", forward)  # its cache would keep the input after the graphs
+            made = forward(rotary, rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None))
             # yarn also returns a scale, which is not a layer input
             self._rotary[id(model)] = made[0] if isinstance(made, tuple) else made
         return self._rotary[id(model)]
