@@ -159,7 +159,7 @@ def train(impl: str) -> None:
     config.no_sync_func = policy.no_sync
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    # By default, only trained models get a whole-model graph.
+    # The reference model does not train, so request a whole-model graph explicitly.
     model, reference_config = unwrapped(impl, layers_per_graph="model")
     reference = wrapped(model.requires_grad_(False), reference_config)
     helpers = []

@@ -149,7 +149,7 @@ class Check:
                 self._overrides(module, [node.name], file, node)
 
     def _overrides(self, module: str, paths: list[str], file: Path, own: Definition | None = None) -> None:
-        """Compare an overridden definition: the first of ``paths`` in each version."""
+        """Compare an overridden definition, the first of ``paths`` that exists, between the two versions."""
         before, after = (core.find(module, paths) for core in (self.ours, self.other))
         what = f"{module}.{paths[-1]} ({file.relative_to(ROOT)}:{own.lineno if own else 1})"
         if before is None:

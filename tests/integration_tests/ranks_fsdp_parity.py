@@ -38,7 +38,7 @@ def compare(variant: Variant) -> dict:
 def main() -> None:
     """Compare the variants, starting with those without HSDP."""
     dist.init_process_group("nccl")
-    gc.freeze()  # exclude imported objects from the garbage collections of model building
+    gc.freeze()  # exclude imported objects from garbage collection during model building
     for instances in (1, 2):
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         for name in json.loads(sys.argv[1]):

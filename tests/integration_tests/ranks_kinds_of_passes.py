@@ -36,7 +36,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     for scope, name in json.loads(sys.argv[1]):
         gc.collect()
-        gc.freeze()  # exclude live objects from the garbage collections of captures
+        gc.freeze()  # exclude live objects from garbage collection during captures
         of_ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, differences(SCOPES[scope], PASSES[name]))
         if dist.get_rank() == 0:

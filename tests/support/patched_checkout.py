@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 UNIT_TESTS = REPOSITORY / "tests" / "unit_tests" / "core"
 QUICK = ("optimizer/test_empty_shards.py", "transformer/_cuda_graphs/engine/test_make_graphed_callables.py")
 WHOLE = ("optimizer", "transformer/_cuda_graphs", "transformer/moe")
-# These tests compare with megatron-core's originals and need the overlay.
+# These tests compare with megatron-core's originals, which requires the overlay.
 WITH_OVERLAY = re.compile(r"megatron_fsdp_cuda_graphs\.overlay|import overlay|tests\.support\.replaced")
 
 
@@ -61,7 +61,7 @@ class Checkout:
         return done.stdout
 
     def import_all(self) -> None:
-        """Import every module of the patch from this checkout."""
+        """Import each module of the patch from this checkout."""
         code = "import importlib, sys\nfor name in sys.argv[2:]:\n    file = importlib.import_module(name).__file__"
         code += "\n    assert file.startswith(sys.argv[1]), file"
         self.python("-c", code, str(self.folder), *patched_modules())

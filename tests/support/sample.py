@@ -40,7 +40,7 @@ def mostly_long(cases: Iterable[Any], *quick: Any) -> list[Any]:
 
 
 def asked(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
-    """Return the parameters of the selected tests in the file of the requesting test, in order."""
+    """Return the parameters of the selected tests in the requesting test's file, in order."""
     found: list[tuple[Any, ...]] = []
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

@@ -13,7 +13,7 @@ from benchmarks._step_time.variants import ADDITIONS, parts
 from benchmarks._tables.checks import FLAG, MUST_DIFFER
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-# Flags of a case's attributes, under present and earlier names; other attributes have the names of flags.
+# Flags of a case's attributes, under present and earlier names; other attributes are named after their flags.
 FLAGS: dict[str, tuple[str, ...]] = {
     "average_in_collective": ("--ddp-average-in-collective",),
     "averaged": ("--ddp-average-in-collective",),

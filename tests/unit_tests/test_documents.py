@@ -13,7 +13,7 @@ PAGES += sorted((ROOT / "docs").glob("*.md"))
 FENCED = re.compile(r"^ *```[a-z]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^ {4}((?:make|pip|python|git|torchrun) .+?)(?: {2,}#.*)?$", re.MULTILINE)
-# Beginnings of rows in README's matrix, and of their rows in docs/compatibility.md.
+# Row prefixes in README's matrix, each with the prefix of a row in docs/compatibility.md.
 VERIFIED = (
     ("dense", "--cuda-graph-modules not given"),
     ("mixture of experts", "--moe-use-grouped-tensor"),
@@ -28,7 +28,7 @@ VERIFIED = (
 )
 EXPLAINED = re.compile(r"^- `(.+)`$", re.MULTILINE)  # a message in docs/troubleshooting.md
 CI, MAKEFILE = ".ci/run", "Makefile"
-# The beginning of each command in the README, and the file that runs it.
+# Prefix of each command in the README, with the file that runs it.
 RUN_BY = {
     "pip install -c constraints.txt": MAKEFILE,
     "pip uninstall": "tests/integration_tests/test_install.py",
@@ -58,7 +58,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def row_of(text: str, start: str) -> list[str]:
-    """Return the cells of the only table row in ``text`` that starts with ``start`` and has no bad status."""
+    """Return the cells of the only table row that starts with ``start``, ignoring rows marked "refused" or "fails"."""
     rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith(f"| {start}")]
     (row,) = [cells for cells in rows if cells[1].strip() not in ("refused", "fails")]
     return [cell.strip() for cell in row]
@@ -73,7 +73,7 @@ def test_readme_names_the_hardware_of_the_table(start, flag):
 
 
 def texts(file: Path) -> Iterator[str]:
-    """Yield the texts in a Python file, with ``…`` for values."""
+    """Yield the string literals of a Python file, with ``…`` in place of interpolated values."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
@@ -82,7 +82,7 @@ def texts(file: Path) -> Iterator[str]:
 
 
 def unknown_messages(page: str, known: list[str]) -> list[str]:
-    """Return the explained messages with a part that no text contains."""
+    """Return the messages explained on ``page`` that have a part missing from every string in ``known``."""
     explained = EXPLAINED.findall(page)
     return [
         message

@@ -176,7 +176,7 @@ FEATURES: dict[str, Setting] = {
     "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},
 }
-# Working rows without a feature, and the requirements that the CPU backend lacks
+# Working rows without a feature, and why the CPU backend cannot run them
 ELSEWHERE = {
     "fp8": "TransformerEngine's layers",
     "fp8 by blocks": "TransformerEngine's layers",

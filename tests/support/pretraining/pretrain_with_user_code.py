@@ -31,7 +31,7 @@ def averaged_weights():
     def train_and_average(forward_step, data, model, *args, **kwargs):
         result = train_step(forward_step, data, model, *args, **kwargs)
         for chunk in model:
-            chunk.stop_communication()  # the chunk then holds the optimizer's parameters
+            chunk.stop_communication()  # the chunk then contains the optimizer's parameters
             for name, param in chunk.named_parameters():
                 weights = param.to_local().detach().float()
                 averages.setdefault(name, weights.clone()).lerp_(weights, 0.1)

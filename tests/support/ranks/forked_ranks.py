@@ -17,7 +17,7 @@ from torch.multiprocessing import start_processes
 
 PRELOADED = "tests.support.ranks.preloaded"
 OWN = {"TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
-GRACE = 120  # seconds that ranks on a busy machine need to write a checkpoint
+GRACE = 120  # time for ranks on a busy machine to write a checkpoint, in seconds
 
 
 class ForkedRanks:
@@ -43,7 +43,7 @@ class ForkedRanks:
         context.set_forkserver_preload([PRELOADED])
         variables = os.environ | OWN | (environment or {})
         self._launcher = context.Process(target=_launch, args=(list(arguments), variables, log, ranks))
-        # Environment for the imports of the server, which starts with the first process.
+        # The server starts with the first process and inherits this environment for its imports.
         with mock.patch.dict(os.environ, OWN):
             self._launcher.start()
 

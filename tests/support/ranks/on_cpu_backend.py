@@ -19,7 +19,7 @@ def on_cpu_backend() -> Iterator[None]:
     if torch.cuda.is_available():
         pytest.skip("a GPU is visible: the CPU backend needs CUDA_VISIBLE_DEVICES=''")
     install()
-    gc.freeze()  # exclude imported objects from the garbage collections of captures
+    gc.freeze()  # exclude imported objects from garbage collection during captures
     try:
         yield
     finally:

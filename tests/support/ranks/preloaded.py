@@ -34,4 +34,4 @@ arguments.add_megatron_arguments(argparse.ArgumentParser())
 sys.path.insert(0, str(SCRIPT.parent))
 runpy.run_path(str(SCRIPT))
 gc.collect()
-gc.freeze()  # exclude imported objects from the garbage collections of captures and model building
+gc.freeze()  # exclude imported objects from garbage collection during captures and model building

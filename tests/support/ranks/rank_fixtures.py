@@ -31,7 +31,7 @@ def _four_ranks(instances: int, rank: int = 0, **groups: int):
         num_distributed_optimizer_instances=instances, create_gloo_process_groups=False, **groups
     )
     model_parallel_cuda_manual_seed(1234)
-    gc.freeze()  # exclude imported objects from the garbage collections of model building
+    gc.freeze()  # exclude imported objects from garbage collection during model building
     yield instances
     gc.unfreeze()
     parallel_state.destroy_model_parallel()
@@ -90,6 +90,6 @@ def one_rank(process_group):
 def side_stream(cpu_backend_of_module):
     """Leave the legacy default stream, as capturing programs do."""
     gc.collect()
-    gc.freeze()  # exclude live objects from the garbage collections of captures and model building
+    gc.freeze()  # exclude live objects from garbage collection during captures and model building
     with torch.cuda.stream(torch.cuda.Stream()):
         yield

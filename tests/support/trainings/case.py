@@ -27,14 +27,14 @@ class Case:
         wrapper: ``fsdp`` (Megatron-FSDP), ``ddp`` (DistributedDataParallel) or ``fsdp2`` (torch's FSDP2).
         virtual: Model chunks per pipeline stage; None without interleaving.
         passes: Forward passes per micro-batch, all before the backward passes.
-        microbatches_later: Number of micro-batches from the second step after capture on; 0 for no change.
+        microbatches_later: Number of micro-batches, starting with the second step after capture; 0 for no change.
         sequences_later, micro_batches_later: Sequence lengths and micro-batch sizes to cycle through from the second
             step after capture on, each for ``turn`` steps; empty for no change.
         later_on_one_rank: Change shapes on the last data-parallel rank only.
         masked_step: The only step whose attention mask hides more than the causal mask; None to use the causal
             mask in every step.
-        released: The step that trains eagerly after graphs were released; they are restored afterwards. Around it the
-            optimizer moves to the host and back, and the model evaluates. Before the step after next, weights under
+        released: Step that trains eagerly, with graphs released; they are restored after it. Before and after the step,
+            the optimizer moves to the host and back, and the model evaluates. Before the step after next, weights under
             Megatron-FSDP are overwritten in place. None to keep the graphs.
         evaluates: Evaluate after the step that follows capture; ``often`` to evaluate also before and after capture
             and after each step.
@@ -48,7 +48,7 @@ class Case:
         norm_on_device: Compute the gradient norm without synchronizing, as TransformerEngine's kernels do.
         adapters: Rank of adapters on linear layers; all other parameters are frozen. 0 for none.
         frozen: Regular expression of the names of parameters to freeze before wrapping; empty for none.
-        frozen_later: Like ``frozen``, for parameters that are frozen after the optimizer is created.
+        frozen_later: Like ``frozen``, for parameters to freeze after the optimizer is created.
         warmup: Steps before capture; with ``local``, warm-up passes per layer.
         config: Additional attributes of ``TransformerConfig`` and the wrapper's configuration, by name.
     """

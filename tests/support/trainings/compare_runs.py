@@ -39,7 +39,7 @@ def main() -> None:
     args = parse(sys.argv[1:])
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Served ranks wait for their next job without a timeout.
+    # Ranks started with --serve wait for their next job without a timeout.
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(days=1))
     served = Served()
     for job in jobs(args.serve) if args.serve else (args,):
@@ -76,7 +76,7 @@ def jobs(source: Path) -> Iterator[argparse.Namespace]:
 
 
 class Served:
-    """Runs jobs; reuses process groups and eager results for the next job with the same layout."""
+    """Runs jobs; reuses process groups and eager results for later jobs with the same layout."""
 
     def __init__(self) -> None:
         self._layout: dict[str, int | None] = {}
@@ -91,7 +91,7 @@ class Served:
             errors_to = args.output if args.stop_at_error else None
             results.append(compare(Case.of(arguments), control, self._eager, errors_to))
             gc.collect()
-            gc.freeze()  # exclude live objects from the garbage collections of captures
+            gc.freeze()  # exclude live objects from garbage collection during captures
             if dist.get_rank() == 0:
                 partial = args.output.with_suffix(".partial")  # readers always find complete JSON
                 partial.write_text(json.dumps(results, indent=1))
@@ -153,7 +153,7 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
             os._exit(1)
     errors: list = [None] * dist.get_world_size()
     of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)  # hangs unless every rank fails at the same place
+    dist.all_gather_object(errors, error)  # hangs unless all ranks fail at the same place
     dist.all_gather_object(of_ranks, differences)
     error = next(filter(None, errors), "")
     return {

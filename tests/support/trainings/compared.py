@@ -19,7 +19,7 @@ def assert_went_on_eagerly(result: dict[str, Any]) -> None:
 
 
 def assert_differs_from(result: dict[str, Any], step: int) -> None:
-    """Assert that, on some rank, losses differ from eager from ``step`` on."""
+    """Assert that losses differ from eager from ``step`` on, on at least one rank."""
     differences = result["differences"]
     assert any(f"losses[{step}]" in line for line in differences), differences
     assert not any(f"losses[{step - 1}]" in line for line in differences), differences

@@ -92,7 +92,7 @@ def failed_backward_capture(training: Training) -> None:
 
 @control
 def fallback_after_a_failure_on_one_rank(training: Training) -> None:
-    """Run out of memory in a layer of the last rank; with ``cuda_graph_fallback``, all ranks continue eagerly."""
+    """Run out of memory in a layer on the last rank. With ``cuda_graph_fallback``, all ranks continue eagerly."""
 
     def hook(module, args, output):
         raise torch.OutOfMemoryError("simulated: out of memory")
@@ -111,7 +111,7 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
 
 @control
 def interrupted_on_one_rank(training: Training) -> None:
-    """Interrupt the last rank in a capture, a recapture and an evaluation capture; each must end on all ranks."""
+    """Interrupt the last rank in a capture, a recapture and an evaluation capture. All ranks must end each time."""
     from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
 
     helper, case = training.helper, training.case
@@ -154,7 +154,7 @@ def _interrupt(training: Training, capture: Callable[[], object]) -> None:
 
 @control
 def failed_recaptures(training: Training) -> None:
-    """Capture; later captures of other shapes run out of memory on the last rank."""
+    """Capture. Later captures of other shapes run out of memory on the last rank."""
     mlp = training.layers[-1].mlp
     forward = mlp.forward
 
@@ -215,7 +215,7 @@ def _fail_between_collectives(training: Training, phase: str, touch: Callable[[t
 
 @control
 def hook_on_one_rank(training: Training) -> None:
-    """Register a hook outside of layers on the last rank; all ranks must then capture layers, not the whole model."""
+    """Register a hook outside of layers on the last rank. All ranks must then capture layers, not the whole model."""
     if dist.get_rank() == dist.get_world_size() - 1:
         from megatron.core.utils import get_attr_wrapped_model
 
@@ -231,7 +231,7 @@ def hook_on_one_rank(training: Training) -> None:
 
 @control
 def layer_hook_on_one_rank(training: Training) -> None:
-    """Register a hook on one layer on the last rank; all ranks must then capture that layer separately."""
+    """Register a hook on one layer on the last rank. All ranks must then capture that layer separately."""
     if dist.get_rank() == dist.get_world_size() - 1:
         training.layers[1].register_forward_hook(lambda *_: None)
     training.helper.create_cudagraphs()
@@ -271,7 +271,7 @@ def eager_micro_batch_on_one_rank(training: Training) -> None:
 
 @control
 def refused_on_one_stage(training: Training) -> None:
-    """Register a hook outside of layers in the last pipeline stage; all stages must then capture layers."""
+    """Register a hook outside of the layers in the last pipeline stage. All stages must then capture layers."""
     last = dist.get_rank() == dist.get_world_size() - 1
     if last:
         from megatron.core.utils import get_attr_wrapped_model
@@ -340,7 +340,7 @@ def evaluation_eager_on_one_rank(training: Training) -> None:
 
 @control
 def failed_capture_for_evaluation(training: Training) -> None:
-    """Run out of memory on the last rank in the first evaluation capture; all ranks must then evaluate eagerly."""
+    """Run out of memory on the last rank in the first evaluation capture. All ranks must then evaluate eagerly."""
     _fail_for_evaluation(training, torch.cuda.is_current_stream_capturing)
 
 
@@ -430,7 +430,7 @@ def failed_language_capture(training: Training) -> None:
 
 @control
 def beside_a_larger_model(training: Training) -> None:
-    """Capture; then train a larger model in lockstep, one step per forward pass, and capture it after its warm-up."""
+    """Capture, then train a larger model in lockstep, one step per forward pass, and capture it after its warm-up."""
     case = replace(training.case, hidden=2 * training.case.hidden)
     training.helper.create_cudagraphs()
     other = Training(case, graphs=True)
@@ -557,7 +557,7 @@ def observed_evaluation_on_one_rank(training: Training) -> None:
 
 
 def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
-    """Replace the function that schedules call at the end of each step with ``run``, which receives the original."""
+    """Make schedules call ``run(original)`` in place of ``create_cudagraphs`` at the end of each step."""
     from megatron.core.pipeline_parallel import schedules
 
     create = schedules.create_cudagraphs

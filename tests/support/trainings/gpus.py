@@ -5,6 +5,6 @@ from typing import Any
 import torch
 
 SIZES: dict[str, Any] = {"transformer_engine": True, "hidden": 512, "sequence": 1024, "micro_batch": 1}
-# Without this, cuDNN's attention backward differs between runs.
+# Without this, cuDNN's attention backward is not deterministic.
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

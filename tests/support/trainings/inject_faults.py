@@ -92,7 +92,7 @@ class Faults(TorchDispatchMode):
     captured_only: bool = False
     names: list[str] = field(default_factory=list)
     fired: bool = False
-    internal: int = 0  # depth of calls inside the CPU backend, which have no counterpart on GPUs
+    internal: int = 0  # call depth inside the CPU backend; these calls have no counterpart on GPUs
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Faults(TorchDispatchMode):
 
 
 def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, float]:
-    """Capture with ``faults`` as if for the first time; return the error, or None, and the time in seconds."""
+    """Capture with ``faults`` as if for the first time; return the error (None on success) and the time in seconds."""
     if hasattr(training.chunks[0].module, "graphs"):
         training.chunks[0].module.graphs.reduced_once.clear()
     start = time.perf_counter()
@@ -188,7 +188,7 @@ class Attempts:
     compared: int = 0
 
     def places(self, captured_only: bool) -> list[str]:
-        """Return the names of the operators and calls of a capture on rank 0; other ranks may differ slightly."""
+        """Return the names of a capture's operators and calls on rank 0; other ranks may differ slightly."""
         faults = Faults(captured_only=captured_only)
         error, _ = attempt(self.training, faults)
         if error is not None:
@@ -199,7 +199,7 @@ class Attempts:
         return names[0]
 
     def fail(self, kind: str, at: int, on: list[int]) -> None:
-        """Inject a fault into a capture at index ``at`` on the ranks ``on``, and record leftover state."""
+        """Fail a capture at index ``at`` on the ranks ``on``, and record leftover state."""
         before = training_state(self.training)
         mine = dist.get_rank() in on
         faults = Faults(at if mine else None, KINDS[kind], captured_only=kind == "host sync")
@@ -279,7 +279,7 @@ def run(
     attempts.step("at the beginning")
     attempts.places(False)  # allocates memory that later captures reuse
     gc.collect()
-    gc.freeze()  # exclude live objects from the garbage collections of captures
+    gc.freeze()  # exclude live objects from garbage collection during captures
     places: dict[str, int] = {}
     replays = 0
 
@@ -307,7 +307,7 @@ def run(
         for number, at in enumerate(range(stride // 2, len(names), stride)):
             ranks = list(range(dist.get_world_size()))
             if dist.get_rank() == 0:
-                # The last line of the log if the run hangs.
+                # Last line of the log if the run hangs.
                 print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)
             attempts.fail(kind, at, ranks)
             if len(ranks) > 1:

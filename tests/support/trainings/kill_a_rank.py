@@ -86,7 +86,7 @@ def train(timeout: int, holds: str, in_capture: bool) -> None:
     from tests.support.trainings.case import Case
     from tests.support.trainings.training import Training
 
-    # The first rank survives and owns the store.
+    # The first rank survives, so it owns the store.
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=timeout))
     parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout / 60)
     training = Training(Case(layers=2, warmup=2, holds=holds), graphs=True)

@@ -39,7 +39,7 @@ def launch(
         environment: Additional environment variables.
 
     Returns:
-        The completed process with its output, and the results that were written, in the order of the cases.
+        The completed process with its output, and the available results in the order of the cases.
     """
     done = _torchrun(COMPARE, [*_write(cases, folder), *options], ranks, environment)
     return done, _read(folder)
@@ -106,7 +106,7 @@ class Server:
     def __init__(self, folder: Path, ranks: int) -> None:
         jobs = folder / "jobs"
         os.mkfifo(jobs)
-        self._jobs = os.fdopen(os.open(jobs, os.O_RDWR), "w")  # opens before a reader exists
+        self._jobs = os.fdopen(os.open(jobs, os.O_RDWR), "w")  # opens before it has a reader
         self.ranks = ForkedRanks([str(COMPARE), "--serve", str(jobs)], folder / "log", ranks)
 
     def run(self, cases: Sequence[dict[str, Any]], options: Sequence[str], folder: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def transformer_config(case: Case, graphs: bool):
     """Return the ``TransformerConfig`` of ``case``, with or without graphs.
 
     Raises:
-        ValueError: No configuration has an attribute for an entry of ``case.config``.
+        ValueError: An entry of ``case.config`` is not an attribute of any configuration.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -188,7 +188,7 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
 
 
 def parameters_of(model: torch.nn.Module, names: str) -> list[torch.nn.Parameter]:
-    """Return the parameters whose names contain a match of the regular expression ``names``; none if it is empty."""
+    """Return the parameters whose names match the regular expression ``names`` anywhere; none if it is empty."""
     return [param for name, param in model.named_parameters() if names and re.search(names, name)]
 
 
@@ -218,7 +218,7 @@ def wrapped(case: Case, config, model):
         "grad_reduce_in_fp32": True,
     }
     if case.wrapper == "ddp":
-        # The size is small enough for several buckets.
+        # Small enough for several buckets.
         values |= {"align_param_gather": case.virtual is not None, "bucket_size": 10_000}
     else:
         values |= {

@@ -4,8 +4,8 @@
     python -m tests.support.trainings.on_gpus --layouts "two instances" --tests test_hybrid_sharding --logs logs
     python -m tests.support.trainings.on_gpus --share 1/2 --output first_half.json
 
-With pytest, the same takes hours and GPUs are mostly idle. The results include graph and replay counts, which are not
-checked. Cases that ran out of memory next to others are retrained. Requires GPUs and TransformerEngine.
+Under pytest, the same cases take hours while GPUs are mostly idle. The results include graph and replay counts, which
+are not checked. Cases that ran out of memory next to others are retrained. Requires GPUs and TransformerEngine.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Train the jobs of one launch and return the results; after a crash, the rest or the last job has the error."""
+    """Train the jobs of a launch and return the results; after a crash, missing results or the last have the error."""
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)
@@ -136,7 +136,7 @@ def control(job: Job) -> str:
 
 
 def is_expected(result: dict[str, Any]) -> bool:
-    """Return whether a result equals eager, or differs if it must differ."""
+    """Return whether a result matches eager, or differs where it must."""
     return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
 
 

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 1 tests/support/trainings/release_memory.py
     torchrun --nproc-per-node 2 tests/support/trainings/release_memory.py --holds layer --profile
 
-Memory is measured after ``release``: before the first capture, and after each of several captures with steps and an
-evaluation. ``blocks`` lists the sizes of blocks that were not allocated at the first measurement, with their counts.
+Measures memory after ``release``: before the first capture, and after each of several captures with steps and an
+evaluation. ``blocks`` counts, by size, the blocks that were not allocated at the first measurement.
 """
 
 import argparse
@@ -107,7 +107,7 @@ measured: dict[str, int] = {}  # by ``blocks``
 
 
 def blocks() -> Counter[int]:
-    """Measure memory without the workspaces of cuBLAS; return the number of allocated blocks of each size."""
+    """Free the workspaces of cuBLAS, measure memory, and return the number of allocated blocks of each size."""
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.empty_cache()

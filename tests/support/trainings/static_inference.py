@@ -35,7 +35,7 @@ VOCABULARY, LENGTH, PROMPT, LAYERS = 64, 24, 6, 3
 def decode(q, k_cache, v_cache, k, v, cache_seqlens, **options: Any) -> torch.Tensor:
     """Compute flash-attn's ``flash_attn_with_kvcache`` for one new token, ``[batch, 1, heads, size]``.
 
-    Writes ``k`` and ``v`` into the caches, ``[batch, length, heads, size]``, at ``cache_seqlens``, ``[batch]``.
+    Write ``k`` and ``v`` into the caches, ``[batch, length, heads, size]``, at ``cache_seqlens``, ``[batch]``.
     """
     place = cache_seqlens.long().view(-1, 1, 1, 1).expand_as(k)
     k_cache.scatter_(1, place, k)

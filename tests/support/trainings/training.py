@@ -149,7 +149,7 @@ class Training:
         return models.gpt(self.case, self.config, virtual_stage)
 
     def _connect(self) -> None:
-        """Set the functions that schedules call and megatron.training provides."""
+        """Set the functions that schedules call and that megatron.training usually provides."""
         from megatron.core.distributed import finalize_model_grads
 
         self.config.no_sync_func = self._of_chunks("no_sync")
@@ -185,7 +185,7 @@ class Training:
     def _gather_in_hooks(self, on: bool, param_sync: bool = False) -> None:
         """Enable or disable parameter gathering in forward hooks.
 
-        megatron.training disables it in the first step, during capture and in evaluation.
+        megatron.training disables gathering in the first step, during capture and in evaluation.
 
         Args:
             on: Enable gathering.
@@ -304,7 +304,7 @@ class Training:
                 self.helper.release()
             if self.case.wrapper != "fsdp2":  # megatron-core would replace parameters that FSDP2 owns
                 self.optimizer.offload_to_cpu()
-                taken = torch.empty(1 << 20, device="cuda")  # so that it returns to other addresses
+                taken = torch.empty(1 << 20, device="cuda")  # forces new addresses on restore
                 self.optimizer.restore_from_cpu()
                 del taken
 
@@ -325,7 +325,7 @@ class Training:
         """Overwrite the shards of all weights in place."""
         with torch.cuda.stream(self.stream):
             for chunk in self.chunks:
-                chunk.synchronize_param_gather()  # gathers in flight read them
+                chunk.synchronize_param_gather()  # pending gathers read them
                 for group in chunk.param_and_grad_buffer.parameter_groups:
                     for buffer in filter(None, (group.model_weight_buffer, group.main_weight_buffer)):
                         buffer.data.copy_(buffer.data * 0.5)

@@ -35,7 +35,7 @@ for run in json.load(open(plan)):
 def train(tmp_path, monkeypatch):
     """Return a function that runs plans with a fake worker and returns the results in order of arrival.
 
-    The flag of a run selects what the worker does.
+    The flag of a run selects the behavior of the worker.
     """
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)

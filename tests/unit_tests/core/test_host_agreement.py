@@ -85,7 +85,7 @@ def test_expected_message_arrives_before_any():
 
 
 def test_timeout_names_the_silent_rank():
-    begun, over = Barrier(2), Barrier(3)  # rank 0 and rank 2 begin together; rank 1 stays until both have waited for it
+    begun, over = Barrier(2), Barrier(3)  # ranks 0 and 2 begin together; rank 1 exits after both have waited for it
 
     def run(agreement, rank, gloo):
         agreement.any([False])

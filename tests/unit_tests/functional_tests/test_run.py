@@ -9,7 +9,7 @@ from tests.functional_tests import run
 from tests.functional_tests._runner import golden
 from tests.functional_tests._runner.recipe import Recipe
 
-# Stands for a launch of two steps: writes scalars and graph counts, and the losses of its arguments.
+# Stands in for a launch of two steps: writes scalars and graph counts, and the losses of its arguments.
 LAUNCH = """
 import json, os, sys
 print("rank 0: output")

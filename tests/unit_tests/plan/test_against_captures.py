@@ -41,7 +41,7 @@ WHOLE = {
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Record the kind and the callable's index of each captured pass."""
+    """Record the kind and the callable index of each captured pass."""
     found: list[tuple[str, int]] = []
 
     def watch(kind):

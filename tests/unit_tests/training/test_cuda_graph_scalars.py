@@ -50,7 +50,7 @@ class Loop:
     def __init__(self, monkeypatch, interval=1, tensorboard=None, wandb=None):
         self.args = SimpleNamespace(iteration=0, curr_iteration=0, tensorboard_log_interval=interval)
         self.helper, self.scalars = Helper(), CudaGraphScalars()
-        self.now, self.seconds = 100.0, PAUSE  # of a step
+        self.now, self.seconds = 100.0, PAUSE  # current time, and duration of a step
         monkeypatch.setattr("time.monotonic", lambda: self.now)
         monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", self.args)
         monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", tensorboard)

@@ -68,7 +68,7 @@ class Variant:
 
 
 def small(**changes: Any) -> Case:
-    """Return a case with short steps, of a few milliseconds; it has a double buffer only if parameters are sharded."""
+    """Return a case whose steps take a few milliseconds; it has a double buffer only if parameters are sharded."""
     sharded = changes.get("data_parallel_sharding_strategy", "optim_grads_params") == "optim_grads_params"
     return Case.of({**SMALL, "fsdp_double_buffer": sharded, **changes})
 
@@ -116,7 +116,7 @@ def delay_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def hook_by_user(module: torch.nn.Module, *unused: Any) -> None:
-    """Do nothing, like a user's hook that was registered before the model is wrapped."""
+    """Do nothing, like a user's hook registered before the model is wrapped."""
 
 
 def hook_layers(model: torch.nn.Module) -> None:

@@ -20,7 +20,7 @@ IN_ORDER = (0, 1, 2, 3)
 
 
 def unusual(model):
-    """Make the decoder of ``model`` call the layers ``called``, and add the outputs of ``reads`` to its output."""
+    """Make the decoder call the layers ``called`` and add the outputs of the layers ``reads`` to its own output."""
 
     own_kind: Any = type(model.decoder)
 
@@ -43,7 +43,7 @@ def unusual(model):
 
 
 def trained(per_graph, called, reads, error=None):
-    """Train a step with ``called`` and ``reads``, then a normal one, after a capture; ``per_graph=None`` is eager."""
+    """After a capture, train a step with ``called`` and ``reads``, then a normal one; eager if ``per_graph`` is None."""
     case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)
     training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
     try:

@@ -1,4 +1,4 @@
-"""Test that all micro-batches of a step have equal weight, also in unsharded gradients."""
+"""Test that gradients, sharded or not, are scaled and reduced once, in the requested dtype."""
 
 from unittest import mock
 

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megatron.core.optimizer.local_shards import LocalShards
 
 SHAPES = ((4, 3), (5,), (0, 3), (2, 2), (6,), (0,))
-GROUPS = ((0, 1, 2), (3, 4), (5,))  # the last has nothing on this rank
+GROUPS = ((0, 1, 2), (3, 4), (5,))  # the last is empty on this rank
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -55,7 +55,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 @pytest.fixture
 def build(mesh):
-    """Return a function that builds equal optimizers of three groups of DTensors, whose gradients stay."""
+    """Return a function that builds identical optimizers: three groups of DTensors with persistent gradients."""
 
     def shard(shape, generator):
         return DTensor.from_local(torch.randn(shape, generator=generator), mesh, [Shard(0)])
@@ -91,7 +91,7 @@ def prepare(optimizer, number):
 
 
 def compared(build, steps=5, change=lambda optimizer, number: None, **options):
-    """Train with and without local shards, compare, and return how many parameters each step inspected."""
+    """Train with and without local shards, compare, and return the number of parameters inspected by each step."""
     expected, optimizer = build(**options), build(**options)
     inspected, shards = [], None
     for number in range(1, steps + 1):

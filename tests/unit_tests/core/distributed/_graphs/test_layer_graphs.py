@@ -204,7 +204,7 @@ ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder
 
 
 def gathered(fsdp, gather):
-    """Return the unit buckets gathered by ``gather`` while all other buckets are gathered; release all at the end."""
+    """Gather the buckets outside units, call ``gather``, and return the unit buckets it gathers; then release all."""
     groups, status = fsdp.param_and_grad_buffer.parameter_groups, fsdp.all_gather_pipeline.bucket_status
     for group in groups:
         if group.fsdp_unit_id is None:
@@ -236,7 +236,7 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
 
 
 def has_sinks(variant):
-    """Return whether collectives are recorded; layer graphs must write gradients exactly in that case."""
+    """Return whether collectives are recorded; assert that layer graphs have gradient owners exactly in that case."""
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
     with fsdp.graphs.layer_capture(layers):
@@ -269,7 +269,7 @@ def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch,
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """Return the names of the first layer's parameters whose gradients its owner handles in a capture."""
+    """Return the names of the first layer's parameters whose gradients its gradient owner handles in a capture."""
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.layer_capture([layer]):
         (owner,) = fsdp.graphs.gradient_owners([layer], whole)

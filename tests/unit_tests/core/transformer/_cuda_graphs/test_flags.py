@@ -1,4 +1,4 @@
-"""Test that each row of the flag table rejects or warns, and that working flags pass."""
+"""Test that the rows of the flag table reject flags or warn about them, and that working flags pass."""
 
 import logging
 import re
@@ -133,7 +133,7 @@ EXAMPLES = dict(_EXAMPLES)
 # megatron-core's validation of these flags needs TransformerEngine.
 NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", "--qk-clip, --log-max-attention-logit with attention in graphs"}
 LATER_CORE = "--megatron-fsdp-version 2"
-# Options that the rows of grouped experts reject
+# Options that the rows of grouped experts reject.
 GROUPED: dict[str, Any] = {"moe_use_grouped_tensor": True, "num_moe_experts": 8}
 GROUPED |= {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
 UNFIT_EXPERTS: list[tuple[str, dict[str, Any]]] = [

@@ -34,7 +34,7 @@ class Buckets(GraphOwner):
     def consume_gradients(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
-        """Copy selected gradients to the buffers, zeros for unused parameters, and return the other gradients."""
+        """Copy selected gradients to the buffers, with zeros for None; return the gradients that were not selected."""
         self.shapes.append([None if grad is None else grad.shape for grad in grads])
         index = {id(param): i for i, param in enumerate(self.params)}
         left: list[torch.Tensor | None] = []

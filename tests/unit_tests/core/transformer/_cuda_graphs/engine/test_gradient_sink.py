@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 def eager_gradients(module, *args):
-    """Return the eager gradient of each parameter, zeros for unused ones."""
+    """Return the eager gradient of each parameter, or zeros if the parameter is unused."""
     grads = torch.autograd.grad(module(*args).square().sum(), list(module.parameters()), allow_unused=True)
     return [
         torch.zeros_like(param) if grad is None else grad

@@ -71,7 +71,7 @@ def test_invalid_order_is_refused(order, layers, count, message):
 
 
 def read_after(plan):
-    """Return, by slot of each backward step, the slots whose gradients have been read."""
+    """Map the slot of each backward step to the slots whose gradients have been read."""
     return {step.slot: slots for step, slots in plan.gradients_read().items()}
 
 

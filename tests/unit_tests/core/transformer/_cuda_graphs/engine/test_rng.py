@@ -107,7 +107,7 @@ def new_seed(tracker):
 
 @pytest.fixture
 def drawing(cpu_backend):
-    """Return the tracker, the states of graphs, and the state object from which graphs draw."""
+    """Return the RNG tracker, the ``GraphStates``, and the generator state that graphs use."""
     initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     tracker = get_cuda_rng_tracker()
     tracker.add("model-parallel-rng", 5)
@@ -116,7 +116,7 @@ def drawing(cpu_backend):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["before a fork", "in a fork"])
 def test_graphs_adopt_new_tracker_states(drawing, inside):
-    """Under sequence parallelism, graphs adopt them within a fork."""
+    """With sequence parallelism, graphs adopt new states inside a fork."""
     tracker, states, of_graphs = drawing
     new_seed(tracker)
     expected = torch.rand(4, generator=tracker.get_states()["model-parallel-rng"].clone_state(), device="cuda")

@@ -41,12 +41,12 @@ def _run(result: torch.Tensor, output: torch.Tensor | None, async_op: bool) -> t
 
 
 def gather(shard, group, async_op=False, quantizer=None, output_tensor=None):
-    """Gather ``shard`` and the other rank's shard, which is half of this one."""
+    """Gather ``shard`` and the other rank's shard, ``shard / 2``."""
     return _run(torch.cat([shard, shard / 2]), output_tensor, async_op)
 
 
 def reduce_scatter(gradient, group, async_op=False, output=None):
-    """Reduce ``gradient`` with the other rank's gradient, a quarter of this one, and keep the first half."""
+    """Add the other rank's ``gradient / 4`` to ``gradient``, and return the first half."""
     return _run((gradient * 1.25)[: gradient.shape[0] // 2], output, async_op)
 
 
