@@ -20,7 +20,7 @@ class Results:
     """Results of runs, by configuration and variant.
 
     Args:
-        chosen: Variants of each configuration, by its name.
+        chosen: Variants by configuration name.
     """
 
     def __init__(self, chosen: Mapping[str, Sequence[Variant]]):

@@ -1,6 +1,6 @@
 """Test overlapped expert communication (--overlap-moe-expert-parallel-comm), where graphs end before the experts.
 
-The schedule splits layers and overlaps one micro-batch's forward pass with a different one's backward pass. On two CPU
+The schedule splits layers and overlaps one micro-batch's forward pass with another's backward pass. On two CPU
 ranks under DistributedDataParallel, training is bit-identical to eager with the same schedule. Under Megatron-FSDP
 graphs are rejected.
 """

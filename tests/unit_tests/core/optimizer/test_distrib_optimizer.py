@@ -112,7 +112,7 @@ class Passes:
 
 @pytest.fixture
 def clipping(optimizer, monkeypatch, mesh):
-    """Return a factory of an optimizer and its whole-model graphs."""
+    """Return a factory that makes an optimizer and its whole-model graphs."""
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", len)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

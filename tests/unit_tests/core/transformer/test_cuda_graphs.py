@@ -61,7 +61,7 @@ IMPORTED_FIRST = [
 
 @pytest.fixture(scope="module")
 def imported(request):
-    """Return the modules loaded by processes that differ in their first import, by first import."""
+    """Return the modules loaded by each process, keyed by the module that the process imports first."""
     code = """
 import importlib, json, os, sys
 import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor  # once for all

@@ -1,4 +1,4 @@
-"""Test that the gather and reduction pipelines recover from a failure without communication."""
+"""Test that the gather and reduction pipelines recover from a failure, without communicating."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -382,6 +382,6 @@ class TestBeforeEachCollective:
             for name in LAUNCHING:
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, note(name)))
             training.helper.create_cudagraphs()
-        # The first vote decides what graphs hold; the last comes before they are attached.
+        # The first vote decides the scope of graphs; the last comes before they are attached.
         assert events == ["vote", *["vote", "launch"] * (len(events) // 2 - 1), "vote"]
         assert len(events) > 2 * len(training.layers)
