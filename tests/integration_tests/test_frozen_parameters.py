@@ -57,7 +57,7 @@ def test_local_graphs_train_adapters(trained):
     assert result["graphs"] == SIZES["layers"]
 
 
-def test_freezing_after_the_optimizer_was_created_is_an_error(trained):
+def test_freezing_between_steps_is_an_error(trained):
     result = trained(SIZES | {"frozen_later": r"layers\.1\."})
     assert "decoder.layers.1.self_attention.linear_proj.weight is off" in result["error"]
     assert "freeze parameters before wrapping" in result["error"]

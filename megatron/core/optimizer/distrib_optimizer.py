@@ -50,11 +50,13 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """
         if self.ddp_config.use_megatron_fsdp and not self.is_stub_optimizer:
             for param in self.get_parameters():
-                if not param.requires_grad:
-                    names = {id(each): name for chunk in self.model_chunks for name, each in chunk.named_parameters()}
+                if not (param.requires_grad and param.orig_param.requires_grad):  # the model may have either
+                    names = {
+                        each: name for chunk in self.model_chunks for each, name in chunk.module.param_to_name.items()
+                    }
                     raise ValueError(
-                        f"requires_grad of {names.get(id(param), 'a parameter')} is off, but Megatron-FSDP would still "
-                        "train it: freeze parameters before wrapping the model, or set their learning rate to 0"
+                        f"requires_grad of {names[param.orig_param]} is off, but Megatron-FSDP would still train it: "
+                        "freeze parameters before wrapping the model, or set their learning rate to 0"
                     )
         super().zero_grad(set_to_none)
 
@@ -203,7 +205,6 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         ``capturable`` and the type of learning rates (float or tensor) come from this run, not from the checkpoint.
         """
         if self.ddp_config.use_megatron_fsdp:
-            self._local_shards = None  # holds the replaced states
             if LOSS_SCALE in state_dict:
                 self.grad_scaler.load_state_dict(state_dict.pop(LOSS_SCALE))
             if state_dict.get(GROUPS):

@@ -4,11 +4,12 @@ Under Megatron-FSDP, parameters, gradients and optimizer states are ``DTensor``,
 dispatched through Python. ``LocalShards`` gives elementwise optimizers the local tensors instead.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, islice
-from operator import attrgetter, methodcaller
+from itertools import chain, compress, islice
+from operator import attrgetter, call, is_, methodcaller
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch.optim import optimizer as torch_optimizer
 from megatron.core.transformer._cuda_graphs.replacements import replaced_attribute
 
 from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
-from ..distributed.fsdp.src.megatron_fsdp.parameter_swap import same, values_of
 
 _LOCAL, _GRAD, _ADDRESS = attrgetter("_local_tensor"), attrgetter("grad"), methodcaller("data_ptr")
 Lists = list[list[torch.Tensor]]
@@ -61,15 +61,15 @@ class ListedStep(KeptGradients):
     other numbers still come from the optimizer.
 
     Attributes:
-        complete: Whether each group with gradients had one launch with all of them, and only with tensors that the
-            optimizer owns (unlike casts of its states).
+        complete: Whether the recorded launches hold every gradient, and only tensors that the optimizer owns (unlike
+            casts of its states).
         leaders: A list with one parameter for each group: the first with a gradient, else the first, because some
             versions of ``FusedAdam`` do not count the steps of an empty group.
         led: The leaders with a gradient, each with the local tensor of its gradient.
     """
 
     def __init__(self, optimizer: Any, params: Sequence[list[torch.Tensor]], grads: list[Any]):
-        """Prepare to record a step of ``optimizer``, which launches with ``LAUNCH``.
+        """Prepare to record a step of ``optimizer``, which must satisfy ``possible``.
 
         Args:
             params: The local tensors of each group's parameters.
@@ -84,7 +84,12 @@ class ListedStep(KeptGradients):
         self.led = [group[0] for group in given if group]
         self.leaders = [[param for param, _ in (some or all_)[:1]] for some, all_ in zip(given, pairs, strict=True)]
         self._counts = [len(group) for group in given if group]
-        self._launches: list[Lists] = []  # one per group with gradients
+        self._launches: list[list[Lists]] = []  # one list per group with gradients
+
+    @staticmethod
+    def possible(optimizer: Any) -> bool:
+        """Return whether ``optimizer`` launches like ``FusedAdam``."""
+        return LAUNCH in vars(optimizer)
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -102,8 +107,20 @@ class ListedStep(KeptGradients):
         groups = (group["params"] for group in self._optimizer.param_groups)
         owned = {tensor.data_ptr() for tensor in chain(*states, *groups, self.local) if tensor is not None}
         used = {tensor.data_ptr() for lists in seen for tensor in chain(*lists)}
-        self.complete = [len(lists[0]) for lists in seen] == self._counts and used <= owned
-        self._launches = seen if self.complete else []  # others may keep temporary tensors alive
+        self.complete = self._divide(seen) and used <= owned
+        if not self.complete:
+            self._launches = []  # may keep temporary tensors alive
+
+    def _divide(self, seen: list[Lists]) -> bool:
+        """Assign the launches to groups; return whether they hold exactly one tensor per gradient."""
+        left = iter(seen)
+        for count in self._counts:
+            launches: list[Lists] = []
+            while sum(len(lists[0]) for lists in launches) < count and (lists := next(left, None)) is not None:
+                launches.append(lists)
+            self._launches.append(launches)
+        held = [sum(len(lists[0]) for lists in launches) for launches in self._launches]
+        return held == self._counts and next(left, None) is None
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -117,8 +134,8 @@ class ListedStep(KeptGradients):
         def launch(chunk_size: int, flag: torch.Tensor, _: Lists, *numbers: Any) -> None:
             nonlocal launched
             launched += 1
-            if launched <= len(self._launches):
-                original(chunk_size, flag, self._launches[launched - 1], *numbers)
+            for lists in self._launches[launched - 1] if launched <= len(self._launches) else ():
+                original(chunk_size, flag, lists, *numbers)
 
         original = getattr(self._optimizer, LAUNCH)
         with replaced_attribute([self._optimizer], LAUNCH, lambda _: launch):
@@ -133,8 +150,8 @@ class ListedStep(KeptGradients):
 class LocalShards:
     """Local tensors of an optimizer's parameters and states.
 
-    They alias the optimizer's tensors, which are updated in place, so nothing is copied back. They also keep states
-    alive: drop this object before the optimizer's states are offloaded or loaded.
+    They alias the optimizer's tensors, which are updated in place, so nothing is copied back. As soon as the optimizer
+    releases one state (to offload or to load states, for example), this object releases all of them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -148,14 +165,21 @@ class LocalShards:
         self._local_groups = [[next(left) for _ in group] for group in self._groups]
         self._listed: ListedStep | None = None
         states = optimizer.state
-        self._states = [*states, *values_of(states.values())]
-        self._wrapped = [*self._params, *(value for value in self._states if isinstance(value, DTensor))]
-        self._unwrapped = list(map(_LOCAL, self._wrapped))
+        values = _values(states)
+        drop = weakref.WeakMethod(self._drop)
+        self._with_states = list(states)
+        self._values = [weakref.ref(value, lambda _: (method := drop()) and method()) for value in values]
+        self._is_wrapped = [isinstance(value, DTensor) for value in values]
+        self._unwrapped = list(map(_LOCAL, chain(self._params, compress(values, self._is_wrapped))))
         self._local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for param, local in zip(self._params, self._locals, strict=True):
             if param in states:
-                self._local_states[local] = {name: local_tensor(value) for name, value in states[param].items()}
+                self._local_states[local] = {name: _alias(value) for name, value in states[param].items()}
         self._without_states = [param for param in self._params if not states.get(param)]
+
+    def _drop(self) -> None:
+        """Release all states; ``current`` returns False from now on."""
+        self._unwrapped, self._local_states, self._listed = [], defaultdict(dict), None
 
     @staticmethod
     def eligible(optimizer: torch.optim.Optimizer, kinds: Iterable[type]) -> bool:
@@ -171,6 +195,7 @@ class LocalShards:
             and not getattr(optimizer, "master_weights", False)
             and not getattr(optimizer, "_scales", None)  # FusedAdam's scales of low-precision states
             and bool(params)
+            and not hooks_of(optimizer)
             and all(isinstance(param, DTensor) for param in params)
             and all(torch.is_tensor(value) for state in optimizer.state.values() for value in state.values())
         )
@@ -182,11 +207,14 @@ class LocalShards:
         must have no step hooks, which would see local tensors.
         """
         groups, states = self._optimizer.param_groups, self._optimizer.state
+        values = _values(states)
         return (
             len(groups) == len(self._groups)
             and all(same(group["params"], params) for group, params in zip(groups, self._groups, strict=True))
-            and same([*states, *values_of(states.values())], self._states)
-            and same(list(map(_LOCAL, self._wrapped)), self._unwrapped)
+            and same(list(states), self._with_states)
+            and len(values) == len(self._values)
+            and all(map(is_, values, map(call, self._values)))
+            and all(map(is_, map(_LOCAL, chain(self._params, compress(values, self._is_wrapped))), self._unwrapped))
             and gradients_of(self._without_states, self._name) == [None] * len(self._without_states)
             and not hooks_of(self._optimizer)
         )
@@ -226,7 +254,7 @@ class LocalShards:
 
     def _listed_step(self, grads: list[Any]) -> ListedStep | None:
         """Return the ``ListedStep`` of ``grads`` to record or to replay; None if its lists cannot be reused."""
-        if LAUNCH not in vars(self._optimizer):
+        if not ListedStep.possible(self._optimizer):
             return None
         if self._listed is not None and self._listed.are(grads):
             return self._listed if self._listed.complete else None  # incomplete lists stay incomplete
@@ -234,11 +262,25 @@ class LocalShards:
         return self._listed
 
 
+def _values(states: dict[Any, dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, states.values())))
+
+
+def _alias(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that aliases ``value`` without keeping it alive."""
+    return value._local_tensor if isinstance(value, DTensor) else value.detach()
+
+
 def hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the step hooks of ``optimizer``, including torch's global ones."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
+
+
+def same(these: list[Any], those: list[Any]) -> bool:
+    """Return whether both lists hold the same objects in the same order."""
+    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def local_tensor(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Load recipes, each a ``model_config.yaml`` listed in ``tests/test_utils/recipes``."""
 
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -66,8 +67,9 @@ class Recipe:
     def variables(self, folder: Path) -> dict[str, str]:
         """Return the environment variables of the training runs, with output paths in ``folder``."""
         files = {"SCALARS_PATH": str(folder / "scalars"), "STEP_METRICS_PATH": str(folder / "steps")}
+        path = os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")]))
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.platform == CPU_BACKEND else {}
-        return self.environment | hidden | files | {"PYTHONPATH": str(TESTS.parent)}
+        return self.environment | hidden | files | {"PYTHONPATH": path}
 
     def shell(self, folder: Path) -> str:
         """Return the training runs as lines of a shell."""

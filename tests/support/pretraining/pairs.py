@@ -176,13 +176,14 @@ FEATURES: dict[str, Setting] = {
     "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},
 }
-# Working rows without a feature, and why the CPU backend cannot run them
+# Working rows without a feature: requirements that the CPU backend lacks, or another reason
 ELSEWHERE = {
     "fp8": "TransformerEngine's layers",
     "fp8 by blocks": "TransformerEngine's layers",
     "fp8 parameters": "TransformerEngine's layers",
     "user buffers": "NCCL",
     "latent attention": "TransformerEngine's attention",
+    "decoupled learning rate": "only affects the optimizer",
 }
 
 

@@ -48,7 +48,7 @@ class Case:
         norm_on_device: Compute the gradient norm without synchronizing, as TransformerEngine's kernels do.
         adapters: Rank of adapters on linear layers; all other parameters are frozen. 0 for none.
         frozen: Regular expression of the names of parameters to freeze before wrapping; empty for none.
-        frozen_later: Like ``frozen``, for parameters to freeze after the optimizer is created.
+        frozen_later: Like ``frozen``, for parameters to freeze before the second step.
         warmup: Steps before capture; with ``local``, warm-up passes per layer.
         config: Additional attributes of ``TransformerConfig`` and the wrapper's configuration, by name.
     """

@@ -111,9 +111,6 @@ class Training:
         with torch.cuda.stream(building):
             self.chunks = self._wrapped_chunks()
             self.optimizer = models.optimizer(case, self.chunks)
-            for chunk in self.chunks:
-                for param in models.parameters_of(chunk, case.frozen_later):
-                    param.requires_grad_(False)
         self.helper: Any = None
         self._connect()
         if case.optimizer_graph or case.norm_on_device:
@@ -276,6 +273,9 @@ class Training:
 
         with torch.cuda.stream(self.stream):
             number = len(self.losses)
+            for chunk in self.chunks if number == 1 else ():
+                for param in models.parameters_of(chunk, self.case.frozen_later):
+                    param.requires_grad_(False)
             self._set_microbatches(number)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()

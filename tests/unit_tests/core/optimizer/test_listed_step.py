@@ -110,12 +110,9 @@ def compared(build, steps=5, change=lambda optimizer, number: None, **options):
     return inspected
 
 
-def test_later_steps_inspect_one_parameter_per_group(build):
-    assert compared(build) == [6, 6, 3, 3, 3]
-
-
-def test_several_launches_per_group_are_not_replayed(build):
-    assert compared(build, per_launch=1) == [6] * 5
+@pytest.mark.parametrize("per_launch", [1024, 1])
+def test_later_steps_inspect_one_parameter_per_group(build, per_launch):
+    assert compared(build, per_launch=per_launch) == [6, 6, 3, 3, 3]
 
 
 def test_each_step_restores_the_optimizer(build):

@@ -1,6 +1,7 @@
 """Test that steps on local shards are bit-identical to steps on DTensors."""
 
 import copy
+import weakref
 from unittest import mock
 
 import pytest
@@ -167,3 +168,25 @@ def test_only_elementwise_optimizers_of_dtensors_are_eligible(build):
             assert not LocalShards.eligible(optimizer, KINDS)
     optimizer.state[parameters(optimizer)[0]]["step"] = 1
     assert not LocalShards.eligible(optimizer, KINDS)
+
+
+def offload(optimizer):
+    """Move the states without notice."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.clone()
+
+
+@pytest.mark.parametrize("release", [load, offload])
+def test_released_states_are_freed_at_once(build, release):
+    optimizer = build()
+    step(optimizer, 0)
+    shards = LocalShards(optimizer)
+    step(optimizer, 1, shards)
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    values += [value._local_tensor for value in values if isinstance(value, DTensor)]
+    owned = list(map(weakref.ref, values))
+    del values
+    release(optimizer)
+    assert [tensor() for tensor in owned] == [None] * len(owned)
+    assert not shards.current()

@@ -288,7 +288,7 @@ class BackwardPass:
 
         Otherwise they would stay gathered, and their next forward pass would be treated as a recomputation.
         """
-        for unit in self._units:
+        for unit in reversed(self._units):  # in the order in which replays reduce
             if unit._training_state == TrainingState.PRE_BACKWARD:
                 (self.runners.get(unit) or self._graphs.runner_of(unit)).after_backward()
 

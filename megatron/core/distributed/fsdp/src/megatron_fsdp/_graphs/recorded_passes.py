@@ -232,8 +232,8 @@ class RecordedPasses(GraphOwner):
         self._grads.check()
 
     def after_backward(self) -> None:
-        """Mark the units' gradients as reduced and their backward pass as finished, if hooks await gradients."""
-        if self._gradients.awaited:
+        """Mark the units' gradients as reduced and their backward pass as finished, unless the model was replayed."""
+        if self._gradients.awaited or not self.holds_model:
             self._gradients.awaited.difference_update(self._params)
             for unit in self.units.values():  # otherwise the next eager pass would be treated as a recomputation
                 unit.set_training_state(TrainingState.IDLE)
