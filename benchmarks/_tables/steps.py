@@ -212,9 +212,12 @@ def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = N
     """
     if "error" in (base or row):
         return "cannot be captured"
-    if row.get(key) is None:
+    value = row.get(key)
+    if value is None and base and "ms" in row and "ms" in base:  # variants with additions have no ratio
+        value = row["ms"] / base["ms"]
+    if value is None:
         return "-"
     digits = 1 if key == "ms" else 2
     each = [launch[key] for launch in row.get("launches", ()) if launch.get(key) is not None]
     between = f" ({min(each):.{digits}f} to {max(each):.{digits}f})" if len(each) > 1 else ""
-    return f"{row[key]:.{digits}f}{between}"
+    return f"{value:.{digits}f}{between}"
