@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     if args.steps < MIN_STEPS:
-        parser.error(f"--steps must be at least {MIN_STEPS}")
+        parser.error(f"--steps {args.steps}: pass at least {MIN_STEPS}")
     return args
 
 

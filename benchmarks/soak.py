@@ -100,7 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     args = parser.parse_args()
     if 0 < len(gpus()) < args.ranks:
-        parser.error(f"--ranks {args.ranks}: only {len(gpus())} GPUs are visible")
+        parser.error(f"--ranks {args.ranks}: only {len(gpus())} GPUs are visible: pass fewer ranks")
     args.at_once = args.at_once or max(1, len(gpus()) // args.ranks)
     return args
 

@@ -75,9 +75,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     args = parser.parse_args(arguments)
     if args.steps < MIN_STEPS:
-        parser.error(f"--steps must be at least {MIN_STEPS}")
+        parser.error(f"--steps {args.steps}: pass at least {MIN_STEPS}")
     if args.launches < 1:
-        parser.error("--launches must be at least 1")
+        parser.error(f"--launches {args.launches}: pass at least 1")
     return args
 
 

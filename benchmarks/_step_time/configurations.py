@@ -65,7 +65,7 @@ class Configuration:
         flags: Flags common to all variants.
         graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
         expert_parallel: Expert-parallel size; 1 for a dense model.
-        has_dynamic_shapes: Whether the host needs shapes during a step, unless experts are grouped.
+        has_dynamic_shapes: Whether the host needs shapes during a step if experts are not grouped.
     """
 
     name: str

@@ -83,7 +83,7 @@ def train(recipe: Recipe, folder: Path, seconds: float = 300) -> golden.Metrics:
         if name in METRICS:
             metrics[name][step] = value
     if len(metrics["lm loss"]) != recipe.steps:
-        raise RuntimeError(f"{len(metrics['lm loss'])} steps, not {recipe.steps}\n{_end(log)}")
+        raise RuntimeError(f"{len(metrics['lm loss'])} steps instead of {recipe.steps}\n{_end(log)}")
     unmeasured = MEMORY if recipe.platform == CPU_BACKEND else ()
     return {name: values for name in METRICS if (values := metrics[name]) and name not in unmeasured}
 

@@ -82,7 +82,7 @@ def test_recorded_metrics_include_memory_on_gpus(runner, tmp_path):
     ("arguments", "words"),
     [
         ({"graphed": ()}, "exit code 1\nrank 0: output"),
-        ({"graphed": (2.5,)}, "1 steps, not 2\nrank 0: output"),
+        ({"graphed": (2.5,)}, "1 steps instead of 2\nrank 0: output"),
         ({"graphs": 0}, "0 CUDA graphs with --cuda-graph-impl transformer_engine"),
     ],
 )

@@ -16,7 +16,7 @@ class Layer(nn.Linear):
 
 
 def chunk(*numbers, wrappers=1, **others):
-    """Return a wrapped model chunk whose layers have these global numbers, starting at 1."""
+    """Return a wrapped model chunk whose layers have these global numbers, counted from 1."""
     made = nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList(map(Layer, numbers))}), **others})
     for _ in range(wrappers):
         made = nn.ModuleDict({"module": made})

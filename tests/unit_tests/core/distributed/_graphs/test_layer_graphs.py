@@ -269,7 +269,7 @@ def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch,
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """Return the names of the first layer's parameters whose gradients its gradient owner handles in a capture."""
+    """Return the names of the parameters whose gradients the first layer's owner handles in a capture."""
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.layer_capture([layer]):
         (owner,) = fsdp.graphs.gradient_owners([layer], whole)

@@ -36,7 +36,7 @@ def middle(training):
 def changed_after(case, change, graphs):
     """Return the trace of a run with ``change`` after the first step with graphs.
 
-    ``change`` may return a handle, whose ``remove`` reverts it before the last step.
+    If ``change`` returns a handle, its ``remove`` is called before the last step.
     """
     training = CapturedTraining(case, graphs)
     handle = None

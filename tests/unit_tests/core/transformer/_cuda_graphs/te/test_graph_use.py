@@ -104,6 +104,6 @@ def test_pool_bytes_are_read_once(training, monkeypatch):
     before = trained.helper.graph_use().pool_bytes
     assert before == of_graphs() > 0
     with monkeypatch.context() as patched:
-        patched.setattr(capture_state, "pools_of", lambda graphs: pytest.fail("the allocator is asked again"))
+        patched.setattr(capture_state, "pools_of", lambda graphs: pytest.fail("the allocator was queried again"))
         trained.step()
         assert trained.helper.graph_use().pool_bytes == before
