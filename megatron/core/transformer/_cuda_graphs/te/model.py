@@ -123,7 +123,7 @@ class PassGraphs:
         self.slots[0].owner.before_eager_forward()
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the tokens per sequence on this rank and the sequences per micro-batch, given arguments by name."""
+        """Return the sequence length on this rank and the micro-batch size of a call, given its arguments by name."""
         raise NotImplementedError
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
@@ -214,7 +214,7 @@ class ModelGraphs(PassGraphs):
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         shape = shape_of(self.module, given)
         assert shape is not None
-        return shape[::-1]
+        return shape
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
         """Return the graphs of the current micro-batch; None if the number of micro-batches differs from capture.
@@ -230,7 +230,7 @@ class ModelGraphs(PassGraphs):
             return self.slots[0]
         number = getattr(decoder_layers(model)[0], "current_microbatch", None)
         if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
-            micro_batches = f"{len(self.slots)} micro-batches that a pipeline schedule runs"
+            micro_batches = f"{len(self.slots)} micro-batches in a pipeline schedule"
             self._note_eager_pass(f"it was captured for steps of {micro_batches}")
             return None
         return self.slots[number]
@@ -417,7 +417,7 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
     of_layers = LayerInputs(model.config, seq_length, micro_batch_size)
     attention = next(filter(captures_attention, language_layers(model)), None)
     _, of_attention = ((), {}) if attention is None else of_layers.make(attention, None)
-    expected = expected_inputs(model, micro_batch_size, seq_length // model.config.context_parallel_size)
+    expected = expected_inputs(model, seq_length // model.config.context_parallel_size, micro_batch_size)
     expected.pop(_MASK, None)
     inputs = {name: torch.zeros(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in expected.items()}
     if "loss_mask" in inputs:
@@ -549,7 +549,7 @@ def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args:
         reason = "layers, or modules in them, have third-party hooks" if hooked else call_blocker(model, given)
         if refused := agreement.objections({"evaluation": reason})["evaluation"]:
             return refused
-        sequences, tokens = shape_of(model, given) or (0, 0)
+        tokens, sequences = shape_of(model, given) or (0, 0)
         shape = tokens * stage.config.context_parallel_size, sequences
         owner = chunk.fsdp.graphs.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
         quantized = [recorded_quantization(stage, model)]

@@ -16,7 +16,7 @@ HIDDEN_STATES = "hidden_states"
 _UNCALLED = "it has not been called for training so far"
 
 
-def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def expected_inputs(model: Any, tokens: int, sequences: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return the shape and dtype of each argument that affects the output of ``model``, by name.
 
     Packed sequences are represented by their offsets. ``tokens`` is per sequence on this rank.
@@ -63,12 +63,12 @@ def unused_by(model: Any) -> set[str]:
 
 
 def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the sequences and the tokens per sequence on this rank in a call of ``model``, or None if unknown."""
+    """Return the sequence length on this rank and the micro-batch size of a call of ``model``; None if unknown."""
     if not is_first(model) and not is_last(model):
         tokens, sequences, _ = given.get(HIDDEN_STATES, model.decoder.input_tensor).shape
-        return sequences, tokens * (model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1)
+        return tokens * (model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1), sequences
     shown = given.get("labels" if is_last(model) else "input_ids")
-    return None if getattr(shown, "ndim", None) != 2 else tuple(shown.shape)  # type: ignore[union-attr]
+    return None if getattr(shown, "ndim", None) != 2 else tuple(shown.shape[::-1])  # type: ignore[union-attr]
 
 
 def is_training(model: torch.nn.Module) -> bool:
@@ -129,11 +129,11 @@ class TrainingCalls:
 
 def call_blocker(model: Any, given: dict[str, Any]) -> str:
     """Return why a call with ``given`` cannot match graphs of ``model`` of any sequence length; empty if it can."""
-    rows_and_length = shape_of(model, given)
-    if rows_and_length is None:
+    shape_on_rank = shape_of(model, given)
+    if shape_on_rank is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
-    expected = expected_inputs(model, *rows_and_length)
-    if OFFSETS[0] in expected and unpack(given, rows_and_length[1] * model.config.context_parallel_size):
+    expected = expected_inputs(model, *shape_on_rank)
+    if OFFSETS[0] in expected and unpack(given, shape_on_rank[0] * model.config.context_parallel_size):
         return "its packed_seq_params are not padded by pad_packed_seq_params"
     others = [name for name in given if given[name] is not None and name not in (*expected, *unused_by(model))]
     if others:
