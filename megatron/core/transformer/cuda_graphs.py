@@ -313,7 +313,7 @@ class TECudaGraphHelper:
 
     def _capture_shape(self, seq_length: int, micro_batch_size: int) -> None:
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
-        self._capture_again(f"sequences of {seq_length} tokens, {micro_batch_size} in a micro-batch")
+        self._capture_again(f"sequence length {seq_length} and micro-batch size {micro_batch_size}")
 
     def _capture_again(self, steps: str) -> None:
         """Recapture between two steps; ``steps`` describes the new steps in the log."""

@@ -82,7 +82,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             raise ValueError(
                 f"graphs were captured for steps of {expected} micro-batches, but this step has "
                 f"{max(microbatch + 1, get_num_microbatches())} (see --step-batch-size-schedule). Under pipeline "
-                "parallelism, and with --overlap-moe-expert-parallel-comm, graphs support only one number: call "
+                "parallelism, and with --overlap-moe-expert-parallel-comm, the numbers must be equal: call "
                 "before_step() of each TECudaGraphHelper and VisionTECudaGraphHelper before each step to recapture"
             )
         if not args and "hidden_states" in kwargs and not self.config.fine_grained_activation_offloading:

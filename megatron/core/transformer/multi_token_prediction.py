@@ -56,8 +56,8 @@ def _roll_tensor_packed_seq(
     Raises:
         AssertionError: ``shifts`` or ``dims`` is not supported.
     """
-    assert dims in (-1, tensor.dim() - 1), f"packed sequences are shifted along the last dimension, not {dims}"
-    assert shifts == -1, f"packed sequences are shifted left by one token (shifts -1), not {shifts}"
+    assert dims in (-1, tensor.dim() - 1), f"dims must be the last dimension of a packed tensor, got {dims}"
+    assert shifts == -1, f"shifts must be -1 with packed sequences, got {shifts}"
     if cp_group is not None and cp_group.size() > 1:
         places = _places_of_ranks(packed_seq_params.cu_seqlens_q.long(), tensor.shape[-1], cp_group.size())
         parts = [torch.empty_like(tensor) for _ in places]

@@ -14,7 +14,7 @@ from .flags.options import PACKED_FLAG
 PackedUse = Literal["read", "unused"]
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 ADVICE = (
-    f"With {PACKED_FLAG} every micro-batch of a training step needs "
+    f"With {PACKED_FLAG}, pad the PackedSeqParams of every training micro-batch with "
     "megatron.core.packed_seq_params.pad_packed_seq_params(params, sequences, seq_length)"
 )
 

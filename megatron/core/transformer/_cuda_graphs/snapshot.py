@@ -281,9 +281,8 @@ class InputSignature:
                 )
             if given.requires_grad and not requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{self._owner} was captured with {self._name_of(index)} that requires no grad, but now it "
-                    "requires grad, which the CUDA graph does not compute: capture with an input that requires grad, "
-                    "or detach it"
+                    f"{self._owner} was captured with {self._name_of(index)} without requires_grad, but now it "
+                    "requires grad: capture with an input that requires grad, or detach it"
                 )
 
 

@@ -348,7 +348,7 @@ class GraphedCallable:
         unused = next((i for i, grad in enumerate(input_grads) if grad is None), None)
         if unused is not None and not self._allow_unused_input:
             raise RuntimeError(
-                f"{self.name} does not use one of its inputs that require grad (number {unused} of these, from 0): "
+                f"{self.name} does not use one of its inputs (index {unused} among inputs that require grad): "
                 "remove or detach it, or pass allow_unused_input=True"
             )
         remaining = iter(grad_outputs)
@@ -543,7 +543,7 @@ class GraphedCallable:
         """
         if self.backward_graph is None:
             raise RuntimeError(
-                f"{self.name} has no backward graph, because it was captured without grad or reset: capture it again"
+                f"{self.name} has no backward graph: it was reset, or captured without grad. Capture it again"
             )
         self.order.backward(self.name, self.backward_turn, round_of_forward)
         _copy_in(self._grad_places, grads)

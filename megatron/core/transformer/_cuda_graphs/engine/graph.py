@@ -258,9 +258,9 @@ class _GetHandles(torch.autograd.Function):
 
 
 LEGACY_STREAM_ADVICE = (
-    "A gradient of the captured layer is accumulated on the legacy default stream: its AccumulateGrad node was made "
-    "there. Build and wrap the model, and run the steps before capture, under torch.cuda.stream(torch.cuda.Stream()), "
-    "as megatron.training does."
+    "A gradient of the captured layer is accumulated on the legacy default stream, where its AccumulateGrad node "
+    "was created. Build and wrap the model, and run the steps before capture, under "
+    "torch.cuda.stream(torch.cuda.Stream()), as megatron.training does."
 )
 
 

@@ -125,7 +125,7 @@ def make_graphed_callables(
     elif len({module for _, module in named}) < len(named):
         raise ValueError("a module is given twice: pass _order, which returns a graph for each entry")
     elif _reuse_graph_input_output_buffers:
-        raise ValueError("_reuse_graph_input_output_buffers requires _order")
+        raise ValueError("_reuse_graph_input_output_buffers requires _order: pass it")
     else:
         plan = unordered_plan(len(callables))
     if modes == {False}:
@@ -212,7 +212,7 @@ def _checked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     for key, value in (*enumerate(args), *kwargs.items()):
         for leaf in tree_leaves(value):
             if not isinstance(leaf, torch.Tensor):
-                raise TypeError(f"sample input {key!r} of {name} holds {leaf!r}: pass tensors only")
+                raise TypeError(f"sample input {key!r} of {name} contains {leaf!r}: pass tensors only")
     return tuple(args), dict(kwargs)
 
 

@@ -154,7 +154,7 @@ def _pass_of(entry: float) -> tuple[Pass, int]:
     kind = Pass.FORWARD if entry > 0 else Pass.BACKWARD if entry == int(entry) else Pass.WEIGHT_GRADIENTS
     chunk = int(abs(entry))
     if chunk < 1 or entry not in (chunk, -chunk, -chunk - 0.5):
-        raise ValueError(f"_order holds {entry}: it may hold c, -c and -c - 0.5 for chunks c counted from 1")
+        raise ValueError(f"_order contains {entry}: use only c, -c and -c - 0.5 for chunk c, counted from 1")
     return kind, chunk
 
 

@@ -187,7 +187,7 @@ _REFUSED = [
     _refused(
         "--recompute-granularity full with graphs of single layers",
         lambda o: o.recomputes_layers and _captures_single_layers(o),
-        "--recompute-granularity full needs a graph that holds all layers, because graphs of single layers cannot "
+        "--recompute-granularity full needs a graph that contains all layers, because graphs of single layers cannot "
         "recompute them: set --use-megatron-fsdp and --data-parallel-sharding-strategy optim_grads_params, and leave "
         "out --cuda-graph-modules and --cuda-graph-layers-per-graph 1",
         sharding=None,
@@ -208,7 +208,7 @@ _REFUSED = [
     _refused(
         "--overlap-moe-expert-parallel-comm with DistributedDataParallel and whole layers",
         lambda o: _overlaps(o) and not o.modules and o.sharding != MEGATRON_FSDP,
-        "--overlap-moe-expert-parallel-comm runs layers in parts, of which graphs can hold only those before the token "
+        "--overlap-moe-expert-parallel-comm splits layers, and graphs can contain only the part before the token "
         "dispatch: set --cuda-graph-modules attn moe_router moe_preprocess",
         sharding=None,
     ),
@@ -390,8 +390,8 @@ _NO_EFFECT = [
     _no_effect(
         "--moe-enable-routing-replay with the router in graphs",
         lambda o: o.get("moe_enable_routing_replay") and o.graphs("moe", "moe_router"),
-        "--moe-enable-routing-replay makes a pass run eagerly if its experts differ from those in the capture, because "
-        "graphs hold the router: leave moe, moe_router and moe_preprocess out of --cuda-graph-modules",
+        "--moe-enable-routing-replay makes a pass run eagerly if its experts differ from the captured ones, because "
+        "graphs contain the router: leave moe, moe_router and moe_preprocess out of --cuda-graph-modules",
     ),
     _no_effect(
         "--cuda-graph-layers-per-graph with --cuda-graph-modules, or model without optim_grads_params",

@@ -189,7 +189,7 @@ def _compare(given: Any, captured: Any, where: tuple[str, ...], grad_enabled: bo
         elif given.device != captured.device:
             problem = f"device {given.device}, captured with {captured.device}"
         elif grad_enabled and given.requires_grad and not captured.requires_grad:
-            problem = "requires grad, captured without: the graph computes no gradient of it"
+            problem = "requires grad, captured without: the graph does not compute its gradient"
     elif isinstance(captured, ArgMetadata):
         problem = f"{type(given).__name__}, captured with a tensor"
     elif type(given) is not type(captured):

@@ -171,12 +171,12 @@ class CudaGraphManager(torch.nn.Module):
         lines = [
             f"no CUDA graph of {type(module).__name__} matches this call. With --cuda-graph-impl local, every step "
             "must have the same modules, --seq-length, --micro-batch-size and order of passes as the recorded step. "
-            "Under pipeline parallelism, it must not have more micro-batches (--global-batch-size, "
-            "--rampup-batch-size), nor fewer with --recompute-modules. Call delete_cuda_graphs() to record the next "
-            "step again."
+            "Under pipeline parallelism, a step must not have more micro-batches than the recorded one "
+            "(--global-batch-size, --rampup-batch-size), nor fewer with --recompute-modules. Call "
+            "delete_cuda_graphs() to record the next step again."
         ]
         if not self.cudagraph_runners:
-            lines.append("The module did not run in the recorded step: it is new, a copy, or another model's.")
+            lines.append("The module did not run in the recorded step: it is new, a copy, or part of another model.")
         for runner in self._without_key():
             lines += [f"{runner.name}:", *(f"  {problem}" for problem in self._problems(runner, args, kwargs))]
         return "\n".join(lines)

@@ -80,9 +80,9 @@ class LocalGraphs(GraphedCallable):
         for (static, in_use), given in zip(self.static_inputs, inputs):  # noqa: B905
             if not static.put(given, in_use):
                 raise NoGraphError(
-                    f"{self.name}: an input of shape {tuple(given.shape)} is not the tensor that its graph shares with "
-                    "other graphs, which read or wrote it at capture. With --cuda-graph-impl local, pass tensors from "
-                    "layer to layer as in the recorded step."
+                    f"{self.name}: an input of shape {tuple(given.shape)} is not the tensor of the recorded step, and "
+                    "copying it would overwrite a value that another graph reads. With --cuda-graph-impl local, pass "
+                    "tensors from layer to layer as in the recorded step."
                 )
 
     def reset(self) -> None:

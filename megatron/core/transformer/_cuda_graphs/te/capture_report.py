@@ -96,7 +96,7 @@ def eager_parts(stage: Stage, graphs: CaptureState) -> Iterator[tuple[str, str]]
         return
     if graphs.scope.not_model:
         yield "the model as a whole", graphs.scope.not_model
-    yield "modules outside of layers", "graphs hold layers only"
+    yield "modules outside of layers", "graphs contain layers only"
     if modules := " ".join(module.name for module in stage.config.cuda_graph_modules or ()):
         yield "everything else in layers", f"--cuda-graph-modules names only {modules}"
     for number, chunk in enumerate(stage.chunks):

@@ -98,15 +98,15 @@ class Recaptures:
     def why_none(self) -> str:
         """Return a log suffix that explains why no recapture is allowed."""
         if self._failed:
-            return ", as a capture for another shape has failed"
+            return ", because a capture for another shape has failed"
         allowed = max_captures(self._stage.config)
-        return f", as graphs have been captured as often as {CAPTURES_FLAG} {allowed} allows"
+        return f", because {CAPTURES_FLAG} {allowed} allows no more captures"
 
     def watch(self, tokens: int, calls: int) -> ChangedShapes:
         """Return a detector of passes whose shapes differ from the upcoming capture; see ``ChangedShapes``."""
         # Pipeline stages would have to agree on the shape, and image shapes do not predict shapes of later steps.
         groups = self._stage.groups
         fits, left = self._stage.role.language and groups.pp.size() == 1, self.are_left()
-        outlook = f", until all ranks have had one shape for {STEPS} steps or more: then graphs are captured for it"
+        outlook = f", until all ranks have trained with one new shape for at least {STEPS} steps: then it is captured"
         passes = EagerPasses((outlook if left else self.why_none()) if fits else "")
         return ChangedShapes(passes, tokens, calls, (groups.tp, groups.dp_cp), get_num_microbatches(), fits and left)

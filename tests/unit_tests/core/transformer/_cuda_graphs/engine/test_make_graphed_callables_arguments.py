@@ -70,11 +70,11 @@ def bound_method():
 BOTH = (double, double)
 REFUSED = {
     "a keyword that is not a tensor": (
-        *(TypeError, r"sample input 'mask' of callable 0 \(double\) holds 2: pass tensors only"),
+        *(TypeError, r"sample input 'mask' of callable 0 \(double\) contains 2: pass tensors only"),
         lambda: capture(sample_kwargs={"mask": 2}),
     ),
     "an input that is not a tensor": (
-        *(TypeError, r"sample input 1 of callable 0 \(double\) holds None: pass tensors only"),
+        *(TypeError, r"sample input 1 of callable 0 \(double\) contains None: pass tensors only"),
         lambda: capture(args=(device_tensor(3), [None])),
     ),
     "an output that is not a tensor": (
@@ -100,7 +100,7 @@ REFUSED = {
     "an unused input": (
         *(
             RuntimeError,
-            r"callable 0 \(uses_the_first\) does not use one of its inputs .*number 1 .*allow_unused_input",
+            r"callable 0 \(uses_the_first\) does not use one of its inputs .*index 1 .*allow_unused_input",
         ),
         lambda: capture(uses_the_first, (device_tensor(3), device_tensor(3))),
     ),

@@ -55,14 +55,14 @@ class TestBuffers:
         record(model, scale=one)
         x = model.before(batch(1))
         x, _ = model.layers[0](x, scale=one)
-        with pytest.raises(RuntimeError, match=r"layer 2 .*is not the tensor that its graph shares"):
+        with pytest.raises(RuntimeError, match=r"layer 2 .*is not the tensor of the recorded step"):
             model.layers[1](x, scale=two)
 
     def test_replacing_the_previous_output_is_refused(self):
         model = stack()
         record(model)
         x, _ = model.layers[0](model.before(batch(1)))
-        with pytest.raises(RuntimeError, match="is not the tensor that its graph shares"):
+        with pytest.raises(RuntimeError, match="is not the tensor of the recorded step"):
             model.layers[1](x.clone())
 
     def test_later_captures_reuse_memory(self):
