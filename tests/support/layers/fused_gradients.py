@@ -13,7 +13,7 @@ from tests.support.stand_ins import fused_weight_gradient_mlp_cuda
 
 @contextmanager
 def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
-    """Provide the kernels of Megatron's linear layers and skip TransformerEngine's version check.
+    """While in this context, provide kernels for Megatron's linear layers and skip TransformerEngine's version check.
 
     Args:
         as_transformer_engine: Under Megatron-FSDP, accumulate gradients like TransformerEngine unless the weight has

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def sequence_parallel_norms() -> Iterator[None]:
-    """Make torch's norms support ``--sequence-parallel``: gradients are reduced over tensor-parallel ranks."""
+    """While in this context, torch's norms reduce gradients over tensor-parallel ranks (``--sequence-parallel``)."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     build = WrappedTorchNorm.__new__

@@ -293,7 +293,7 @@ def quantize_linear_layers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def in_megatron() -> Iterator[None]:
-    """Replace TransformerEngine's quantization in Megatron with this one."""
+    """While in this context, replace TransformerEngine's quantization in Megatron with this one."""
     from megatron.core import fp8_utils, parallel_state, recompute
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401  # checks the version of TransformerEngine
     from megatron.core.models.hybrid import hybrid_block

@@ -180,7 +180,7 @@ def test_evaluation_of_two_shapes_in_any_order_is_identical(one_rank, holds):
 
 @contextmanager
 def failing(layer, in_backward):
-    """Make captures of ``layer`` fail by reading a value on the host in its forward or backward pass."""
+    """While in this context, captures of ``layer`` fail: its forward or backward pass reads a value on the host."""
 
     def read(tensor):
         tensor.sum().item()

@@ -59,7 +59,7 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def hook_calls(counts):
-    """Count calls of Megatron-FSDP's Python functions, both megatron-core's and ours, by name."""
+    """Count calls, in this context, of Megatron-FSDP's Python functions (megatron-core's and ours), by name."""
 
     def note(frame, event, arg):
         if event == "call" and FSDP in frame.f_code.co_filename:

@@ -31,7 +31,7 @@ def trained(kind, instances, outer, **changes):
 
 @contextmanager
 def sent_across_replicas(fsdp):
-    """Record the collectives across replicas, with the address of each input."""
+    """Record the collectives across replicas in this context, with the address of each input."""
     sent = []
     group = fsdp.dist_index.get_outer_fsdp_group()
 
@@ -129,7 +129,7 @@ def test_graphs_do_not_communicate_across_replicas(hybrid_ranks, kind):
 
 @contextmanager
 def waits():
-    """Record all pairs of a stream and an event that it waits for."""
+    """Record the waits of streams for events in this context, as pairs of stream and event."""
     found = []
     wait_event = torch.cuda.Stream.wait_event
 

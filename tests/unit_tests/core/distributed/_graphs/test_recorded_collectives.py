@@ -45,14 +45,14 @@ def layers(fsdp):
 
 @contextmanager
 def eager(owner, name):
-    """Record calls of a megatron-core or torch function, which recorded collectives do not call."""
+    """Record calls, in this context, of a megatron-core or torch function that recorded collectives avoid."""
     with mock.patch.object(owner, name, wraps=getattr(owner, name)) as function:
         yield function
 
 
 @contextmanager
 def without_buffer(buffer):
-    """Occupy the first half of the double buffer that ``buffer`` uses."""
+    """While in this context, occupy the first half of the double buffer that ``buffer`` uses."""
     idle = buffer.temporary_bucket_allocator.idle_buffer
     idle.remove((0, 0))
     yield

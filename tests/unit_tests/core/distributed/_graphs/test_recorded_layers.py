@@ -18,7 +18,7 @@ FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 
 @contextmanager
 def taken(fsdp, kind):
-    """Occupy one of the two buffers for parameters or for gradients."""
+    """While in this context, occupy one of the two buffers for parameters or for gradients."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     idle = getattr(group, kind).temporary_bucket_allocator.idle_buffer
     idle.remove((0, 0))

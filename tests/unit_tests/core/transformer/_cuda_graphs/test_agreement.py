@@ -281,7 +281,7 @@ def group(ranks):
 
 @contextmanager
 def in_place_of_torch(names, call):
-    """Replace the methods ``names`` of process groups with ``call(name, group, ...)``."""
+    """While in this context, replace the methods ``names`` of process groups with ``call(name, group, ...)``."""
 
     def standing_for(name):
         return lambda group, *args, **kwargs: call(name, group, *args, **kwargs)

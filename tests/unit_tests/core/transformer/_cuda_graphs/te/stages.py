@@ -156,7 +156,7 @@ def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options)
 
 @contextmanager
 def first_of_stages(count: int, microbatches: int) -> Iterator[None]:
-    """Set up this process as the first of ``count`` pipeline stages, with collectives that do nothing."""
+    """While in this context, this process is the first of ``count`` pipeline stages; collectives do nothing."""
     from megatron.core import parallel_state
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
