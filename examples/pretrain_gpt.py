@@ -128,11 +128,11 @@ def packed_sequences(args, batch: dict[str, torch.Tensor]) -> PackedSeqParams:
 
 
 def loss_func(loss_mask: torch.Tensor, output: torch.Tensor):
-    """Return the summed loss of a micro-batch, its number of tokens, and both for the log.
+    """Return the summed loss of a micro-batch, the number of tokens in it, and a dictionary of both for logging.
 
     Args:
         loss_mask: float32 [micro-batch, sequence], 1 for tokens that contribute to the loss.
-        output: Loss of each token: same shape, any floating-point dtype.
+        output: Loss of each token, with the shape of ``loss_mask`` and any floating-point dtype.
     """
     mask = loss_mask.view(-1)
     loss = torch.sum(output.view(-1).float() * mask)
