@@ -128,7 +128,7 @@ def packed_sequences(args, batch: dict[str, torch.Tensor]) -> PackedSeqParams:
 
 
 def loss_func(loss_mask: torch.Tensor, output: torch.Tensor):
-    """Return the summed loss of a micro-batch, the number of tokens in it, and a dictionary of both for logging.
+    """Return the summed loss of a micro-batch, its number of unmasked tokens, and a dictionary of both for logging.
 
     Args:
         loss_mask: float32 [micro-batch, sequence], 1 for tokens that contribute to the loss.
