@@ -377,7 +377,7 @@ class TECudaGraphHelper:
             if not goes_on_eagerly(self.config):
                 raise
             warn_of_failure(failed, "Training continues without these CUDA graphs (--cuda-graph-fallback eager)")
-        release_cached_memory()  # the exception's frames no longer hold tensors
+        release_cached_memory()  # the exception's frames no longer keep tensors alive
         self._state = self._new_state(CAPTURE_FAILED)
 
     def _capture_largest(self) -> None:

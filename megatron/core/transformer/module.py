@@ -1,4 +1,4 @@
-"""``GraphableMegatronModule`` that replays graphs within its own call, so that its hooks still run."""
+"""Extends ``GraphableMegatronModule`` to replay graphs within ``__call__``, so that hooks still run."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -97,7 +97,7 @@ class ModuleHooks:
     """The hooks of one module before capture.
 
     Attributes:
-        saved: Copies of torch's hook and flag dicts, by name.
+        saved: Copies of torch's hook and flag dicts, keyed by name.
     """
 
     module: torch.nn.Module

@@ -126,7 +126,7 @@ class Aspect:
         self.seen = glance() if glance else self._then
 
     def changed(self) -> bool:
-        """Return whether a value has changed, after ``glance`` returned something other than ``seen``."""
+        """Return whether a value has changed; for calls after ``glance`` has returned a value other than ``seen``."""
         if self._read() != self._then and self.change():  # without a Python call per value if nothing has changed
             return True
         self.seen = self.glance()
@@ -144,7 +144,7 @@ class Aspect:
                 plain = all(isinstance(value, (bool, int, float, str, torch.dtype)) for value in (other, one))
                 values = f" ({self._show(other)} at capture, {self._show(one)} now)" if self._show and plain else ""
                 return name + values
-        return "" if len(now) == len(self._then) else f"the number of values like {self.names[0]}"
+        return "" if len(now) == len(self._then) else f"the number of values (first: {self.names[0]})"
 
 
 class _Values(Aspect):

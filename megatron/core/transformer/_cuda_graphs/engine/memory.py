@@ -42,7 +42,7 @@ class PoolMemory:
     """Memory segments of the graph pool with a given handle, as listed by the allocator.
 
     The list is cached: segments stay in a pool while any of its graphs is alive, and reading the list takes longer the
-    more graphs the pool holds. It is read again only for an address outside all known segments, and only if the
+    more graphs the pool contains. It is read again only for an address outside all known segments, and only if the
     allocator has reserved more memory since.
     """
 
@@ -129,7 +129,7 @@ def reuse_across_streams() -> Iterator[None]:
 
 def allocator_settings() -> dict[str, Any]:
     """Return the allocator's settings by name, including the string ``PYTORCH_CUDA_ALLOC_CONF``."""
-    no_pool = (1, 1)  # a pool without segments; a new handle would lose references, see PoolMemory
+    no_pool = (1, 1)  # not a pool; small integers are immortal, see PoolMemory
     return torch._C._cuda_memorySnapshot(no_pool)["allocator_settings"]
 
 

@@ -168,7 +168,7 @@ class StaticBuffers:
                 known.fwd_cudagraph_buffer = None
 
     def lend_outputs(self, metas: Sequence[ArgMetadata], outputs: Sequence[torch.Tensor]) -> None:
-        """Hold ``outputs``, described by ``metas``, so that graphs that take them can read them in place."""
+        """Hold ``outputs``, described by ``metas``, for later graphs that read them in place."""
         for known, output in zip(map(metadata_of, metas), outputs, strict=True):
             self.pool.hold(output)
             if known.cudagraph_reuse_ref_count and known.fwd_cudagraph_buffer is None:

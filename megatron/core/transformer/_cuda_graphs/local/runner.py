@@ -399,7 +399,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
 
         Args:
             snapshot: The state that the graphs depend on; None for inference.
-            users: By the ``id`` of buffer metadata, the runners whose graphs take or return that tensor.
+            users: The runners whose graphs take or return a tensor, keyed by the ``id`` of its buffer metadata.
 
         Raises:
             UnsupportedError: A parameter has a hook that would not receive a gradient.

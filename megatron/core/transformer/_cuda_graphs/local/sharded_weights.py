@@ -43,7 +43,7 @@ def gather_into_pool(device: int, pool: tuple) -> None:
 
 
 class ShardedWeights:
-    """The sharded weights used by a runner's graphs. Methods have no effect if there are no such weights."""
+    """The sharded weights used by a runner's graphs. Methods have no effect without such weights."""
 
     def __init__(self, module: torch.nn.Module):
         self._params = [param for param in module.parameters() if getattr(param, "is_gtp_weight_remat", False)]

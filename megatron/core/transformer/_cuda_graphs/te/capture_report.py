@@ -90,9 +90,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def eager_parts(stage: Stage, graphs: CaptureState) -> Iterator[tuple[str, str]]:
-    """Yield the parts of the model, or kinds of calls, that run eagerly, each with the reason."""
+    """Yield each part of the model, or kind of call, that runs eagerly, with the reason."""
     if graphs.models:
-        yield "calls without labels or with tensors of other shapes", "graphs of the whole model do not fit them"
+        yield "calls without labels or with tensors of other shapes", "graphs of the whole model do not match them"
         return
     if graphs.scope.not_model:
         yield "the model as a whole", graphs.scope.not_model

@@ -53,7 +53,7 @@ def _model_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
     if model is not None and {*chunk.fsdp.parameters()} != {*model.parameters()}:
         yield f"there are parameters outside of {type(model).__name__}"
     if known_class(model) is None:
-        yield f"{type(model).__name__} is not a GPTModel or HybridModel with its own forward"
+        yield f"{type(model).__name__} is not a GPTModel or HybridModel with an unmodified forward"
     repeated = {*language_layers(model)} - {*chunk.every_layer}
     captured = {*chunk.every_layer} <= {*chunk.layers} and all(_layer_is_graphable(each, config) for each in repeated)
     if not (decoder_layers(model) and captured):
@@ -122,7 +122,7 @@ def other_method(model: Any) -> str:
         for name, method in vars(kind).items():
             counts = callable(method) and not name.startswith("__") and "state_dict" not in name
             if counts and (name in vars(model) or getattr(type(model), name) is not getattr(known, name)):
-                return f"{name} is not {known.__name__}'s own"
+                return f"{name} of {known.__name__} is overridden"
     return ""
 
 
@@ -263,7 +263,7 @@ class CaptureState:
         if reason := scope.why_nothing:
             stage.log(logging.WARNING, f"no CUDA graphs are captured, and training continues eagerly, because {reason}")
         elif scope.holds is Holds.LAYER and wanted != 1 and scope.not_decoder != scope.not_model:
-            stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {scope.not_decoder}")
+            stage.log(logging.INFO, f"each layer is captured separately, because {scope.not_decoder}")
 
     def captures_layers_instead(self) -> bool:
         """Return whether the whole model was chosen by default, so that layers are captured if its capture fails."""

@@ -17,9 +17,9 @@ _UNCALLED = "it has not been called for training so far"
 
 
 def expected_inputs(model: Any, tokens: int, sequences: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of each argument that affects the output of ``model``, by name.
+    """Return the shape and dtype of each argument that affects the output of ``model``, keyed by name.
 
-    Packed sequences are represented by their offsets. ``tokens`` is per sequence on this rank.
+    Packed sequences are represented by their offsets. ``tokens`` is the sequence length on this rank.
     """
     config = getattr(model, "config", None)
     ids = (sequences, tokens), torch.int64

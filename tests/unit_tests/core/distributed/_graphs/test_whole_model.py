@@ -219,7 +219,7 @@ def with_own_forward(model):
         ({}, with_hook, "decoder.final_layernorm has hooks"),
         ({}, with_parameter_hook, "parameter embedding.word_embeddings.weight has hooks"),
         ({}, with_gradient_hook, "parameter embedding.word_embeddings.weight has hooks"),
-        ({}, with_own_forward, "GPTModel is not a GPTModel or HybridModel with its own forward"),
+        ({}, with_own_forward, "GPTModel is not a GPTModel or HybridModel with an unmodified forward"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -304,7 +304,7 @@ def test_addresses_are_compared():
     with pytest.raises(ChangedSinceCaptureError, match=r"second \(0x\w+ at capture, 0x0 now\); do not"):
         snapshot.check()
     current[:] = [second]
-    with pytest.raises(ChangedSinceCaptureError, match="number of values like second"):
+    with pytest.raises(ChangedSinceCaptureError, match=r"number of values \(first: second"):
         snapshot.check()
 
 
