@@ -83,23 +83,18 @@ def _settings(variant: str) -> str:
 
 
 def memory(results: Results) -> Iterator[Row]:
-    """Yield a row for each variant of a configuration."""
-    yield (
-        *("model", "GPUs", "mode"),
-        *("reserved (MiB)", "peak allocated (MiB)", "graph pools (MiB)", "capture (s)"),
-    )
+    """Yield a row for each configuration, whose cells list the values of its variants."""
+    yield "model", "GPUs", "mode", "reserved (MiB)", "peak allocated (MiB)", "graph pools (MiB)", "capture (s)"
     for found, model, variants in _trained(results):
-        for name, said in NAMES.items():
-            row = variants.get(name, {})
-            if "reserved_mib" in row and name != "compute_alone":  # it does not shard
-                keys = ("reserved_mib", "max_allocated_mib", "graph_pools_mib")
-                yield (
-                    model,
-                    gpus(found),
-                    said,
-                    *(f"{row[key]:.0f}" for key in keys),
-                    f"{row['capture_seconds']:.2f}",
-                )
+        rows = {
+            mode: variants[name]
+            for name, mode in NAMES.items()
+            if "reserved_mib" in variants.get(name, {}) and name != "compute_alone"  # it does not shard
+        }
+        keys = ("reserved_mib", "max_allocated_mib", "graph_pools_mib")
+        figures = (" / ".join(f"{row[key]:.0f}" for row in rows.values()) for key in keys)
+        seconds = " / ".join(f"{row['capture_seconds']:.2f}" for row in rows.values())
+        yield model, gpus(found), " / ".join(rows), *figures, seconds
 
 
 def recomputation(results: Results) -> Iterator[Row]:
@@ -143,11 +138,10 @@ def growth(results: Results) -> Iterator[Row]:
         *(
             "layers",
             "micro-batches",
-            "GPUs",
             "eager (ms)",
             "graphs (ms)",
-            "eager (MiB reserved)",
-            "graphs (MiB reserved)",
+            "eager (MiB)",
+            "graphs (MiB)",
         ),
         *("capture (s)", "equal steps", "commit"),
     )
@@ -158,7 +152,7 @@ def growth(results: Results) -> Iterator[Row]:
         for (layers, many), variants in models.items():
             eager, graphs = variants["eager"], variants["native"]
             yield (
-                *(str(layers), str(many), gpus(found), _ms(eager), _ms(graphs)),
+                *(str(layers), str(many), _ms(eager), _ms(graphs)),
                 *(str(eager["reserved_mib"]), str(graphs["reserved_mib"]), f"{graphs['capture_seconds']:.2f}"),
                 *(f"{graphs['equal_steps']} of {graphs['steps']}", found["commit"]),
             )
@@ -203,7 +197,7 @@ def _ms(row: Mapping[str, Any]) -> str:
 
 
 def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = None) -> str:
-    """Return a figure of a row, with its range if there were several launches.
+    """Return a figure of a row, with its range if launches differ.
 
     Args:
         row: A row, possibly empty.
@@ -219,5 +213,6 @@ def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = N
         return "-"
     digits = 1 if key == "ms" else 2
     each = [launch[key] for launch in row.get("launches", ()) if launch.get(key) is not None]
-    between = f" ({min(each):.{digits}f} to {max(each):.{digits}f})" if len(each) > 1 else ""
+    least, most = (f"{bound(each, default=0):.{digits}f}" for bound in (min, max))
+    between = f" ({least} to {most})" if least != most else ""
     return f"{value:.{digits}f}{between}"

@@ -105,7 +105,7 @@ WORKING = (
         "--moe-pad-expert-input-to-capacity",
         _CPU,
         f"{MOE} {PADDED}",
-        "graphs hold whole MoE layers, but dropped tokens change what is trained",
+        "graphs hold whole MoE layers, but dropped tokens change the results of training",
     ),
     Working(
         "padded experts",
@@ -119,8 +119,8 @@ WORKING = (
         "--moe-use-grouped-tensor",
         _GROUPED,
         f"{MOE} --moe-use-grouped-tensor",
-        "graphs hold whole MoE layers without --cuda-graph-modules; with --moe-router-topk above 2, add "
-        "--moe-permute-fusion, without which runs on GPUs are not reproducible",
+        "without --cuda-graph-modules, graphs hold whole MoE layers; with --moe-router-topk above 2, add "
+        "--moe-permute-fusion: otherwise runs on GPUs are not reproducible",
     ),
     Working(
         "bounded tokens",
@@ -208,7 +208,7 @@ WORKING = (
         "--recompute-granularity full",
         _CPU,
         f"{FULL}",
-        "needs a graph of the whole model or of all layers: otherwise nothing is captured",
+        "only in a graph of the whole model or of all layers: otherwise nothing is captured",
     ),
     Working(
         "strategies",
@@ -359,17 +359,17 @@ HEAD = """\
 This page covers `--cuda-graph-impl transformer_engine` with `--use-megatron-fsdp`, or with `--use-torch-fsdp2` where a
 row names it. A flag without a row is passed through untested.
 
-- **works**: bit-identical to training without graphs, as the linked test checks. `graph` is the most that one graph can
-  hold: the whole `model`, single `layers`, or `parts` of layers
-  ([Guide](guide.md#choose-how-much-one-graph-holds)). The next columns say where a test or a measurement found that:
-  `CPU` is the CPU backend; a cell lists values if not all of the row were run there, and is empty if none was.
-- **refused**: an error with the text in the last column, where `…` is the flag, before training. It lists all refused
-  flags of a job.
+- **works**: bit-identical to training without graphs, according to the linked test. `graph` is the largest part of a
+  model that one graph can hold: the whole `model`, single `layers`, or `parts` of layers
+  ([Guide](guide.md#choose-how-much-one-graph-holds)). `CPU` (the CPU backend), `H100` and `H200` say where this was
+  verified: `yes`, only for the listed values, or not at all.
+- **refused**: an error before training, with the text in the last column, where `…` is the flag. All refused flags of a
+  job are listed.
 - **no effect**, **not tried**: a warning with that text.
-- **fails**: fails or trains wrongly under Megatron-FSDP, with and without graphs, and is not checked.
+- **fails**: fails or trains wrongly under Megatron-FSDP, with and without graphs; not checked.
 
 `make docs` generates this page from `megatron/core/transformer/_cuda_graphs/flags/table.py`,
-`tests/support/compatibility.py` and, for the GPU columns, the files of `benchmarks/results`.
+`tests/support/compatibility.py` and `benchmarks/results`.
 
 | flag | status | graph | CPU | H100 | H200 | what to know |
 |---|---|---|---|---|---|---|

@@ -167,15 +167,15 @@ _REFUSED = [
     _refused(
         "--num-experts with whole MoE layers in graphs and token counts on the host",
         _needs_token_counts,
-        "--num-experts: whole MoE layers cannot be captured, because the host reads how many tokens each expert "
-        "receives: add --moe-use-grouped-tensor and leave out --cuda-graph-modules, or set --cuda-graph-modules attn "
-        "moe_router moe_preprocess, or add --moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor",
+        "--num-experts: whole MoE layers cannot be captured, because the host reads the token counts of experts: add "
+        "--moe-use-grouped-tensor and leave out --cuda-graph-modules, or set --cuda-graph-modules attn moe_router "
+        "moe_preprocess, or add --moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor",
     ),
     _refused(
         "--moe-router-load-balancing-type sinkhorn with the router in graphs",
         lambda o: _routes_by_sinkhorn(o) and o.graphs("moe", "moe_router"),
-        "--moe-router-load-balancing-type sinkhorn iterates until the host finds the error small enough, which a graph "
-        "cannot do: leave moe, moe_router and moe_preprocess out of --cuda-graph-modules, or set another "
+        "--moe-router-load-balancing-type sinkhorn checks convergence on the host, which a graph cannot do: "
+        "leave moe, moe_router and moe_preprocess out of --cuda-graph-modules, or set another "
         "--moe-router-load-balancing-type",
     ),
     _refused(
@@ -215,8 +215,8 @@ _REFUSED = [
     _refused(
         "--sft, --dataloader-inter-document-masking with attention in graphs, without --cuda-graph-packed-sequences",
         lambda o: _packs(o) and o.graphs("attn") and not o.get(_PACKED),
-        "--sft and --dataloader-inter-document-masking pack sequences, and graphs of attention need a maximum "
-        "number: set --cuda-graph-packed-sequences to the maximum per micro-batch, leave attn out of "
+        "--sft and --dataloader-inter-document-masking pack sequences, and graphs of attention need a maximum number "
+        "of sequences: set --cuda-graph-packed-sequences to the maximum per micro-batch, leave attn out of "
         "--cuda-graph-modules, or set --cuda-graph-impl none",
     ),
     _refused(
@@ -250,8 +250,8 @@ _REFUSED = [
     _refused(
         "--qk-clip, --log-max-attention-logit with attention in graphs",
         lambda o: o.any("qk_clip", "log_max_attention_logit") and o.graphs("attn"),
-        "--qk-clip and --log-max-attention-logit read values that attention stores in each pass by Python code, which "
-        "replays do not run: leave them out, or set --cuda-graph-modules without attn",
+        "--qk-clip and --log-max-attention-logit read values that Python code stores in each pass, but replays do not "
+        "run it: leave them out, or set --cuda-graph-modules without attn",
     ),
     _refused(
         "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level above 0",
@@ -299,8 +299,8 @@ _GROUPED = [
     _grouped(
         "with --fp8-format, --fp4-format or --fp16",
         lambda o: o.any("fp8", "fp4", "fp16"),
-        "multiplies in bf16: on Hopper, torch's grouped FP8 products take E4M3 with one scale per row, which no recipe "
-        "provides (and gradients of --fp8-format hybrid are E5M2): leave out --fp8-format, --fp4-format and --fp16",
+        "multiplies in bf16, because no FP8 recipe provides the E4M3 format with one scale per row that torch's "
+        "grouped FP8 products need on Hopper: leave out --fp8-format, --fp4-format and --fp16",
     ),
     _grouped(
         "with sizes not divisible by 8",
@@ -399,8 +399,8 @@ _NO_EFFECT = [
             (o.modules and str(o.get("cuda_graph_layers_per_graph", 1)) != "1")
             or (o.get("cuda_graph_layers_per_graph") == WHOLE_MODEL and not _shards_all(o))
         ),
-        "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, or unless "
-        "--data-parallel-sharding-strategy is optim_grads_params: layers are captured one by one; leave it out",
+        "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, or without "
+        "--data-parallel-sharding-strategy optim_grads_params: each layer gets its own graphs; leave it out",
     ),
     _no_effect(
         "--optimizer-cuda-graph with --weight-decay-incr-style linear or cosine",
