@@ -1,4 +1,4 @@
-"""Build one pipeline stage of a job from fake tensors, with megatron-core and Megatron-FSDP.
+"""Build one pipeline stage of a job on the meta device, with megatron-core and Megatron-FSDP.
 
 This process acts as one rank of the job, and its collectives transfer nothing. Megatron's local layers stand in for
 TransformerEngine's, because their parameters have the same shapes.
@@ -7,21 +7,19 @@ TransformerEngine's, because their parameters have the same shapes.
 import argparse
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
-from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.te.capture_state import Holds, blocker
@@ -33,9 +31,10 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from megatron.training.training import get_megatron_ddp_config
 from megatron.training.utils.common_utils import is_hybrid_model
 
+from .. import cpu_backend
 from .command import quietly
 
-# Turns off features of TransformerEngine and Apex that do not affect parameter shapes.
+# Turns off initialization and features of TransformerEngine and Apex, which do not affect parameter shapes.
 _NEEDS_A_GPU = {
     "transformer_impl": "local",
     "no_persist_layer_norm": True,
@@ -45,7 +44,8 @@ _NEEDS_A_GPU = {
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
-    "perform_initialization": False,  # reads generator states, which fake tensors lack
+    "perform_initialization": False,
+    "use_cpu_initialization": False,  # would allocate memory
 }
 
 
@@ -127,27 +127,30 @@ def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Create tensors with shapes, dtypes and storages, but no memory or values."""
+    """Create device tensors with shapes, dtypes and storages, but no memory or values."""
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        # The mesh, a tensor of ranks, needs real values.
+        replace(cpu_backend.device, "to_cpu", _to_meta)
+        replace(torch.nn.Parameter, "is_meta", False)  # Megatron-FSDP initializes parameters on the meta device
+        replace(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"))
         wrapper = mcore_fsdp_adapter.FullyShardedDataParallel
         wrapper = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV1", wrapper)  # megatron-core 0.20
-        replace(wrapper, "_init_dist_index", _with_values(wrapper._init_dist_index))
         replace(wrapper, "sync_rng_states_across_tp_group", lambda self: None)
-        replace(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget)))
+        # Megatron-FSDP compares the model itself with each module of each unit, for each module.
+        replace(param_and_grad_buffer, "is_submodule", lambda model, unit: False)
+        replace(param_and_grad_buffer, "using_tensor_parallel", cache(param_and_grad_buffer.using_tensor_parallel))
         # These options avoid exchanging shard shapes with other ranks.
         unchecked = {"run_check": False, "update_uneven_dtensor_chunk_meta": False}
         make = param_and_grad_buffer.make_fsdp_dtensor
         replace(param_and_grad_buffer, "make_fsdp_dtensor", lambda *args, **kw: make(*args, **(kw | unchecked)))
-        rank_of_replicas = FSDPDistributedIndex.get_logical_hybrid_fsdp_rank
-        replace(FSDPDistributedIndex, "get_logical_hybrid_fsdp_rank", _with_values(rank_of_replicas))
-        replace(torch.nn.Module, "_apply", _apply)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
+
+
+def _to_meta(device: Any) -> Any:
+    return torch.device("meta") if cpu_backend.device.is_cuda_device(device) else device
 
 
 @contextlib.contextmanager
@@ -167,28 +170,3 @@ def _attention(self: DotProductAttention, config: Any, *args: Any, **kwargs: Any
 def _norm(wrapper: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
     kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
     return kind(hidden_size)
-
-
-def _with_values(call: Callable[..., Any]) -> Callable[..., Any]:
-    def with_values(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():
-            return call(*args, **kwargs)
-
-    return with_values
-
-
-def _apply(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Replace ``Module._apply`` with a version for fake tensors: it replaces parameters instead of their data."""
-    for child in module.children() if recurse else ():
-        child._apply(convert)
-    for name, param in module._parameters.items():
-        if param is not None:
-            with torch.no_grad():
-                data = convert(param)
-            if data is not param:
-                module._parameters[name] = converted = torch.nn.Parameter(data, param.requires_grad)
-                converted.__dict__.update(param.__dict__)
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = convert(buffer)
-    return module

@@ -15,7 +15,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_me
 from ..overlay import upstream
 from .graphs import Planned
 
-# megatron-core's original class plans no copies, so fake tensors without addresses suffice.
+# megatron-core's original class plans no copies, so tensors without addresses suffice.
 _ParamAndGradBuffer = upstream(
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 ).ParamAndGradBuffer

@@ -30,7 +30,6 @@ from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import is_submodule
 
 from ._graphs.backward_pass import Phase
 from ._graphs.fsdp_graphs import FsdpGraphs
@@ -75,7 +74,7 @@ class FsdpHooks:
         fsdp = self.fsdp
         for module in root.modules():
             module._training_state = TrainingState.IDLE
-        units: list[torch.nn.Module] = []
+        in_units: set[torch.nn.Module] = set()
         last = root
         for name, module in root.named_modules():
             last = module
@@ -85,13 +84,13 @@ class FsdpHooks:
                 self._register_forward_unshard(module)
             if fsdp.enable_fine_grained_param_gather_backward_hook:
                 self._register_before_backward(module, self.unshard_for_backward)
-            if any(is_submodule(module, unit) for unit in units):
+            if module in in_units:
                 continue
             if not fsdp.enable_fine_grained_param_gather_hook:
                 self._register_forward_unshard(module)
             if runner.is_unit:
                 self.graphs.units[module] = runner
-                units.append(module)
+                in_units.update(module.modules())
                 module.register_forward_hook(self.release_after_forward)
                 self._register_before_backward(module, self.unshard_for_backward)
                 # Same as megatron-core 0.20; 0.19 registers this hook only if parameters are sharded, because otherwise
