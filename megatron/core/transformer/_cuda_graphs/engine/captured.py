@@ -133,8 +133,8 @@ class GraphedCallable:
         forward_graph: The forward graph; None before capture and after ``reset``.
         backward_graph: The backward graph; None if nothing requires grad.
         weight_gradient_graph: The graph of delayed weight gradients; None if backward delays none.
-        order: Checks the order of replays by the numbers of both passes: ``forward_turn`` and ``backward_turn``, which
-            is None if the backward pass overwrites nothing.
+        order: Checks the order of replays by the number of each pass: ``forward_turn``, and ``backward_turn``, which is
+            None if the backward pass overwrites nothing.
         replays: Number of replays of the forward graph.
         round: Round of the last forward replay, from ``order``.
     """

@@ -78,14 +78,14 @@ FLAGS = {
     ),
     GROUPED_FLAG: Flag(
         "Compute all experts in one grouped matrix product, so that the host does not wait for token counts. With "
-        "--cuda-graph-impl transformer_engine, graphs can then hold whole MoE layers. Needs --bf16 and compute "
+        "--cuda-graph-impl transformer_engine, graphs can then contain whole MoE layers. Needs --bf16 and compute "
         "capability 9.0 or newer.",
         default=False,
         needs_graphs=False,
         arguments={"action": "store_true"},
     ),
     FACTOR_FLAG: Flag(
-        "Maximum tokens that a rank sends to each expert-parallel rank, as a multiple of an even share, with "
+        "Maximum number of tokens that a rank sends to each expert-parallel rank, as a multiple of an even share, with "
         f"{GROUPED_FLAG} and --moe-token-dispatcher-type alltoall. A step that exceeds it is repeated, eagerly and "
         "with room for all tokens, before the optimizer step, so that no token is dropped. With CUDA graphs, the limit "
         "applies from the capture on. Default: room for all tokens.",

@@ -42,8 +42,8 @@ class CudaGraphManager(torch.nn.Module):
 
     Attributes:
         global_mempool: Memory pool of all local graphs; None before the first manager and after ``delete_cuda_graphs``.
-        cudagraph_runners: All runners. Runners without a key serve one micro-batch at a time, and are in the order of
-            their next use.
+        cudagraph_runners: All runners. Runners without a key process one micro-batch at a time, and are sorted by their
+            next use.
         custom_cudagraphs_lookup_table: Runners by the key of their calls.
         reuse_cudagraphs: Whether all micro-batches use the same graphs, as without pipeline parallelism.
         is_first_microbatch: Whether the next call is the first of a step and requantizes weights.
@@ -182,7 +182,7 @@ class CudaGraphManager(torch.nn.Module):
         return "\n".join(lines)
 
     def _problems(self, runner: _CudaGraphRunner, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-        """Return one line per reason why ``runner`` cannot serve a call."""
+        """Return one line per reason why ``runner`` cannot run a call."""
         if runner.status is not _GraphStatus.FWD_READY:
             return ["it waits for its backward pass"]
         problems = runner.get_mismatch_errors(args, kwargs)

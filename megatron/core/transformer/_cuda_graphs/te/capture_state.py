@@ -84,13 +84,13 @@ def _decoder_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
     yield chunk.fsdp.graphs.recording_blocker(layers)
 
 
-_NOT_ALL_LAYERS = "not all of its layers can be captured"
+_NOT_ALL_LAYERS = "not all layers can be captured"
 
 
 def _common_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
     config = stage.config
     if len({*map(attention_mask_type, language_layers(chunk.model))} - {None}) > 1:
-        yield "its layers have different attention masks"
+        yield "layers have different attention masks"
     if config.cuda_graph_modules:
         yield "only modules of layers are captured (--cuda-graph-modules)"
     if Options(config).quantizes_otherwise:
@@ -148,9 +148,9 @@ class CaptureScope:
     Attributes:
         holds: The captured part; None if nothing is captured.
         not_model: Why the whole model is not captured; empty if it is captured, or was not requested.
-        not_decoder: Why the decoder layers are not captured together; empty if they are.
+        not_decoder: Why the decoder layers are not captured together; empty if they, or the whole model, are.
         why_nothing: Why nothing is captured; empty if something is.
-        eager_because: The scalar name of ``why_nothing``.
+        eager_because: The short form of ``why_nothing``, used as a scalar name.
     """
 
     holds: Holds | None
