@@ -199,6 +199,24 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
                 saved[LOSS_SCALE] = scale
         return saved
 
+    def _init_optimizer_states_with_dummy_values(self) -> None:
+        """Create zero states for a checkpoint, unless there are states; see megatron-core.
+
+        megatron-core's step with zero gradients would decay the weights and be counted, also if no checkpoint exists.
+        """
+        if any(self.optimizer.state.values()):
+            return
+        groups = self.optimizer.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        for group in groups:
+            group["weight_decay"] = 0.0
+        super()._init_optimizer_states_with_dummy_values()
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
+        for counted in (*groups, *self.optimizer.state.values()):
+            if "step" in counted:
+                counted["step"] *= 0
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states and the loss scale of a checkpoint; see megatron-core.
 

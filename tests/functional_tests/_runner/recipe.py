@@ -56,9 +56,8 @@ class Recipe:
     def commands(self, folder: Path) -> list[list[str]]:
         """Return the command of each training run, two if the recipe resumes, with output paths in ``folder``."""
         runs = [self.arguments]
-        if self.resumes:  # --load affects the optimizer even without a checkpoint
-            first = {flag: value for flag, value in self.arguments.items() if flag != "--load"}
-            runs.insert(0, first | {"--exit-interval": self.steps // 2})
+        if self.resumes:
+            runs.insert(0, self.arguments | {"--exit-interval": self.steps // 2})
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.gpus)]
         if self.platform == CPU_BACKEND:
             command += ["-m", "megatron_fsdp_cuda_graphs.cpu_backend"]

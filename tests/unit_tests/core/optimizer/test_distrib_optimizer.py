@@ -87,16 +87,9 @@ def test_first_states_do_not_use_cached_memory(optimizer, monkeypatch, impl, sta
     assert empty_cache.call_count == releases
 
 
-class Passes:
-    """A stand-in for whole-model graphs; ``keys`` records the keys of the repeated work."""
-
-    def __init__(self):
-        self.on_forget, self.keys = [], []
-
-
 @pytest.fixture
 def clipping(optimizer, monkeypatch, mesh):
-    """Return a factory that makes an optimizer and its whole-model graphs."""
+    """Return a factory that makes an optimizer and its whole-model graphs, with the keys of the repeated work."""
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", len)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -107,7 +100,7 @@ def clipping(optimizer, monkeypatch, mesh):
         made = optimizer([grads[0], None, grads[1]])
         upstream = next(kind for kind in type(made).__mro__[1:] if "clip_grad_norm" in vars(kind))
         monkeypatch.setattr(upstream, "clip_grad_norm", lambda self, clip_grad: ("norm", clip_grad))
-        passes = Passes()
+        passes = SimpleNamespace(on_forget=[], keys=[])
 
         def run(self, key, work):
             passes.keys.append(key)
@@ -210,6 +203,31 @@ def test_checkpoints_do_not_depend_on_optimizer_graphs(optimizer, monkeypatch, s
     assert isinstance(found["a"]["lr"], torch.Tensor) is loads
 
 
+class CountsInGroups(torch.optim.AdamW):
+    """Counts steps in the parameter groups, as TransformerEngine's Adam does."""
+
+    def step(self):
+        self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, CountsInGroups])
+def test_states_to_load_into_do_not_affect_training(optimizer, mesh, kind):
+    def train(loads):
+        made, param = optimizer([]), torch.nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Shard(0)]))
+        made.optimizer, made.grad_scaler, made.param_to_name = kind([param], weight_decay=0.5), None, {param: "weight"}
+        for _ in range(2):
+            if loads:
+                assert len(made.sharded_param_state_fsdp_dtensor(is_loading=True)["state"]["weight"]) == 3
+            param.grad = torch.full_like(param, 0.25)
+            made.optimizer.step()
+        group = made.optimizer.param_groups[0]
+        tensors = [getattr(each, "_local_tensor", each) for each in (param, *made.optimizer.state[param].values())]
+        return [tensor.tolist() for tensor in tensors], [group.get(name) for name in ("step", "weight_decay")]
+
+    assert train(loads=True) == train(loads=False)
+
+
 def test_reloading_model_parameters_is_a_no_op(optimizer):
     made = optimizer([None])
     made.param_groups = made.optimizer.param_groups
@@ -217,34 +235,17 @@ def test_reloading_model_parameters_is_a_no_op(optimizer):
 
 
 def test_optimizer_on_the_host_reloads_parameters(optimizer, monkeypatch):
-    class OnHost:
-        updates = 0
-
-        def update_fp32_param_by_new_param(self):
-            self.updates += 1
-
-    for module in (distrib_optimizer, getattr(distrib_optimizer, "_upstream", distrib_optimizer)):
-        monkeypatch.setattr(module, "HybridDeviceOptimizer", OnHost)
+    for module in (distrib_optimizer, distrib_optimizer._upstream):
+        monkeypatch.setattr(module, "HybridDeviceOptimizer", mock.Mock)
     made = optimizer([None])
-    made.optimizer = OnHost()
+    made.optimizer = mock.Mock()
     made._copy_model_params_to_main_params()
-    assert made.optimizer.updates == 1
+    made.optimizer.update_fp32_param_by_new_param.assert_called_once_with()
 
 
-@pytest.fixture
-def scaled(optimizer):
-    """Return a factory of optimizers without a loss scaler."""
-
-    def make():
-        made = optimizer([None])
-        made.grad_scaler, made._scale_one = None, torch.ones(1)
-        return made
-
-    return make
-
-
-def test_loss_scale_of_1_is_read_without_a_sync(scaled):
-    made = scaled()
+def test_loss_scale_of_1_is_read_without_a_sync(optimizer):
+    made = optimizer([None])
+    made.grad_scaler, made._scale_one = None, torch.ones(1)
     with mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("synchronizes")):
         assert [made.get_loss_scale().item() for _ in range(2)] == [1.0, 1.0]
     assert torch.equal(made.scale_loss(torch.tensor(3.0)), torch.tensor([3.0]))

@@ -65,9 +65,7 @@ def test_steps_are_bit_identical(build, kind):
     for number in range(1, 4):
         assert shards.current()
         step(optimizer, number, shards)
-    assert [torch.equal(*pair) for pair in zip(values(optimizer), values(expected), strict=True)] == [True] * len(
-        values(expected)
-    )
+    assert all(torch.equal(*pair) for pair in zip(values(optimizer), values(expected), strict=True))
 
 
 def test_steps_see_local_tensors_only_within_the_context(build):
