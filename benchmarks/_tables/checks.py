@@ -12,6 +12,12 @@ from .steps import Results, Row, commit, gpus
 
 ENGINES = {"native": "", "transformer_engine": ", TransformerEngine's engine"}
 FLAG = re.compile(r"~?--\S+(?: (?!~?--)\S+)*")  # with its values; ~ removes it
+_LAYOUTS = {
+    "two instances": "HSDP",
+    "EP of all": "EP = world size",
+    "data parallel": "DP",
+    "with sequence parallelism": "with SP",
+}
 MUST_DIFFER = "control=dead_"  # in the name of a negative control
 
 
@@ -30,13 +36,15 @@ def equality(results: Results) -> Iterator[Row]:
             groups.setdefault(group, Counter())[_outcome(case)] += 1
             layouts.setdefault(group, set()).add(case.get("layout", "data parallel"))
         for (tests, engine), counts in sorted(groups.items()):
-            layout = "; ".join(sorted(layouts[tests, engine])).replace("EP of all", "EP = world size")
+            layout = "; ".join(sorted(layouts[tests, engine]))
+            for long, short in _LAYOUTS.items():
+                layout = layout.replace(long, short)
             others = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if outcome != "equal")
             cases = counts.total() - counts["must differ"]
             yield (
                 *(
                     f"`{tests}`{ENGINES[engine]}",
-                    layout.replace("two instances", "HSDP"),
+                    layout,
                     machine,
                 ),
                 *(f"{counts['equal']} of {cases}", others, measured),

@@ -15,13 +15,14 @@ NAMES = {
     "compute_alone": "compute alone",
 }
 _KINDS = {
-    "eager+grouped": "none",
+    "eager+grouped": "eager",
     "native+grouped": "whole model",
     "full_iteration+grouped": "full iteration",
-    "ddp+grouped": "none",
+    "ddp+grouped": "eager",
     "ddp_graphs+grouped": "layers",
     "ddp+grouped::--cuda-graph-impl full_iteration": "full iteration",
 }
+_SETTINGS = {"NCCL_CTA_POLICY=2": "", "--use-nccl-ub": "user buffers", "--ddp-average-in-collective": "averaged"}
 FLAGS = {
     "+grouped": "`--moe-use-grouped-tensor`",
     "+optimizer": "`--optimizer-cuda-graph`",
@@ -77,9 +78,9 @@ def levers(results: Results) -> Iterator[Row]:
 def _settings(variant: str) -> str:
     """Return the settings of a variant."""
     name, variables, flags = parts(variant)
-    quoted = [f"`{word}`" for word in (*variables, *flags)]
+    quoted = [_SETTINGS.get(word, f"`{word}`") for word in (*variables, *flags)]
     optimizer = ["`--optimizer-cuda-graph`"] * ("+optimizer" in name)
-    return ", ".join(["fused weight gradients"] * ("+fused" in name) + quoted + optimizer)
+    return ", ".join(filter(None, ["fused"] * ("+fused" in name) + quoted + optimizer))
 
 
 def memory(results: Results) -> Iterator[Row]:
@@ -108,27 +109,19 @@ def recomputation(results: Results) -> Iterator[Row]:
 
 
 def kinds(results: Results) -> Iterator[Row]:
-    """Yield a row for each variant of grouped experts, with the time relative to eager under the same wrapper."""
-    yield (
-        *("model", "GPUs", "wrapper", "graphs", "ms", "relative to eager", "reserved (MiB)", "capture (s)"),
-        *("equal steps", "commit"),
-    )
-    wrappers = {"ddp": "DDP", "fsdp": "Megatron-FSDP"}
+    """Yield a row for each model and wrapper, whose cells list the values of its kinds of graphs."""
+    yield "model", "GPUs", "wrapper", "mode", "ms", "reserved (MiB)", "capture (s)", "equal steps", "commit"
     for found in results:
         for configuration, rows in found["configurations"].items():
-            variants = {row["variant"]: row for row in rows}
-            for name, row in variants.items():
-                wrapper, kind = ("ddp" if name.startswith("ddp") else "fsdp"), _KINDS[name]
-                eager = variants["ddp+grouped" if wrapper == "ddp" else "eager+grouped"]
-                figures = (
-                    f"{row['ms'] / eager['ms']:.2f}",
-                    f"{row['reserved_mib']:.0f}",
-                    f"{row['capture_seconds']:.2f}",
-                )
-                equal = f"{row['equal_steps']} of {row['steps']}" if row["reference"] else ""
+            for wrapper, prefix in (("Megatron-FSDP", ("eager", "native", "full")), ("DDP", ("ddp",))):
+                own = [row for row in rows if row["variant"].startswith(prefix)]
+                equal = {f"{row['equal_steps']} of {row['steps']}": None for row in own if row["reference"]}
                 yield (
-                    *(_model(configuration, ""), gpus(found), wrappers[wrapper], kind, _ms(row), *figures, equal),
-                    commit(found, row),
+                    *(_model(configuration, ""), gpus(found), wrapper),
+                    *(" / ".join(_KINDS[row["variant"]] for row in own), " / ".join(_ms(row) for row in own)),
+                    " / ".join(f"{row['reserved_mib']:.0f}" for row in own),
+                    " / ".join(f"{row['capture_seconds']:.2f}" for row in own),
+                    *(" / ".join(equal), commit(found, own[0])),
                 )
 
 
