@@ -241,7 +241,7 @@ class TECudaGraphHelper:
         return not self._state.eager_because
 
     def eager_reason(self) -> str:
-        """Return why any part of the step since the last call ran eagerly; empty if everything replayed."""
+        """Return why a part of the step since the last call ran eagerly; empty if everything replayed."""
         return self._state.eager_reason()
 
     def graph_use(self) -> GraphUse:

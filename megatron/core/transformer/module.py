@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class GraphableMegatronModule(_upstream.GraphableMegatronModule):
-    """A layer that can run as CUDA graphs. Changes from megatron-core's ``GraphableMegatronModule``:
+    """Extends megatron-core's ``GraphableMegatronModule``, a layer that can run as CUDA graphs:
 
     - A replay goes through ``torch.nn.Module``'s own call, so that the layer's hooks (for example Megatron-FSDP's) run
       before and after it as they do for ``forward``.

@@ -58,7 +58,7 @@ class Failure:
     interrupted: bool = False
 
     def error(self) -> CaptureFailedError | CaptureInterruptedError:
-        """Return the exception that all ranks raise; an interrupted rank raises its own instead."""
+        """Return the exception that all ranks raise, except for an interrupted rank, which raises its own."""
         if self.interrupted:
             return CaptureInterruptedError(
                 f"CUDA graph capture was interrupted on rank {self.rank}, {self.where}: {self.cause}"
@@ -174,7 +174,7 @@ class CaptureAgreement:
         self._where = "before the first layer"
 
     def begin(self, where: str, phase: str = "") -> None:
-        """Set the pass to name in errors: ``where``, and ``phase`` (``forward`` or ``backward``) if there are two."""
+        """Set the pass that errors name: ``where``, and ``phase`` (``forward`` or ``backward``) if there are two."""
         self._where = f"{where}, {phase}" if phase else where
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Detect whether this rank has launched a collective, in which other ranks would wait for it."""
+"""Detect whether this rank has launched a collective."""
 
 from collections.abc import Callable
 

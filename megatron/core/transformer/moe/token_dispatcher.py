@@ -14,7 +14,7 @@ _upstream: Any = extend(__name__)
 
 
 class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
-    """Extends megatron-core's all-gather dispatcher to return as many rows as the experts can receive at most."""
+    """Extends megatron-core's all-gather dispatcher to return the maximum number of rows that experts can get."""
 
     routing_map: Any
 

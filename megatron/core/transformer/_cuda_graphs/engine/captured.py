@@ -247,7 +247,7 @@ class GraphedCallable:
 
     @contextmanager
     def _note_modules_that_run(self) -> Iterator[None]:
-        """Find the modules that run in the first forward pass: some delay weight gradients or have statistics."""
+        """Context manager that records which modules run in the first forward pass."""
         if self.ran is not None or self.module is None or self._holds_hooks:
             yield
             return
@@ -266,7 +266,7 @@ class GraphedCallable:
         capture: Capture | WarmUp,
         new_grads: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
     ) -> None:
-        """Run the backward pass of the last ``forward``, with hooks around it; record it with a ``Capture``.
+        """Run the backward pass of the last ``forward``, with hooks around it; record it if given a ``Capture``.
 
         ``new_grads`` returns static gradients for a sequence of outputs.
 
