@@ -16,6 +16,7 @@ import argparse
 import json
 import re
 import sys
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def _filled(found: re.Match) -> str:
         return format(figure(first, " ".join(rest)), kind)
     header, *rows = TABLES[kind]([_read(name) for name in (first, *rest)])
     measured = [{*column} != {"-"} for column in zip(*rows, strict=True)]  # leave out other columns
-    header, *rows = [[cell for cell, kept in zip(row, measured, strict=True) if kept] for row in (header, *rows)]
+    header, *rows = [tuple(compress(row, measured)) for row in (header, *rows)]
     lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
     lines.insert(1, "|---" * len(header) + "|")
     return "\n".join(lines)

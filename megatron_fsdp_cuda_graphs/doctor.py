@@ -24,7 +24,7 @@ class Report:
     """Findings, in print order.
 
     Attributes:
-        facts: Names and values.
+        facts: Names and values to print.
         missing: Problems that keep graphs under FSDP from working, with remedies.
         limits: Other problems.
     """

@@ -2,9 +2,9 @@
 
 torch calls ``activate`` at the end of ``import torch``, through its ``torch.backends`` entry points. megatron-core
 imports torch first, so the patch is on before any module that it changes. ``activate`` registers one finder on
-``sys.meta_path`` and imports nothing. See "How the patch gets in front" in CONTRIBUTING.md.
+``sys.meta_path`` and imports nothing. See "How the overlay works" in CONTRIBUTING.md.
 
-The version of megatron-core is read from the files that an import would load, also for a checkout ahead on
+The version of megatron-core is read from the files that an import would load, even from a checkout on
 ``sys.path``. An untested version stays unpatched. ``import torch`` never raises.
 """
 
@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Core(NamedTuple):
-    """A megatron-core: its version, None if unknown, and its ``__init__`` file."""
+    """Version (None if unknown) and ``__init__`` file of a megatron-core."""
 
     version: str | None
     origin: str
@@ -153,7 +153,7 @@ class OverlayFinder(MetaPathFinder):
 
 
 def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> ModuleSpec | None:
-    """Return megatron-core's spec of the module ``name`` with a loader of class ``kind``; None if there is no spec."""
+    """Return megatron-core's spec of the module ``name`` with a loader of class ``kind``; None if it has none."""
     spec = copy.copy(ordinary_spec(name, path))
     if spec is None and kind is ExtensionLoader:
         raise ImportError(f"{what} extends {name}, which megatron-core does not have", name=name)
@@ -181,7 +181,7 @@ class RefusingLoader(_CoreLoader):
     """Loader that makes ``validate_args`` of an untested megatron-core reject graphs; ``what`` is the reason."""
 
     def exec_module(self, module: Any) -> None:
-        _warn(f"{self.what}. It is left unpatched, without CUDA graphs of sharded models. {REMEDY}")
+        _warn(f"{self.what}. It is left unpatched, so models under FSDP get no CUDA graphs. {REMEDY}")
         super().exec_module(module)
         validate_args = getattr(module, "validate_args", None)
         if validate_args is None:
@@ -229,8 +229,8 @@ class ExtensionLoader(_CoreLoader):
         ]
         if stale:
             raise ImportError(
-                f"{', '.join(stale)} was imported from {module.__name__} before the patch replaced it (a circular "
-                f"import): define it in {self.what} before the import that starts the circle",
+                f"{', '.join(stale)} was imported from {module.__name__} before the patch replaced it, by a "
+                f"circular import: define it in {self.what} before the import that leads back to this module",
                 name=module.__name__,
             )
 
@@ -279,7 +279,7 @@ def is_patched(module: Any) -> bool:
 def _find_classes_by_methods(getfile: Any) -> Any:
     """Return an ``inspect.getfile`` that locates a class of a patched module by its first method.
 
-    ``__file__`` of its module may be megatron-core's file, or the file of a module that exports the class.
+    The ``__file__`` of the class's module may be megatron-core's file, or the file of a module that exports the class.
     """
 
     @functools.wraps(getfile)
@@ -325,8 +325,8 @@ def activate() -> None:
     loaded = [name for name in sorted(sys.modules) if name.startswith("megatron.") and tree_file(name)]
     if loaded and (switch() == "untested" or untested_core() is None):
         _warn(
-            f"the patch for CUDA graphs under Megatron-FSDP stays off, because megatron-core's {', '.join(loaded)} "
-            f"is already imported. Import torch, or call {__name__}.activate(), before anything imports megatron."
+            f"the patch for CUDA graphs under Megatron-FSDP stays off, because {', '.join(loaded)} was imported before "
+            f"it. Import torch, or call {__name__}.activate(), before anything imports megatron."
         )
         return
     sys.meta_path.insert(0, OverlayFinder())

@@ -117,8 +117,8 @@ def repeated(results: Results) -> Iterator[Row]:
             variant, _, variant_flags = parts(row["variant"])
             mode = " ".join([_trained(variant), *(f"`{flag}`" for flag in [" ".join(variant_flags)] if flag)])
             modes.setdefault((model, gpus(found), outcome, str(row["results"]), row["commit"]), []).append(mode)
-    for (model, machine, *outcome), found_modes in modes.items():
-        yield model, machine, "; ".join(found_modes), *outcome
+    for (model, machine, *rest), found_modes in modes.items():
+        yield model, machine, "; ".join(found_modes), *rest
 
 
 def _trained(variant: str) -> str:

@@ -1,4 +1,4 @@
-"""Reduce flags over all ranks through host messages instead of GPU collectives.
+"""Combine flags of all ranks by host messages instead of GPU collectives.
 
 A GPU collective would block the hosts: while the GPU runs a multi-stream graph of a whole backward pass, it may not
 start any other work, even a copy of four bytes, until almost all of the graph has started.
@@ -19,7 +19,7 @@ TAG = 0x4A71  # plus the distance; other users of the group mostly send with tag
 
 
 class HostAgreement:
-    """Logical OR of flags over all ranks, which must call ``any`` equally often and with equally many flags.
+    """Computes the logical OR of flags over all ranks, which must call ``any`` equally often with equally many flags.
 
     Each rank sends and receives ceil(log2(ranks)) messages: in round k it sends all flags seen so far to the rank 2^k
     after it, and receives the flags seen by the rank 2^k before it. This is the dissemination barrier of Hensgen,

@@ -1,4 +1,4 @@
-"""A ``RerunStateMachine`` that restores graph RNG states and decides on reruns without synchronizing the GPU."""
+"""Extend ``RerunStateMachine`` to restore graph RNG states and to decide on reruns without synchronizing the GPU."""
 
 import logging
 from collections import abc
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class RerunStateMachine(_upstream.RerunStateMachine):
-    """megatron-core's ``RerunStateMachine`` with four differences.
+    """Extends megatron-core's ``RerunStateMachine`` in four ways.
 
     - Losses are checked for NaN, infinity and unexpectedly large values after all passes of the step have been
       launched. megatron-core synchronizes before each backward pass.
@@ -30,7 +30,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
       the step's work and leave the GPU idle before the optimizer step.
     - A rerun restores the states of the generators used by CUDA graphs. megatron-core saves references to the
       generators, whose states advance.
-    - A step in which a rank's tokens exceeded the capacity (``token_bounds``) is rerun with room for all tokens.
+    - A step in which a rank's tokens exceeded the capacity (``token_bounds``) is rerun without this limit.
     """
 
     _generator_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
@@ -95,7 +95,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
             validate()
 
     def _start_again(self, data_iterator: Any) -> None:
-        """Undo the first run of the step, and prepare a rerun with room for all tokens."""
+        """Undo the first run of the step, and prepare a rerun without token limits."""
         self._restore_state()
         for each in self._sanitize_data_iterators(data_iterator):
             each.rewind()

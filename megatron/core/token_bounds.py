@@ -1,7 +1,7 @@
 """Limit the tokens that ranks send each other (--moe-alltoall-capacity-factor), and rerun steps that exceed the limit.
 
 ``RerunStateMachine`` makes all ranks rerun such a step without the limit before the optimizer step: no token is
-dropped. With CUDA graphs, the limit applies from the capture on, so that the router can balance its loads before.
+dropped. With CUDA graphs, the limit applies from the capture on, so that the router can balance its load first.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import torch
 
 
 class TokenBounds:
-    """Token limits of all MoE layers in this process, with an overflow flag on the GPU for the current step.
+    """Owns the token limits of all MoE layers in this process, and an overflow flag on the GPU for each step.
 
     ``copy_to_host`` starts copying the flag after the last forward pass, and ``overflowed`` waits only for that copy,
     so that the backward pass can run in the meantime.

@@ -1,4 +1,4 @@
-"""Megatron's arguments and this project's own, with checks for flags that CUDA graphs do not support."""
+"""Add this project's arguments to Megatron's, and check for flags that CUDA graphs do not support."""
 
 import argparse
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Megatron-FSDP checkpoints that are independent of graphs and use global layer numbers."""
+"""Save and load Megatron-FSDP checkpoints that are independent of graphs and use global layer numbers."""
 
 import argparse
 import logging
@@ -28,7 +28,7 @@ _CHUNKS = "_chunks"  # the key of a pipeline stage's chunks in a state dict
 def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any) -> Any:
     """Return this rank's random number generator states by tensor and pipeline rank; see megatron-core.
 
-    megatron-core passes no groups when it loads a Megatron-FSDP model, and would then read the first ranks' states.
+    When megatron-core loads a Megatron-FSDP model, it passes no groups and would read the states of the first ranks.
     """
     tp_group = tp_group or parallel_state.get_tensor_model_parallel_group()
     pp_group = pp_group or parallel_state.get_pipeline_model_parallel_group()
@@ -36,7 +36,7 @@ def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any)
 
 
 class _Stage:
-    """The chunks of a pipeline stage, presented as one model with global layer numbers."""
+    """Presents the chunks of a pipeline stage as one model with global layer numbers."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self.config = chunks[0].config
@@ -119,7 +119,7 @@ def _load_base_checkpoint(
 
 
 def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
-    """Remove the states or the loss scale from the state dict ``optimizer`` if they are missing from ``checkpoint``.
+    """Remove states and loss scale that ``checkpoint`` lacks from the state dict ``optimizer``.
 
     A checkpoint saved before the first step has no states, and megatron-core saves no loss scale.
     """

@@ -1,4 +1,4 @@
-"""TensorBoard and W&B scalars on CUDA graph usage in Megatron's training loop."""
+"""Write TensorBoard and W&B scalars on CUDA graph usage in Megatron's training loop."""
 
 import time
 from collections import Counter

@@ -105,7 +105,7 @@ def poisoning(raw: torch.Tensor, dtype: torch.dtype) -> Callable[[], object]:
 
 
 class Pool:
-    """Storages allocated by captures into one pool. The graphs of the pool keep it alive."""
+    """Tracks the storages that captures allocate in one pool. The graphs of the pool keep it alive."""
 
     def __init__(self, handle: PoolHandle) -> None:
         self.handle = handle
@@ -349,5 +349,5 @@ def _resize(call: Callable, storage: torch.UntypedStorage, size: int) -> torch.U
 
 
 def install() -> None:
-    """Allow a capture to resize storages that it allocated."""
+    """Allow a capture to resize storages that it has allocated."""
     wrap(torch.UntypedStorage, "resize_", _resize)

@@ -1,4 +1,4 @@
-"""List the graphs that a ``TECudaGraphHelper`` would capture, and the parts of the model in them."""
+"""List the graphs that a ``TECudaGraphHelper`` would capture, and the parts of the model that they contain."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Planned:
     Attributes:
         graphs: A description of each graph, in the order of capture.
         order: Passes over model chunks; see ``te.order``.
-        static_inputs: Static inputs of the graphs, some of them repeated.
+        static_inputs: Static inputs of the graphs; may contain duplicates.
         why_nothing: Reason why nothing is captured; empty if something is.
     """
 

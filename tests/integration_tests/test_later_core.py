@@ -60,7 +60,7 @@ print(importlib.util.find_spec("megatron.core").origin, cuda_graphs.__file__, se
 def test_training_without_graphs_starts_with_a_warning(folder, tmp_path):
     done = start(folder, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("It is left unpatched, without CUDA graphs of sharded models") == 1
+    assert done.stderr.count("It is left unpatched, so models under FSDP get no CUDA graphs") == 1
 
 
 def test_graphs_under_megatron_fsdp_are_refused(folder, tmp_path):

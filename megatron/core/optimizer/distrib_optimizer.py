@@ -1,4 +1,4 @@
-"""The distributed optimizer under Megatron-FSDP: fewer host operations per step, and complete checkpoints."""
+"""Extend the distributed optimizer under Megatron-FSDP: fewer host operations per step, and complete checkpoints."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -25,7 +25,7 @@ GROUPS = "param_to_group_meta"  # key in checkpoints: the options of each parame
 
 
 class DistributedOptimizer(_upstream.DistributedOptimizer):
-    """megatron-core's ``DistributedOptimizer``, adapted to graphs and to empty shards under Megatron-FSDP."""
+    """Extends megatron-core's ``DistributedOptimizer`` to support graphs, and empty shards under Megatron-FSDP."""
 
     _local_shards: LocalShards | None = None
     _kept: KeptGradients | None = None
@@ -96,7 +96,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return self.model_chunks[0].module.graphs.model_passes
 
     def _kept_gradients(self) -> KeptGradients | None:
-        """Return a snapshot of the gradients; None if each step allocates new ones or parameter groups have own norms.
+        """Return a snapshot of the gradients; None if steps allocate new ones or parameter groups have separate norms.
 
         Norms of groups are Python values, which a replay would not update.
         """
@@ -118,7 +118,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return super()._collect_main_grad_data_for_unscaling()
 
     def get_grad_stats_parallel_group(self) -> dist.ProcessGroup:
-        """Return the group that sums the gradient norm and detects infinities; see megatron-core.
+        """Return the group over which the gradient norm is summed and infinities are detected; see megatron-core.
 
         megatron-core's group misses shards if HSDP also shards optimizer states across replicas. Without sharding, it
         misses the experts of other ranks, and replicas would clip the same weights by different norms.
@@ -186,7 +186,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             chunk.param_and_grad_buffer.restore_main_weights()
 
     def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
-        """Return the states and groups of the parameters, both by parameter name, and the loss scale.
+        """Return the parameters' states and groups, both keyed by parameter name, and the loss scale.
 
         megatron-core omits the loss scale and the states of empty shards, although saving and loading run collectives
         for each state. Learning rates are floats, even if ``--optimizer-cuda-graph`` keeps them in tensors.
@@ -202,7 +202,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _init_optimizer_states_with_dummy_values(self) -> None:
         """Create zero states for a checkpoint, unless there are states; see megatron-core.
 
-        megatron-core's step with zero gradients would decay the weights and be counted, also if no checkpoint exists.
+        megatron-core's step with zero gradients would decay the weights and be counted, even if no checkpoint exists.
         """
         if any(self.optimizer.state.values()):
             return

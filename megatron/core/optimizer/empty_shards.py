@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 def state_of_every_parameter(
     optimizer: torch.optim.Optimizer, states: dict[Any, dict[str, Any]], name_of: Callable[[torch.Tensor], Hashable]
 ) -> dict[Any, dict[str, Any]]:
-    """Return ``states`` plus states for parameters whose local shard is empty; call this on all ranks with shards.
+    """Return ``states`` plus states for parameters with an empty local shard; call this on all ranks that shard them.
 
     States are in the order of the optimizer's parameters, which is the same on all ranks, because megatron-core runs
     collectives for one state after another. Values that are not sharded (step counts, for example) are copied from
@@ -22,7 +22,7 @@ def state_of_every_parameter(
 
     Args:
         optimizer: The optimizer, with ``DTensor`` parameters.
-        states: Its states by the names that ``name_of`` returns; not modified.
+        states: Its states, keyed by the names that ``name_of`` returns; not modified.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     named = {name_of(param): param for param in params}

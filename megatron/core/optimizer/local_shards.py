@@ -61,7 +61,7 @@ class ListedStep(KeptGradients):
     other numbers still come from the optimizer.
 
     Attributes:
-        complete: Whether the recorded launches hold every gradient, and only tensors that the optimizer owns (unlike
+        complete: Whether the recorded launches contain every gradient, and only tensors that the optimizer owns (no
             casts of its states).
         leaders: A list with one parameter for each group: the first with a gradient, else the first, because some
             versions of ``FusedAdam`` do not count the steps of an empty group.
@@ -93,7 +93,7 @@ class ListedStep(KeptGradients):
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record the launches of the caller's step on all parameters within this context."""
+        """Context manager that records the launches of the caller's step on all parameters."""
         seen: list[Lists] = []
 
         def launch(chunk_size: int, flag: torch.Tensor, lists: Lists, *numbers: Any) -> Any:
@@ -112,7 +112,7 @@ class ListedStep(KeptGradients):
             self._launches = []  # may keep temporary tensors alive
 
     def _divide(self, seen: list[Lists]) -> bool:
-        """Assign the launches to groups; return whether they hold exactly one tensor per gradient."""
+        """Assign the launches to groups; return whether they contain exactly one tensor per gradient."""
         left = iter(seen)
         for count in self._counts:
             launches: list[Lists] = []
@@ -124,7 +124,7 @@ class ListedStep(KeptGradients):
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Make the caller's step on ``leaders`` within this context update all parameters.
+        """Context manager in which the caller's step on ``leaders`` updates all parameters.
 
         Raises:
             RuntimeError: The step did not launch once for each group with gradients.
@@ -221,7 +221,7 @@ class LocalShards:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the optimizer the local tensors. The caller must run exactly one step within this context."""
+        """Context manager that gives the optimizer the local tensors; the caller must run exactly one step in it."""
         optimizer = self._optimizer
         name, states = self._name, optimizer.state
         keys = "params", "foreach"

@@ -1,4 +1,4 @@
-"""The CUDA graph of the optimizer's step, including under Megatron-FSDP."""
+"""Capture the optimizer's step as a CUDA graph, also under Megatron-FSDP."""
 
 import logging
 from typing import Any
@@ -16,7 +16,7 @@ _logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
-    """megatron-core's ``OptimizerCudaGraphWrapper``, extended to Megatron-FSDP and to changes after capture.
+    """Extends megatron-core's ``OptimizerCudaGraphWrapper`` to Megatron-FSDP and to changes after capture.
 
     Under Megatron-FSDP, parameters are gathered after each replay instead of inside the graph (see
     ``MegatronFSDP.start_param_sync``), and gradients keep their addresses, even if layers run eagerly. torch's
@@ -56,7 +56,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         return result
 
     def _read_by_step(self) -> dict[tuple[str, int], Any]:
-        """Return the values that the host reads during a step, by name and group; tensors compare by identity."""
+        """Return the values that the host reads during a step, keyed by name and group; tensors compare by identity."""
         read: dict[tuple[str, int], Any] = {}
         for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
             for name, value in group.items():

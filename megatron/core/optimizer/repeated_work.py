@@ -15,7 +15,7 @@ CAPTURES = 3  # at most; the work runs eagerly if its inputs change again
 
 
 class RepeatedWork:
-    """Work that is recaptured when its inputs change, and runs eagerly after ``CAPTURES`` captures or a failed one.
+    """Recaptures work when its inputs change; runs it eagerly after ``CAPTURES`` captures or a failed one.
 
     Attributes:
         replays: Number of replays.

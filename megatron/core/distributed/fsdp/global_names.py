@@ -1,4 +1,4 @@
-"""Global parameter names, which do not depend on how the model is split into pipeline stages.
+"""Map parameter names to global names, which do not depend on the split into pipeline stages.
 
 Each model chunk numbers its layers from 0. A checkpoint stores the parameters of all stages by name, so its names
 contain global layer numbers. An output layer tied to the embedding of a different stage uses the embedding's name.
@@ -21,7 +21,7 @@ def inner_name(name: str) -> str:
 
 
 def unused_output_weights(chunks: Iterable[torch.nn.Module]) -> set[str]:
-    """Return the names, without wrapper prefixes, of unused output layer weights in ``chunks``.
+    """Return the names of unused output layer weights in ``chunks``, without wrapper prefixes.
 
     A stage with multi-token prediction has a copy of the embedding, which a tied output layer uses instead.
     """
@@ -62,7 +62,7 @@ def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
 
 
 def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the values of a pipeline stage's chunks, ``named`` by chunk, into one dictionary keyed by global name.
+    """Merge the dictionaries in ``named``, one per chunk of a pipeline stage, into one keyed by global name.
 
     Raises:
         ValueError: Two chunks have different values with the same global name.

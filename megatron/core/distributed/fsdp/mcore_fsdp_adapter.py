@@ -1,4 +1,4 @@
-"""Megatron-FSDP's adapter, with device meshes that support pipeline stages.
+"""Extend Megatron-FSDP's adapter by device meshes that support pipeline stages.
 
 megatron-core creates the mesh over all ranks of the job, although a pipeline stage contains only some of them.
 """
@@ -22,7 +22,7 @@ _Base: Any = getattr(_upstream, "FullyShardedDataParallelV1", _upstream.FullySha
 
 
 class FullyShardedDataParallel(_Base):
-    """megatron-core's ``FullyShardedDataParallel``, which can also wrap pipeline stages."""
+    """Extends megatron-core's ``FullyShardedDataParallel`` to wrap pipeline stages."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         # Freeing a stage's output early requires a tensor that is not a view, but Megatron-FSDP's hooks return views.
@@ -37,7 +37,7 @@ if _Base is not _upstream.FullyShardedDataParallel:
 
 
 def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
-    """Return the mesh of ranks that share parameters with this rank, int64 ``[data parallel, tensor parallel]``.
+    """Return the ranks that share parameters with this rank as a mesh, int64 ``[data parallel, tensor parallel]``.
 
     Args:
         dp_cp_group: The group over which parameters are sharded; for experts, the expert-data-parallel group.
@@ -47,7 +47,7 @@ def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
 
 
 def _get_hsdp_tp_mesh(outer_fsdp_dp_group, dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
-    """Return the mesh, int64 ``[HSDP replicas, data parallel, tensor parallel]``; see ``_get_dp_tp_mesh``."""
+    """Return ``_get_dp_tp_mesh`` of all HSDP replicas, int64 ``[replicas, data parallel, tensor parallel]``."""
     return _mesh_of(outer_fsdp_dp_group, dp_cp_group, tp_group)
 
 

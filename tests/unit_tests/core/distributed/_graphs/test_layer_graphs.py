@@ -109,7 +109,7 @@ def test_mixing_a_replay_and_an_eager_pass_is_refused(fsdp, layers):
     capture(fsdp, layers)
     with replaying(fsdp, layers) as hooks:
         hooks.unshard_for_backward(layers[3])
-        with pytest.raises(RuntimeError, match="graphs replayed and one that ran eagerly"):
+        with pytest.raises(RuntimeError, match="mixes replayed and eager forward passes"):
             hooks.unshard_for_backward(layers[3], runner=EagerRunner(hooks.graphs, layers[3]))
 
 

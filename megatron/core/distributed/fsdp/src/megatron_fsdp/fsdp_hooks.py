@@ -1,4 +1,4 @@
-"""The hooks that Megatron-FSDP registers on a model, as named methods of one object.
+"""Implement the hooks that Megatron-FSDP registers on a model as named methods of one object.
 
 In a training step, the hooks of an FSDP unit (a layer, with ``optim_grads_params``) run in this order:
 
@@ -208,10 +208,10 @@ class FsdpHooks:
 
     @shown_in_profiles
     def start_backward_in_parts(self) -> None:
-        """Open a backward pass with separate parts for embedding, layers and output layer; the caller closes it.
+        """Open a backward pass that runs embedding, layers and output layer separately; the caller closes it.
 
         A parameter shared by several parts gets a gradient from each, so gradients outside of layers are complete only
-        at the end. Reducing them earlier would read a bucket that is still written, and reduce twice.
+        at the end. An earlier reduction would read an incomplete bucket, and a later one would reduce it again.
         """
         self.backward.start(caller_ends_it=True)
         self.backward.phase = Phase.IN_PARTS

@@ -1,4 +1,4 @@
-"""``MegatronFSDP`` with CUDA graph support, and with hooks that are named methods of one object."""
+"""Extend ``MegatronFSDP`` to support CUDA graphs, with hooks that are named methods of one object."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ _upstream: Any = extend(__name__)
 
 
 class MegatronFSDP(_upstream.MegatronFSDP):
-    """megatron-core's ``MegatronFSDP`` with the hooks of ``fsdp_hooks.FsdpHooks``.
+    """Replaces the hooks of megatron-core's ``MegatronFSDP`` by ``fsdp_hooks.FsdpHooks``.
 
     Arguments, methods and behavior match megatron-core.
 
@@ -79,8 +79,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """Start gathering parameters for the next forward pass; see megatron-core.
 
         Does nothing during a capture (of the optimizer step, for example): later passes could not wait for a gather
-        inside a graph, and replays would not swap parameters. Callers of a replay call this method; forward gathers
-        missing parameters in any case.
+        inside a graph, and replays would not swap parameters. Call it after each replay of such a graph.
         """
         gathers = self.ddp_config.fsdp_all_gather_in_start_param_sync
         if gathers and torch.cuda.is_current_stream_capturing():

@@ -24,7 +24,7 @@ def fp8_quantize(model_params: list[torch.Tensor], *args: Any, **kwargs: Any) ->
 
 @contextmanager
 def without_transposes() -> Iterator[None]:
-    """Skip the transposes in TransformerEngine's per-tensor casts in this context.
+    """Context manager that skips the transposes in TransformerEngine's per-tensor casts.
 
     ``cast_master_weights_to_fp8`` casts a shard as a single row of millions of elements into a temporary tensor, and
     also computes its transpose, although only whole parameters need one. On Hopper the transpose takes thirty times as

@@ -1,4 +1,4 @@
-"""Planned copies of gradients and weights before and after the optimizer step; dtypes may differ."""
+"""Plan the copies of gradients before and of weights after the optimizer step; dtypes may differ."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -28,7 +28,7 @@ class OptimizerGradients:
     gradient.
 
     Attributes:
-        in_place: Whether a graph may read the gradients, which then stay attached and at the same addresses.
+        in_place: Whether a graph may read the gradients. If so, they stay attached, at the same addresses.
     """
 
     def __init__(self, buffer: Any, *, in_place: bool):

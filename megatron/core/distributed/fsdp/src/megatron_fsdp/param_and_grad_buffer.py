@@ -1,4 +1,4 @@
-"""Megatron-FSDP's buffers and pipelines, with these differences from megatron-core:
+"""Extend Megatron-FSDP's buffers and pipelines in these ways:
 
 - Each model has its own double buffer, and a bucket is overwritten only after the reduction that reads it.
 - Gradients that accumulate in place are scaled only once, and averaged expert gradients are scaled correctly.
@@ -34,7 +34,7 @@ _allocators = count()
 class _OwnBuffers:
     """Mixin that gives the fixed buffers of an allocator unique names, and frees them with the allocator.
 
-    megatron-core shares them between all models under one ``name``: a second model would gather its parameters into the
+    In megatron-core, models share buffers of the same ``name``: a second model would gather its parameters into the
     first model's buffers, or replace these with larger ones.
     """
 
@@ -58,15 +58,15 @@ def _free_buffers(prefix: str) -> list[torch.Tensor]:
 
 
 class FixedPoolAllocator(_OwnBuffers, _upstream.FixedPoolAllocator):
-    """megatron-core's ``FixedPoolAllocator`` (buffers for units of equal size), with its own buffers."""
+    """Extends megatron-core's ``FixedPoolAllocator`` (for units of equal size) by buffers of its own."""
 
 
 class MaxPoolAllocator(_OwnBuffers, _upstream.MaxPoolAllocator):
-    """megatron-core's ``MaxPoolAllocator`` (buffers for units of any size), with its own buffers."""
+    """Extends megatron-core's ``MaxPoolAllocator`` (for units of any size) by buffers of its own."""
 
 
 class DataParallelBuffer(_upstream.DataParallelBuffer):
-    """megatron-core's ``DataParallelBuffer``, which keeps unsharded gradients in place."""
+    """Extends megatron-core's ``DataParallelBuffer`` to keep unsharded gradients in place."""
 
     def reset_param_main_grad(self) -> None:
         """Clear ``main_grad`` of parameters with sharded gradients; unsharded gradients have no bucket to free."""
@@ -87,8 +87,8 @@ def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> An
 def gradient_reduce_preprocessing(grad_data: torch.Tensor, scaling_factor: float | None, ddp_config: Any) -> Any:
     """Scale ``grad_data`` unless the collective does, and return the reduction operation; see megatron-core.
 
-    With ``average_in_collective``, megatron-core never scales. Expert gradients, averaged over the ranks that have the
-    expert, would be too large by the expert-parallel size, because tokens come from more ranks.
+    With ``average_in_collective``, megatron-core never scales, so expert gradients would be too large by the
+    expert-parallel size: they are averaged only over ranks with the same expert, but tokens come from all ranks.
     """
     op = _upstream.gradient_reduce_preprocessing(grad_data, scaling_factor, ddp_config)
     if scaling_factor not in (None, 1.0) and op == torch.distributed.ReduceOp.AVG:
@@ -109,7 +109,7 @@ def make_fsdp_dtensor(*args: Any, run_check: bool = False, **kwargs: Any) -> Any
 
 
 class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
-    """megatron-core's ``ParamAndGradBuffer``, which plans the copies of a step only once.
+    """Extends megatron-core's ``ParamAndGradBuffer`` to plan the copies of a step only once.
 
     Attributes:
         unsharded_gradients: The gradients that accumulate in place and are scaled at the end of a step.
@@ -149,9 +149,9 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         self._gradients_in_place, self._gradients = True, None
 
     def gradient_storages(self) -> GradientStorages | None:
-        """Return the storages of the optimizer's gradients, unused between ``zero_grad`` and ``update_main_grads``.
+        """Return the storages of the optimizer's gradients; None if they are always in use.
 
-        Return None if they are in use at all times.
+        They are unused between ``zero_grad`` and ``update_main_grads``.
         """
         gradients = self._gradients
         return None if gradients is None or gradients.in_place else gradients.storages
@@ -163,7 +163,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             storages.detach()
 
     def free_buckets(self) -> None:
-        """Free the memory of all buckets, none of which may be in use, unless it is registered with NCCL."""
+        """Free the memory of all buckets unless it is registered with NCCL; no bucket may be in use."""
         members = [each for group in self.parameter_groups for each in vars(group).values()]
         buffers = [each for each in members if isinstance(each, _upstream.DataParallelBuffer)]
         for buffer in buffers:
@@ -182,7 +182,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             self._gradients.release()
 
     def before_weights_change(self) -> None:
-        """Discard weights prefetched for the next pass, which are about to become stale."""
+        """Discard the weights gathered for the next pass, because they are about to become stale."""
         self.gathered_across_replicas = False
         if self.gathers is not None:
             self.gathers.release_gathered()
@@ -196,7 +196,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
                 weights.untyped_storage().resize_(0)
 
     def restore_main_weights(self) -> None:
-        """Move the main weights back to the device, to other addresses."""
+        """Move the main weights back to the device; their addresses may change."""
         for weights, copy in self._on_host:
             weights.untyped_storage().resize_(copy.nbytes)
             weights.copy_(copy)
@@ -215,7 +215,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
 
 
 class AllGatherPipeline(_upstream.AllGatherPipeline):
-    """megatron-core's ``AllGatherPipeline``, which can replay recorded all-gathers.
+    """Extends megatron-core's ``AllGatherPipeline`` to replay recorded all-gathers.
 
     It can also gather all parameters across HSDP replicas at once.
 
@@ -248,7 +248,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
 
     @contextmanager
     def only(self, buckets: Collection[int]) -> Iterator[None]:
-        """Gather and prefetch only ``buckets`` in this context, by marking all others as gathered."""
+        """Context manager that gathers and prefetches only ``buckets``: all others are marked as gathered."""
         self.recycle_unused_buckets()
         others = {
             key: status for key, status in self.bucket_status.items() if key[0] not in buckets and status in TO_GATHER
@@ -282,7 +282,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         super().all_gather_params(params, *args, outer_fsdp_group_param_gather=across_replicas, **kwargs)
 
     def gather_across_replicas(self, replayed: Collection[int] = ()) -> None:
-        """Gather all parameters, which HSDP replicas shard, across replicas once per step.
+        """Gather the parameters that are sharded across HSDP replicas, once per step.
 
         Later gathers in the same step stay within a replica.
 
@@ -314,10 +314,10 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
 
 
 class GradReducePipeline(_upstream.GradReducePipeline):
-    """megatron-core's ``GradReducePipeline``, whose double buffer is not overwritten while a reduction reads it.
+    """Extends megatron-core's ``GradReducePipeline`` to protect a double buffer while a reduction reads it.
 
     Attributes:
-        recorded: The ``RecordedReduction`` of each bucket group, by its first bucket.
+        recorded: The ``RecordedReduction`` of each bucket group, keyed by the group's first bucket.
         marked: While a graph of a backward pass is recorded, the events that its replays record after the reduction of
             each bucket group, in graph order. None if nothing waits for them.
         replayed: The events of the current backward pass if it is a replay.
@@ -381,7 +381,7 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         shard. Unsharded gradients are scaled first; all others were scaled within the replica.
 
         Args:
-            after: The event of their reduction within the replica; None waits for all work on the current stream.
+            after: The event of the reduction within the replica; None waits for all work on the current stream.
         """
         buffer, stream = self.buffer, self.outer_fsdp_group_grad_reduce_stream
         config, dtype = buffer.ddp_config, buffer.mp_policy.grad_comm_dtype

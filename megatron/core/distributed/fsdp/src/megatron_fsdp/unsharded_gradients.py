@@ -1,9 +1,9 @@
-"""Main gradients that stay unsharded although the strategy shards gradients, and that reductions must not modify.
+"""Handle main gradients that are unsharded although the strategy shards gradients.
 
 These are expert gradients if each rank has its own experts, and all gradients if an HSDP replica is a single rank.
-Micro-batches accumulate in place, without a new bucket that is then added to a shard. megatron-core still reduces them
-after each micro-batch: it multiplies them by 1 / data-parallel ranks, repeatedly for earlier micro-batches, and adds
-them to themselves if gradients are communicated in a different dtype.
+Micro-batches accumulate in place instead of in new buckets. megatron-core still reduces the sum after each one: it
+multiplies the sum by 1 / data-parallel ranks, so earlier micro-batches are scaled repeatedly, and adds it to itself if
+gradients are communicated in a different dtype.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ REDUCES_EVERY_BACKWARD = ("optim_grads", "optim_grads_params")
 
 
 class UnshardedGradients:
-    """The unsharded main gradients of one model, which reductions of ``buffer`` no longer scale.
+    """Scales the unsharded main gradients of one model once per step; reductions of ``buffer`` no longer do.
 
     Attributes:
         buckets: The bucket indices of these gradients.
@@ -59,7 +59,7 @@ class UnshardedGradients:
 
     @contextmanager
     def left_in_place(self) -> Iterator[None]:
-        """Prevent reductions over a single rank from adding gradients to themselves in this context."""
+        """Context manager in which reductions over a single rank do not add gradients to themselves."""
         buffer = self._buffer
         policy = buffer.mp_policy
         buffer.mp_policy = replace(policy, grad_comm_dtype=None)

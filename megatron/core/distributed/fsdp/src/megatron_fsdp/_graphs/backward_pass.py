@@ -1,4 +1,4 @@
-"""The backward pass of a ``MegatronFSDP``: gradients are accumulated in buckets as they complete, then reduced."""
+"""Run the backward pass of a ``MegatronFSDP``: accumulate gradients in buckets as they complete, then reduce."""
 
 import warnings
 from collections import defaultdict
@@ -84,7 +84,7 @@ class Gradients:
         return self._accumulate_and_reduce(rest)
 
     def check_final(self) -> None:
-        """Raise RuntimeError if gradients are unreduced because no backward pass was marked as the step's last."""
+        """Raise RuntimeError if gradients are unreduced because no backward pass was marked as the last of the step."""
         fsdp = self._fsdp
         waits = fsdp.dist_index.use_hybrid_fsdp or fsdp.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD
         if waits and fsdp.microbatch_count and not self.final:
@@ -210,7 +210,7 @@ class BackwardPass:
         return self.phase is Phase.EXPECTS_GRADIENTS
 
     def start(self, *, caller_ends_it: bool = False, replayed: bool = False) -> None:
-        """Open the backward pass if it is closed: await all gradients, and stop prefetch and release in forward hooks.
+        """Open the backward pass unless open: await all gradients, and stop prefetch and release in forward hooks.
 
         Args:
             caller_ends_it: Whether the caller calls ``finish_backward``. Otherwise autograd does.
@@ -273,8 +273,8 @@ class BackwardPass:
         for module in modules:
             if self.runners.setdefault(module, runner) is not runner:
                 raise RuntimeError(
-                    f"{type(module).__name__}: this backward pass mixes a forward pass that CUDA graphs replayed and "
-                    "one that ran eagerly (of another shape, for example). Call backward() for each loss separately"
+                    f"{type(module).__name__}: this backward pass mixes replayed and eager forward passes "
+                    "(of another shape, for example): call backward() for each loss separately"
                 )
 
     def end_of_modules(self) -> None:
@@ -284,7 +284,7 @@ class BackwardPass:
         self.collected.clear()
 
     def finish_units(self) -> None:
-        """Finish the units for which autograd does not call ``after_backward``: they are frozen, or their inputs are.
+        """Finish units for which autograd does not call ``after_backward``, because they or their inputs are frozen.
 
         Otherwise they would stay gathered, and their next forward pass would be treated as a recomputation.
         """

@@ -1,4 +1,4 @@
-"""The CUDA graphs of one ``MegatronFSDP``: runners of passes, captures, and reasons why a capture is not possible."""
+"""Own the CUDA graphs of one ``MegatronFSDP``, the runners of its passes, and the reasons that rule out captures."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ COLLECTIVES_STAY_OUTSIDE = (
 
 
 def has_gradient_hooks(param: torch.Tensor) -> bool:
-    """Return whether ``param`` has hooks other than Megatron-FSDP's, which autograd calls but a graph does not."""
+    """Return whether ``param`` has hooks other than Megatron-FSDP's; a graph does not call them."""
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
@@ -68,8 +68,7 @@ class FsdpGraphs:
     def runner_of(self, module: torch.nn.Module) -> EagerRunner:
         """Return the runner for the current forward pass of ``module``.
 
-        This is the runner of the capture in progress, or of the graphs to replay (``module.replaying``), or an eager
-        one.
+        This is the runner of the capture in progress, of the graphs to replay (``module.replaying``), or an eager one.
         """
         replayed = module.__dict__.get("replaying") if self.captured is None else self.captured.get(module)
         # Copied modules have hooks but no runner.
@@ -91,7 +90,7 @@ class FsdpGraphs:
 
     @contextmanager
     def capturing(self, runners: Mapping[torch.nn.Module, ReplayedRunner]) -> Iterator[None]:
-        """Mark a capture as in progress in this context; ``runners`` has an entry per module with its own graphs."""
+        """Context manager that marks a capture as in progress; ``runners``: one per module with its own graphs."""
         self.captured = runners
         try:
             yield
@@ -99,7 +98,7 @@ class FsdpGraphs:
             self.captured = None
 
     def free_buffers(self) -> None:
-        """Free all communication buffers, discarding gradients that have not been reduced; passes allocate new ones."""
+        """Free all communication buffers and discard unreduced gradients; later passes allocate new buffers."""
         release_all(self.fsdp)
         free_gradients(self.fsdp, self.fsdp.grad_reduce_pipeline.bucket_status)
         self.fsdp.param_and_grad_buffer.free_buckets()
@@ -150,9 +149,9 @@ class FsdpGraphs:
 
     @contextmanager
     def layer_capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Capture graphs of individual ``modules``, each an FSDP unit or never released, in this context.
+        """Context manager for capturing graphs of individual ``modules``, each an FSDP unit or never released.
 
-        In the context the model uses raw parameters, and gradients are not reduced. No collective is in flight before
+        In the context, the model uses raw parameters, and gradients are not reduced. No collective is in flight before
         or after. On exit, all buckets used by the capture are released, and the modules have their previous parameters
         again (raw, or the optimizer's ``DTensor``). After an exception no module has graphs.
         """

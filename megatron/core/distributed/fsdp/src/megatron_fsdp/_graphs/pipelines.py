@@ -52,7 +52,7 @@ def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def prepared(fsdp: Any) -> Iterator[None]:
-    """Run this context with raw parameters in the model, no unit gathered and no collective in flight.
+    """Context manager in which the model has raw parameters, no unit is gathered and no collective is in flight.
 
     On exit, even after an exception, all gathered parameters are released, and the model has its previous parameters
     again (raw, or the optimizer's ``DTensor``). Parameters outside of units keep their memory and values.
@@ -74,7 +74,7 @@ def prepared(fsdp: Any) -> Iterator[None]:
 
 
 def take_places(fsdp: Any) -> None:
-    """Assign each double-buffered bucket the address it will have in training, because the first address is permanent.
+    """Fix the address that each double-buffered bucket has in training, because a bucket keeps its first address.
 
     In training, neighboring units are in use together and alternate between the two buffers. A capture before the first
     step would assign different addresses, as it may run only some units and reduces buckets one at a time. No bucket

@@ -99,7 +99,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
-        """Warm up or record a phase in this context; on exit all work has joined the current stream."""
+        """Context manager for warming up or recording a phase; on exit, all work has joined the current stream."""
         self._begin(phase)
         self._release()
         gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
@@ -159,7 +159,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
-        """Gather ``module`` for an eager pass in this context, in the same order as ranks that replay the pass."""
+        """Context manager for gathering ``module`` in an eager pass, in the same order as ranks that replay it."""
         if self.holds_model or module not in self.units:
             yield
             return
@@ -251,7 +251,7 @@ class RecordedPasses(GraphOwner):
 class EvaluatedModel(RecordedPasses):
     """Owns the graph of a model's forward pass in evaluation.
 
-    A later backward pass may read gradients and parameters outside of units: they keep their values and addresses.
+    Gradients, and parameters outside of units, keep their values and addresses: a later backward pass may read them.
     """
 
     _last = "forward"

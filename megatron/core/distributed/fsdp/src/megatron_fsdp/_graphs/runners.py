@@ -1,4 +1,4 @@
-"""Runners, which gather and release the parameters of one module and handle its gradients.
+"""Gather and release the parameters of one module and handle its gradients, by runners.
 
 ``EagerRunner`` works like megatron-core, even while whole passes are recorded. ``ReplayedRunner`` is for modules with
 their own graphs, including during capture. The forward pass stores its runner in autograd's graph for the backward
@@ -137,7 +137,7 @@ class EagerRunner:
         self.set_training_state(TrainingState.IDLE)
 
     def collect(self, param: torch.nn.Parameter) -> None:
-        """Defer the complete gradient of ``param`` until ``after_backward``."""
+        """Queue ``param``, whose gradient is complete, for ``after_backward``."""
         self._backward.collected[self].append(param)
 
 
@@ -159,7 +159,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
         self._ahead: dict[Direction, list[int]] = {}  # buckets in megatron-core's order, if gathers are recorded
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
-        """Gather the parameters of the module and its submodules, whose hooks are not called by graphs.
+        """Gather the parameters of the module and its submodules, because a replay does not run their hooks.
 
         Raises:
             ChangedSinceCaptureError: The address of a parameter changed since capture.
@@ -188,9 +188,9 @@ class ReplayedRunner(EagerRunner, GraphOwner):
             gathers.wait_bucket_ready(bucket, False)
 
     def select_collectives(self) -> None:
-        """Determine which recorded collectives to replay, with all-gathers in the order of megatron-core's hook.
+        """Select the recorded collectives to replay, with all-gathers in the order of megatron-core's hook.
 
-        No bucket is gathered before or after.
+        No bucket may be gathered; afterwards, none is.
         """
         for direction in _ORDERS:
             self._gather(self.params, direction, prefetch=True)
@@ -225,7 +225,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
             self._main_grads.check()
 
     def collect(self, param: torch.nn.Parameter) -> None:
-        """Defer the gradient of ``param``, which the graph may have added already; do nothing during capture."""
+        """Queue ``param`` for ``after_backward``, and mark a gradient added by the graph; do nothing during capture."""
         if self._graphs.captured is None:
             if param in self._fused:
                 param.grad_added_to_main_grad = True
@@ -252,7 +252,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
         return left
 
     def gradients_written(self) -> None:
-        """Record that the backward graph has written gradients; one parameter per bucket represents all of them."""
+        """Record that the backward graph has written gradients; queue one parameter per bucket for all of them."""
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
         for bucket, params in self._written.items():
             one, *others = params  # handling the last of these parameters reduces the bucket
