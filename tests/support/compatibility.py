@@ -120,7 +120,7 @@ WORKING = (
         _GROUPED,
         f"{MOE} --moe-use-grouped-tensor",
         "without --cuda-graph-modules, graphs hold whole MoE layers; with --moe-router-topk above 2, add "
-        "--moe-permute-fusion: otherwise runs on GPUs are not reproducible",
+        "--moe-permute-fusion",
     ),
     Working(
         "bounded tokens",
