@@ -368,8 +368,7 @@ row names it. A flag without a row is passed through untested.
 - **no effect**, **not tried**: a warning with that text.
 - **fails**: fails or trains wrongly under Megatron-FSDP, with and without graphs; not checked.
 
-`make docs` generates this page from `megatron/core/transformer/_cuda_graphs/flags/table.py`,
-`tests/support/compatibility.py` and `benchmarks/results`.
+`make docs` generates this page.
 
 | flag | status | graph | CPU | H100 | H200 | what to know |
 |---|---|---|---|---|---|---|
