@@ -1,3 +1,3 @@
 """Install, inspect and test the patch to Megatron-Core for CUDA graphs under Megatron-FSDP."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
