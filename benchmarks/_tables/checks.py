@@ -22,8 +22,17 @@ MUST_DIFFER = "control=dead_"  # in the name of a negative control
 
 
 def equality(results: Results) -> Iterator[Row]:
-    """Yield a row for each kind of comparison, with the number of cases equal to eager, summed over files."""
+    """Yield a row for each kind of comparison, with the number of cases equal to eager and all its commits."""
     yield "what", "layouts", "GPUs", "equal", "others", "commit"
+    commits: dict[Row, list[str]] = {}
+    for *row, measured in _comparisons(results):
+        commits.setdefault(tuple(row), []).append(measured)
+    for same, measured_at in commits.items():
+        yield *same, ", ".join(measured_at)
+
+
+def _comparisons(results: Results) -> Iterator[Row]:
+    """Yield the rows of each commit, with cases summed over files."""
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for found in results:
         if "results" in found:
@@ -42,11 +51,7 @@ def equality(results: Results) -> Iterator[Row]:
             others = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if outcome != "equal")
             cases = counts.total() - counts["must differ"]
             yield (
-                *(
-                    f"`{tests}`{ENGINES[engine]}",
-                    layout,
-                    machine,
-                ),
+                *(f"`{tests}`{ENGINES[engine]}", layout, machine),
                 *(f"{counts['equal']} of {cases}", others, measured),
             )
         left = sum(share.get("cases", len(share["results"])) - len(share["results"]) for share in shares)
