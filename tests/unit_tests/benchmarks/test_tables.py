@@ -110,6 +110,8 @@ def test_results_page_matches_its_files():
 
 STEPS = "release/step_time_{}_2gpu configurations/{}/{}/{}"
 GROUPED = "earlier/step_time_grouped_2gpu configurations/{}/{}+grouped/{}"
+LLAMA = "earlier/step_time_llama_2gpu configurations/llama-3.2-3b/{}/{}"
+QWEN = "earlier/step_time_qwen_2gpu configurations/qwen3-30b-a3b/{}+grouped/{}"
 # Figures quoted in README, and their sources.
 QUOTED = {
     "144.5": STEPS.format("a_b", "A", "eager", "ms"),
@@ -118,18 +120,20 @@ QUOTED = {
     "79.9": STEPS.format("a_b", "B", "eager", "ms"),
     "5.8": STEPS.format("a_b", "B", "native", "ms"),
     "0.98": STEPS.format("a_b", "B", "native", "ratio_to_full_iteration"),
-    "135.6": GROUPED.format("C", "eager", "ms"),
-    "35.7": GROUPED.format("C", "native", "ms"),
+    "241.5": LLAMA.format("eager", "ms"),
+    "222.9": LLAMA.format("native", "ms"),
+    "382.8": QWEN.format("eager", "ms"),
+    "158.2": QWEN.format("native", "ms"),
     "216.4": GROUPED.format("D", "eager", "ms"),
     "14.9": GROUPED.format("D", "native", "ms"),
     "14.8": STEPS.format("c_d", "D", "native+grouped", "ms"),
     "178.3": STEPS.format("c_d", "D", "eager", "ms"),
-    "65.9": STEPS.format("c_d", "D", "native", "ms"),
 }
 # Ratios of graphs to another variant, by row and column of README's table.
 RATIOS = {(model, -2): (STEPS.format("a_b", model, "{}", "reserved_mib"), "eager") for model in "AB"}
-RATIOS |= {(model, -2): (GROUPED.format(model, "{}", "reserved_mib"), "eager") for model in "CD"}
-RATIOS |= {(model, -3): (GROUPED.format(model, "{}", "ms"), "full_iteration") for model in "CD"}
+for name, where in {"D": GROUPED.replace("{}", "D", 1), "Llama-3.2-3B": LLAMA, "Qwen3-30B-A3B": QWEN}.items():
+    RATIOS[name, -2] = where.format("{}", "reserved_mib"), "eager"
+    RATIOS[name, -3] = where.format("{}", "ms"), "full_iteration"
 
 
 @pytest.mark.parametrize(("quoted", "source"), QUOTED.items())
@@ -147,6 +151,6 @@ def test_ratio_of_readme_matches_its_source(model, column):
 
 
 def test_readme_quotes_no_other_figure_in_its_table():
-    rows = [row.split("|") for row in re.findall(r"^\| [A-D]\b.*$", README, re.MULTILINE)]
+    rows = [row.split("|") for row in re.findall(r"^\| [A-Z][\w.-]*: .*$", README, re.MULTILINE)]
     checked = {row[column].strip() for row in rows for model, column in RATIOS if row[1].startswith(f" {model}:")}
     assert {cell.strip() for row in rows for cell in row[2:5]} <= {"", "not possible", *QUOTED, *checked}
