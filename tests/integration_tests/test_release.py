@@ -38,3 +38,8 @@ def test_training_around_release_is_bit_identical(trained, case):
 @pytest.mark.parametrize("case", mostly_long(PIPELINE, PIPELINE[0]))
 def test_pipelines_around_release_are_bit_identical(trained, case):
     assert_all_steps_but_one_replay(trained(CASE | case, "--pp", "2"))
+
+
+def test_hybrid_sharding_around_release_is_bit_identical(trained):
+    hybrid = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim", "dtype": "bf16"}
+    assert_all_steps_but_one_replay(trained(CASE | hybrid | {"holds": None}, "--instances", "2"))

@@ -321,7 +321,8 @@ class TECudaGraphHelper:
         self._recaptures.begin()
         self._recapture()
 
-    def _recapture(self) -> None:
+    def _recapture(self, not_model: str = "") -> None:
+        """Capture in place of existing graphs; ``not_model`` is why the whole model is left out, if it is."""
         with ExitStack() as stack:
             gathering: list[Any] = [
                 chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)
@@ -331,7 +332,7 @@ class TECudaGraphHelper:
                 stack.callback(chunk.enable_forward_pre_hook)
             if self.graphs_created():
                 self.delete_cuda_graphs()
-            self._state = self._new_state()  # a stage without layers has no graphs but joins the capture
+            self._state = self._new_state(not_model=not_model)  # also on a stage without layers, which joins in
             self.create_cudagraphs()
         if gathering and self.graphs_created():
             self.cuda_graph_set_manual_hooks()
@@ -467,7 +468,7 @@ class TECudaGraphHelper:
     def _finish_capturing(self, start_time: float) -> None:
         """Release cached memory, and report the capture that started at ``start_time``."""
         release_cached_memory()
-        report_capture(self.stage, self._state, start_time, self._recaptures.done + 1)
+        report_capture(self.stage, self._state, start_time, self._captures)
 
     def _arguments(self) -> CaptureArguments:
         return CaptureArguments(self.stage, self._state.layers_apart, self.seq_length, self.micro_batch_size)
@@ -518,18 +519,21 @@ class TECudaGraphHelper:
         self._state = self._new_state()
 
     def release(self) -> None:
-        """Free the graphs and Megatron-FSDP's communication buffers, and zero gradients. Call this between steps.
+        """Free the graphs and Megatron-FSDP's communication buffers, and zero gradients.
 
-        Until ``restore``, the model runs eagerly and allocates communication buffers as needed; calling ``release``
-        again frees them. Weights, gradient buffers and optimizer states may be moved in the meantime.
+        All ranks must call this between steps. Until ``restore``, the model runs eagerly and allocates communication
+        buffers as needed; calling ``release`` again frees them. Weights, gradient buffers and optimizer states may be
+        moved in the meantime.
         """
-        if self.graphs_created():
-            self.delete_cuda_graphs()
-            self._state = self._new_state(RELEASED)
-        self._reset_after_capture()
+        if self._state.scope.holds:  # also on a stage without layers, which joins the restore
+            not_model = self._state.not_model
+            if self.graphs_created():
+                self.delete_cuda_graphs()
+            self._state = self._new_state(RELEASED, not_model)
         for chunk in self.stage.chunks:
             if chunk.fsdp is not None:
-                chunk.fsdp.graphs.free_buffers()
+                chunk.fsdp.graphs.free_buffers()  # waits for reductions
+        self._reset_after_capture()
         gc.collect()
         release_cached_memory()
 
@@ -543,7 +547,7 @@ class TECudaGraphHelper:
             CaptureFailedError, CaptureInterruptedError: See ``create_cudagraphs``.
         """
         if self._state.eager_because == RELEASED:
-            self._recapture()
+            self._recapture(self._state.not_model)
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

@@ -54,3 +54,14 @@ def test_release_before_the_capture_leaves_it_to_the_caller(ranks, side_stream):
     assert model.helper.before_step()  # so that training loops do not capture
     with pytest.raises(CallOrderError, match="released: call restore"):
         model.helper.create_cudagraphs()
+
+
+def test_offloaded_weights_are_neither_saved_nor_updated(ranks, side_stream):
+    model = CapturedModel(graphed("layer"))
+    buffer = model.fsdp.param_and_grad_buffer
+    buffer.offload_main_weights()
+    for read in (model.fsdp.state_dict, buffer.update_main_grads, buffer.copy_main_weights_to_model_weights):
+        with pytest.raises(RuntimeError, match="call optimizer"):
+            read()
+    buffer.restore_main_weights()
+    model.step()

@@ -214,7 +214,7 @@ class CaptureState:
     """
 
     def __init__(self, stage: Stage, calls: TrainingCalls, eager_because: str = BEFORE_CAPTURE, not_model: str = ""):
-        self._stage, self._calls, self._not_model = stage, calls, not_model
+        self._stage, self._calls, self.not_model = stage, calls, not_model
         self.scope = CaptureScope(None)
         self.eager_because = eager_because
         self.whole: Sequence[PassGraphs] = ()
@@ -281,8 +281,8 @@ class CaptureState:
         reason = blocker(self._stage, holds)
         if reason or layers_per_graph(self._stage.config) is not None or holds is not Holds.MODEL:
             return reason
-        if self._not_model:
-            return self._not_model
+        if self.not_model:
+            return self.not_model
         for method in filter(None, (other_method(chunk.model) for chunk in self._stage.chunks)):
             return f"{method}, and may compute a different result in every step"
         return self._calls.blocker

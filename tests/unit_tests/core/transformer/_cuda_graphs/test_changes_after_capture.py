@@ -209,11 +209,11 @@ def test_changed_training_equals_eager(one_rank, of, name):
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_frozen_parameter_is_an_error_as_in_eager_mode(one_rank, scope, graphs):
+def test_frozen_parameter_is_an_error(one_rank, scope, graphs):
     training = CapturedTraining(scope, graphs)
     training.fsdp._replace_param_with_raw_if_needed()  # as in each pass
     middle(training).self_attention.linear_proj.weight.requires_grad_(False)
-    with pytest.raises(AssertionError, match=r"linear_proj\.weight has requires_grad=False"):
+    with pytest.raises(ValueError, match=r"requires_grad of \S*linear_proj\.weight is off"):
         training.step()
     training.delete()
 
@@ -222,7 +222,7 @@ def test_mixed_backward_pass_is_refused(one_rank, scope):
     training = CapturedTraining(scope)
     with torch.cuda.stream(training.stream):
         loss = losses_of(training, 7) + of_another_length(training, 8)
-        with pytest.raises(RuntimeError, match="Call backward\\(\\) for each loss separately"):
+        with pytest.raises(RuntimeError, match="(?i)call backward\\(\\) for each loss separately"):
             loss.backward()
     training.delete()
 

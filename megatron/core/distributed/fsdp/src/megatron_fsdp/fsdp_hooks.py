@@ -173,6 +173,7 @@ class FsdpHooks:
 
     def show_distributed_parameters(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         """Make ``state_dict`` return the optimizer's ``DTensor`` parameters."""
+        self.fsdp.param_and_grad_buffer.check_main_weights()
         self.fsdp._replace_param_with_distributed_if_needed()
 
     @torch.compiler.disable

@@ -96,6 +96,11 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             return
         super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
 
+    def synchronize_param_gather(self) -> None:
+        """Wait for all-gathers and release the parameters; see megatron-core. The next pass gathers them again."""
+        self.param_and_grad_buffer.gathered_across_replicas = False
+        super().synchronize_param_gather()
+
     def attach_grad_to_optimizer_state(self) -> None:
         """Pass the reduced gradients to the optimizer; see megatron-core.
 

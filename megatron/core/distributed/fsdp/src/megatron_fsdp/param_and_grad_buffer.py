@@ -130,6 +130,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
 
     def update_main_grads(self) -> None:
         """Attach the main gradients to the optimizer's parameters; see megatron-core."""
+        self.check_main_weights()
         if self._gradients is not None:
             if self._gradients.unmoved(self):
                 self._gradients.update()
@@ -202,8 +203,14 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             weights.copy_(copy)
         self._on_host.clear()
 
+    def check_main_weights(self) -> None:
+        """Raise RuntimeError if the main weights are on the host, because their memory on the device is freed."""
+        if self._on_host:
+            raise RuntimeError("the optimizer's weights are on the host: call optimizer.restore_from_cpu() first")
+
     def copy_main_weights_to_model_weights(self) -> None:
         """Copy the optimizer's weights to the model's, quantizing FP8 weights; see megatron-core."""
+        self.check_main_weights()
         self.before_weights_change()
         if self._weight_copies is None:
             self._weight_copies = copies_of_weights(self)

@@ -212,3 +212,5 @@ class FsdpGraphs:
                 collectives.forget(self.fsdp, runner.buckets)
         self.before_evaluation.clear()
         self.fsdp.param_and_grad_buffer.leave_graphs()
+        # Replays wait for gathers across replicas inside the graphs; eager passes have not waited.
+        self.fsdp.param_and_grad_buffer.gathered_across_replicas = False
