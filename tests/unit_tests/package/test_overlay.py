@@ -87,7 +87,7 @@ class TestExtend:
     def test_extending_a_missing_module_raises(self, sandbox):
         write(sandbox.patch, {"core/extra.py": PATCHED_LAYERS})
         error = sandbox.error("import megatron.core.extra")
-        assert f"{sandbox.patch}/core/extra.py extends megatron.core.extra, which megatron-core does not" in error
+        assert f"{sandbox.patch}/core/extra.py extends megatron.core.extra, which megatron-core lacks" in error
 
 
 class TestMonkeypatching:

@@ -222,7 +222,7 @@ def test_mixed_backward_pass_is_refused(one_rank, scope):
     training = CapturedTraining(scope)
     with torch.cuda.stream(training.stream):
         loss = losses_of(training, 7) + of_another_length(training, 8)
-        with pytest.raises(RuntimeError, match="(?i)call backward\\(\\) for each loss separately"):
+        with pytest.raises(RuntimeError, match=r"(?i)call backward\(\) for each loss separately"):
             loss.backward()
     training.delete()
 
