@@ -62,7 +62,7 @@ def compared(runs: list[Result], reference: Result | None) -> dict[str, Any]:
 
 
 def train(trained: list[tuple[Any, Any]], args: argparse.Namespace, ranks: int, folder: Path) -> list[Result]:
-    """Train each pair of configuration and variant in one launch, and return the results in order."""
+    """Train all pairs of configuration and variant in one launch, and return the results in order."""
     folder.mkdir(parents=True)
     runs = [replace(run, checksums=True) for run in plan(trained, steps=args.steps, profiled=False)]
     results: list[Result] = [{"error": "not run"} for _ in runs]

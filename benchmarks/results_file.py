@@ -29,7 +29,7 @@ def write_results(path: Path, *, command: str, gpus: int = 1, **found: Any) -> N
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """Write ``report`` to ``path`` as JSON with one line per case.
 
-    A case is an element of a value of ``report``, or of a list nested in a value.
+    A case is an element of a list in ``report``, or of a list in a dictionary in ``report``.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")  # readers never see a partially written file
     unfinished.write_text(_text(report) + "\n")

@@ -94,7 +94,7 @@ def choose(device: str) -> Setup:
 
 
 def prepare(prefix: Path) -> None:
-    """Build the dataset unless its index exists, which is written last.
+    """Build the dataset unless its index exists; the index is written last.
 
     Raises:
         SystemExit: Building failed.

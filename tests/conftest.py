@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _sample(items: list[pytest.Item]) -> None:
-    """Mark the parameter sets of each ``sampled`` test ``long``, except one that the test's name selects."""
+    """Mark all parameter sets of a ``sampled`` test ``long`` except one, picked by a hash of its name."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):

@@ -87,7 +87,7 @@ class Core:
         return bool(name) and not {name, "*", "__getattr__"}.isdisjoint(bound_names(self.body(module)))
 
     def find(self, module: str, paths: Iterable[str]) -> Definition | None:
-        """Return the function or class at the first of the paths, like ``Class.method``, that exists in ``module``."""
+        """Return the function or class at the first of ``paths`` (like ``Class.method``) that exists in ``module``."""
         for path in paths:
             body, found = self.body(module), None
             for name in path.split("."):
@@ -149,7 +149,7 @@ class Check:
                 self._overrides(module, [node.name], file, node)
 
     def _overrides(self, module: str, paths: list[str], file: Path, own: Definition | None = None) -> None:
-        """Compare an overridden definition, the first of ``paths`` that exists, between the two versions."""
+        """Compare the overridden definition, at the first of ``paths`` that exists, between the two versions."""
         before, after = (core.find(module, paths) for core in (self.ours, self.other))
         what = f"{module}.{paths[-1]} ({file.relative_to(ROOT)}:{own.lineno if own else 1})"
         if before is None:
@@ -186,7 +186,7 @@ def _upstream_name(node: ast.AST) -> str:
 
 
 def _upstream_names(base: ast.expr) -> list[str]:
-    """Return the names in ``_upstream.A`` or ``getattr(_upstream, "B", _upstream.A)``, a base class."""
+    """Return the names in a base class expression: ``_upstream.A`` or ``getattr(_upstream, "B", _upstream.A)``."""
     names = [_upstream_name(node) or getattr(node, "value", None) for node in ast.walk(base)]
     return [name for name in names if isinstance(name, str)]
 

@@ -10,7 +10,7 @@ from megatron.training import training
 
 
 class Checksums:
-    """Computes checksums of gradients before and weights after each optimizer step, without synchronizing."""
+    """Computes checksums of gradients before each optimizer step and of weights after it, without synchronizing."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, torch.Tensor]] = []
@@ -36,7 +36,7 @@ class Checksums:
         """Do nothing; part of the interface of ``StepProfile``."""
 
     def found(self) -> list[dict[str, int]]:
-        """Return the checksums of each step by rank and name."""
+        """Return the checksums of each step, keyed by ``rank RANK: NAME``."""
         mine = [{name: int(value) for name, value in step.items()} for step in self._steps]
         ranks: list[list[dict[str, int]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, mine)

@@ -1,4 +1,4 @@
-"""Define the trained models, as flags of ``megatron.training``."""
+"""Define the models to train, as flags of ``megatron.training``."""
 
 from dataclasses import dataclass
 
@@ -65,7 +65,7 @@ class Configuration:
         flags: Flags common to all variants.
         graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
         expert_parallel: Expert-parallel size; 1 for a dense model.
-        has_dynamic_shapes: Whether the host needs shapes during a step if experts are not grouped.
+        has_dynamic_shapes: Whether ungrouped experts have shapes that the host must read during a step.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Compute CUDA API calls, GPU time and host waits from a ``torch.profiler`` trace."""
+"""Sum up the CUDA API calls, GPU time and host waits of a ``torch.profiler`` trace."""
 
 import gzip
 import json
@@ -42,7 +42,7 @@ Interval = tuple[float, float]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events with a duration from a Chrome trace, which is compressed if its name ends in ``.gz``."""
+    """Return the events that have a duration from a Chrome trace, compressed if its name ends in ``.gz``."""
     content = path.read_bytes()
     events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
@@ -107,7 +107,7 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
 
 
 def _by_kind(kernels: Mapping[str, Iterable[float]], steps: int) -> dict[str, float]:
-    """Return the milliseconds per step of each kind, given the durations of calls by kernel, in microseconds."""
+    """Return the milliseconds per step by kind, given the durations of each kernel's calls in microseconds."""
     sums = dict.fromkeys(KINDS, 0.0)
     for name, durations in kernels.items():
         kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def process_environment(self) -> dict[str, str]:
-        """Variables set when the processes start."""
+        """Environment variables to set when the processes start."""
         return {name: value for name, value in self.environment.items() if name.startswith(("NCCL_", "CUDA_"))}
 
     @property
@@ -50,7 +50,7 @@ class Run:
 
 
 def plan(trained: Iterable[tuple[Configuration, Variant]], *, steps: int, profiled: bool) -> list[Run]:
-    """Return a timed run of each pair, followed by a profiled run of each if ``profiled``.
+    """Return a timed run of each configuration and variant, then profiled runs if ``profiled``.
 
     Profiled runs come last because CUDA's profiling interface stays loaded after its first use.
     """

@@ -93,7 +93,7 @@ def _compute_ms(result: Result) -> float | None:
 
 
 def kinds_of_kernels(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line with the GPU time by kind of kernel, in milliseconds, for each profiled variant."""
+    """Format the GPU time by kind of kernel, in milliseconds, as one line per profiled variant."""
     return [
         f"{row['variant']}: "
         + ", ".join(f"{kind} {took:.1f}" for kind, took in row["profile"]["kinds"].items())

@@ -37,7 +37,7 @@ class Variant:
         name: Name on the command line.
         flags: Flags of ``megatron.training``.
         environment: Variables set during the run; see ``Run.process_environment`` for variables read earlier.
-        references: Variants that must be bit-identical to this one, which is compared with the first that ran.
+        references: Variants that must be bit-identical to this one; only the first that ran is compared.
         one_graph: Whether a graph holds all passes of a step.
         communicates: Whether to gather parameters and reduce gradients (``resident.without_collectives``).
         checks_losses: Whether to check each micro-batch's loss, Megatron's default.

@@ -22,7 +22,7 @@ MUST_DIFFER = "control=dead_"  # in the name of a negative control
 
 
 def equality(results: Results) -> Iterator[Row]:
-    """Yield a row for each kind of comparison, with the number of cases equal to eager and all its commits."""
+    """Yield one row per kind of comparison: the number of cases equal to eager, and the commits."""
     yield "what", "layouts", "GPUs", "equal", "others", "commit"
     commits: dict[Row, list[str]] = {}
     for *row, measured in _comparisons(results):
@@ -32,7 +32,7 @@ def equality(results: Results) -> Iterator[Row]:
 
 
 def _comparisons(results: Results) -> Iterator[Row]:
-    """Yield the rows of each commit, with cases summed over files."""
+    """Yield one row per kind of comparison and commit, with cases counted over all files."""
     runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for found in results:
         if "results" in found:
@@ -74,7 +74,7 @@ def _outcome(case: Mapping[str, Any]) -> str:
 
 
 def faults(results: Results) -> Iterator[Row]:
-    """Yield a row for each case with injected faults."""
+    """Yield one row per case with injected faults."""
     yield "case", "on", "passed", "commit"
     for found in results:
         for each in found["results"]:
@@ -86,7 +86,7 @@ def faults(results: Results) -> Iterator[Row]:
 
 
 def soaks(results: Results) -> Iterator[Row]:
-    """Yield a row for each soak test."""
+    """Yield one row per soak test."""
     yield "model", "GPUs", "steps, resumed after", "losses and norms equal to eager's", "memory", "commit"
     names = {
         "dense": "dense, the whole model",
@@ -106,7 +106,7 @@ def soaks(results: Results) -> Iterator[Row]:
 
 
 def repeated(results: Results) -> Iterator[Row]:
-    """Yield a row for variants with the same model and outcome, omitting common flags."""
+    """Yield one row per model and outcome, listing its variants without common flags."""
     yield "model", "GPUs", "mode", "equal runs", "distinct results", "commit"
     modes: dict[Row, list[str]] = {}
     for found in results:

@@ -31,7 +31,7 @@ FLAGS = {
 
 
 def launches(results: Results) -> Iterator[Row]:
-    """Yield a row for each configuration: medians and ranges over launches, from the first file that has it."""
+    """Yield one row per configuration: medians and ranges over launches, from the first file that has it."""
     yield (
         *("model", "GPUs", "eager (ms)", "graphs (ms)", "full iteration (ms)", "compute alone (ms)"),
         *("graphs / full iteration", "graphs / compute alone", "commit"),
@@ -56,7 +56,7 @@ def launches(results: Results) -> Iterator[Row]:
 
 
 def levers(results: Results) -> Iterator[Row]:
-    """Yield a row for each variant with graphs, compared with a full-iteration graph with the same settings."""
+    """Yield one row per variant with graphs, compared with a full-iteration graph with the same settings."""
     yield (
         *("model", "GPUs", "settings", "graphs (ms)", "full iteration (ms)", "graphs / full iteration"),
         *("equal steps", "commit"),
@@ -84,7 +84,7 @@ def _settings(variant: str) -> str:
 
 
 def memory(results: Results) -> Iterator[Row]:
-    """Yield a row for each configuration, whose cells list the values of its variants."""
+    """Yield one row per configuration; each cell lists the values of all variants."""
     yield "model", "GPUs", "mode", "reserved (MiB)", "peak allocated (MiB)", "graph pools (MiB)", "capture (s)"
     for found, model, variants in _trained(results):
         rows = {
@@ -99,7 +99,7 @@ def memory(results: Results) -> Iterator[Row]:
 
 
 def recomputation(results: Results) -> Iterator[Row]:
-    """Yield a row for each configuration: times, and memory with graphs."""
+    """Yield one row per configuration: times, and memory with graphs."""
     yield "model", "GPUs", "eager (ms)", "graphs (ms)", "reserved (MiB)", "graph pools (MiB)", "commit"
     for found in results:
         for configuration, rows in found["configurations"].items():
@@ -109,7 +109,7 @@ def recomputation(results: Results) -> Iterator[Row]:
 
 
 def kinds(results: Results) -> Iterator[Row]:
-    """Yield a row for each model and wrapper, whose cells list the values of its kinds of graphs."""
+    """Yield one row per model and wrapper; each cell lists the values of all kinds of graphs."""
     yield "model", "GPUs", "wrapper", "mode", "ms", "reserved (MiB)", "capture (s)", "equal steps", "commit"
     for found in results:
         for configuration, rows in found["configurations"].items():
@@ -152,19 +152,19 @@ def growth(results: Results) -> Iterator[Row]:
 
 
 def gpus(found: Mapping[str, Any]) -> str:
-    """Return the number and model of the GPUs of a file."""
+    """Return the number and model of the GPUs that produced a file."""
     return str(found["hardware"]).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
 
 
 def commit(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """Return the commit of a row, or of its file."""
+    """Return the commit of a row, or of its file if the row has none."""
     return str(row.get("commit", found["commit"]))
 
 
 def _trained(
     results: Results, *, needed: Sequence[str] = ("eager", "native")
 ) -> Iterator[tuple[Mapping[str, Any], str, dict[str, Any]]]:
-    """Yield the content, model and variants by name of each configuration with all ``needed`` variants.
+    """Yield file content, model, and variants by name, for configurations that have all ``needed`` variants.
 
     Variants with a suffix in ``FLAGS`` count as a separate model, and their names omit the suffix.
     """

@@ -89,14 +89,14 @@ def train(recipe: Recipe, folder: Path, seconds: float = 300) -> golden.Metrics:
 
 
 def _end(log: Path) -> str:
-    """Return the end of the ranks' output, without torchrun's."""
+    """Return the end of a log, up to torchrun's own report."""
     lines = log.read_text(errors="replace").splitlines()
     ends = (number for number, line in enumerate(lines) if "torch/distributed/elastic" in line)
     return "\n".join(lines[: next(ends, None)][-LOG_LINES:])
 
 
 def compare(recipe: Recipe, metrics: golden.Metrics) -> tuple[bool, list[str]]:
-    """Return whether ``metrics`` could be compared with golden values, and the differences or why not."""
+    """Return whether ``metrics`` were compared with golden values, and the differences or the reason why not."""
     if others := golden.other_versions(recipe):
         return False, [f"not compared with golden values: {'; '.join(others)}"]
     try:

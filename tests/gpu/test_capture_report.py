@@ -1,4 +1,4 @@
-"""Test that ``--cuda-graph-report`` on GPUs contains graphs and memory."""
+"""Test that ``--cuda-graph-report`` on GPUs lists graphs and memory."""
 
 import json
 import os

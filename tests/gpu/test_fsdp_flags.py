@@ -1,4 +1,4 @@
-"""Test that graphs under Megatron-FSDP and FSDP2 are bit-identical to eager with more flags, on GPUs.
+"""Test that graphs under Megatron-FSDP and FSDP2 are bit-identical to eager with additional flags, on GPUs.
 
 Layouts: data parallel over all GPUs; context parallel 2; two pipeline stages with one or two chunks; expert parallel 2.
 With four or more GPUs, each layout has several data-parallel ranks.

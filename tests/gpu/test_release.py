@@ -1,4 +1,4 @@
-"""Test that ``release`` frees all memory, and that training around it is bit-identical to eager training."""
+"""Test that ``release`` frees all memory, and that training before and after it is bit-identical to eager."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Test that training around ``release`` and ``restore`` is bit-identical to eager training on two ranks."""
+"""Test that training before and after ``release`` and ``restore`` is bit-identical to eager, on two ranks."""
 
 from typing import Any
 

@@ -137,7 +137,7 @@ def tensors(checkpoint):
 
 
 def assert_saved_as_loaded(checkpoint, place, folder, flags, ranks=2):
-    """Resume a finished run, assert that it saves the tensors that it loaded to ``place``, and return them."""
+    """Resume a finished run, assert that it saves to ``place`` the tensors that it loaded, and return them."""
     again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
     assert pretrain(folder, f"{again} --load {checkpoint} --ckpt-step {SAVED}", graphs=False, ranks=ranks) == []
     first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))

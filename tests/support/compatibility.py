@@ -391,7 +391,7 @@ def page(table: Iterable[Line] = ROWS) -> str:
 
 
 def split(flags: str) -> list[tuple[str, str]]:
-    """Split a row's flags into each flag with its values, and the condition that all share.
+    """Split a row's flags into pairs of one flag with its values and the shared condition.
 
     ``--a x or y, --b with c`` becomes ``--a x or y`` and ``--b``, both with the condition ``with c``.
     """
@@ -400,7 +400,7 @@ def split(flags: str) -> list[tuple[str, str]]:
 
 
 def verified_values(item: str, facts: set[str]) -> str:
-    """Return ``yes`` if ``facts`` contains the flag with all its values, otherwise the values that it contains."""
+    """Return ``yes`` if ``facts`` contains the flag with all its values, otherwise the values found."""
     flag, *values = re.sub(r",| or\b", "", item).split()
     found = [value for value in values if f"{flag} {value}" in facts]
     return "yes" if item in facts or (values and found == values) else ", ".join(found)

@@ -55,7 +55,7 @@ def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
 
 
 def _with_every_strategy(follows: str) -> tuple[str, str]:
-    """Return an edit that extends a condition on sharded parameters to every sharding strategy."""
+    """Return an edit that makes the ``if`` before ``follows`` exclude only ``no_shard``."""
     return _SHARDS_PARAMETERS + follows, _SHARDS + follows
 
 

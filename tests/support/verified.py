@@ -74,7 +74,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_case(text: str, layout: str) -> Iterator[str]:
-    """Yield the facts of a comparison, given its case, for example ``dtype=bf16 modules=attn+mlp``, and layout."""
+    """Yield the facts of a comparison from its case, for example ``dtype=bf16 modules=attn+mlp``, and its layout."""
     words = re.sub(r"config=(\S+)", lambda config: config[1].replace("+", " ").replace("'", ""), text).split()
     case = {"positions": "rope", "tied": "True", "modules": ""} | dict(word.split("=", 1) for word in words)
     if case.get("wrapper") == "fsdp2" or "torch_fsdp" in case:

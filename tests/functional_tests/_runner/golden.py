@@ -62,7 +62,7 @@ def _installed(package: str) -> str | None:
 
 
 def differences(found: Metrics, expected: Metrics, rounding: float = 0.0) -> list[str]:
-    """Return the differences in ``NUMBERS``, for the metrics in ``expected``.
+    """Return the differences in the ``NUMBERS`` that ``expected`` contains.
 
     Args:
         found, expected: Metrics.
@@ -80,10 +80,10 @@ def differences(found: Metrics, expected: Metrics, rounding: float = 0.0) -> lis
 
 
 def differences_from_golden(recipe: Recipe, found: Metrics) -> list[str]:
-    """Return the differences from the recipe's golden values; on GPUs, also in ``BOUNDS``.
+    """Return the differences from the recipe's golden values; on GPUs, include violations of ``BOUNDS``.
 
-    In the 8 steps of the CPU recipes, 10 combinations of 1 to 4 threads and instruction sets of torch, MKL and oneDNN
-    differ by up to 2**-22.3 in losses and 2**-19.3 in norms.
+    Over the 8 steps of the CPU recipes, 10 combinations of thread count (1 to 4) and instruction sets of torch, MKL and
+    oneDNN differ by up to 2**-22.3 in losses and 2**-19.3 in norms.
 
     Raises:
         FileNotFoundError: There are no golden values.

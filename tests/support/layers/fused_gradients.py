@@ -36,7 +36,7 @@ def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
 
 
 def _gemm(inputs: torch.Tensor, grads: torch.Tensor, *, out: torch.Tensor, **unused: Any) -> None:
-    """Write or add the gradient of the calling function's ``weight`` to ``out``."""
+    """Write the gradient of the calling function's ``weight`` to ``out``, or add it to ``out``."""
     weight = inspect.currentframe().f_back.f_locals["weight"]  # type: ignore[union-attr]
     product = grads.t() @ inputs
     if getattr(weight, "overwrite_main_grad", False):

@@ -1,4 +1,4 @@
-"""Projections of latent MoE layers (--moe-latent-size), which megatron-core builds with TransformerEngine only."""
+"""Replace TransformerEngine's projections, which latent MoE layers (--moe-latent-size) require."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

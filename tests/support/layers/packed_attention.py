@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each packed sequence that reads offsets on the device only, as graphs require."""
+    """Causal attention within each packed sequence; reads offsets only on the device, as graphs require."""
 
     def __init__(self, config: Any, **unused: Any):
         super().__init__()
@@ -71,7 +71,7 @@ def places_on_rank(offsets: torch.Tensor, tokens: int, rank: int, ranks: int) ->
 
 
 def packed_params(tokens: int, sequences: int, generator: torch.Generator, ranks: int = 1) -> PackedSeqParams:
-    """Return padded parameters of at most ``sequences`` random-length sequences with ``tokens`` tokens in total.
+    """Return padded parameters for up to ``sequences`` sequences of random lengths, ``tokens`` tokens in total.
 
     With several context-parallel ranks, lengths are multiples of ``2 * ranks``.
     """

@@ -174,7 +174,7 @@ class QuantizedProduct:
         return self._fp8_workspaces.get("weight", torch.zeros_like(self.weight))
 
     def product(self, x: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        """Return the quantized ``x @ weight.t()``; requantize weights in the first micro-batch, or always if None."""
+        """Return the quantized ``x @ weight.t()``; requantize the weight if ``is_first_microbatch`` is True or None."""
         capturing, meta, recipe = State.fp8_graph_capturing(), self.fp8_meta, State.recipe
         skip = State.quantization_state.skip_fp8_weight_update_tensor if capturing else None
         if skip is not None:

@@ -44,7 +44,7 @@ def averaged_weights():
 
 
 def unused_parameters():
-    """Add an unused parameter to the model and to each of two layers, as many as the double buffer can hold."""
+    """Add an unused parameter to the model and to two layers, the most that the double buffer can hold."""
 
     def add(chunks):
         for chunk in chunks:
@@ -89,7 +89,7 @@ def _change_model(change):
 
 
 def masked_losses():
-    """Mask every third token in place, and all tokens of every third micro-batch; log a different value."""
+    """Mask every third token in place and every third micro-batch; also log the largest loss."""
     loss_func, calls = pretrain_gpt.loss_func, 0
 
     def masked(mask, output):
@@ -104,7 +104,7 @@ def masked_losses():
 
 
 def mean_losses():
-    """Return two values, the mean loss and the log, instead of three."""
+    """Make the loss function return two values, the mean loss and the log, instead of three."""
 
     def mean(mask, output):
         loss = (output.float() * mask).sum() / mask.sum()

@@ -30,7 +30,7 @@ def replays_of_evaluations(values: Mapping[str, Any], layers: int) -> list[int]:
 
     Args:
         values: The case.
-        layers: 0 if evaluation runs eagerly even with graphs of the whole model, otherwise positive.
+        layers: Positive, or 0 if evaluation runs eagerly even with whole-model graphs.
     """
     case = Case.of({name: value for name, value in values.items() if name != "control"})
     whole = case.holds in (None, "model")

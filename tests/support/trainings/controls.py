@@ -1,4 +1,4 @@
-"""Capture with one part broken, which a comparison must detect, or in unusual ways, which must succeed."""
+"""Capture with one part broken, which a comparison must detect, or in unusual but supported ways."""
 
 import os
 import re
@@ -154,7 +154,7 @@ def _interrupt(training: Training, capture: Callable[[], object]) -> None:
 
 @control
 def failed_recaptures(training: Training) -> None:
-    """Capture. Later captures of other shapes run out of memory on the last rank."""
+    """Capture, then run out of memory on the last rank when other shapes are captured."""
     mlp = training.layers[-1].mlp
     forward = mlp.forward
 

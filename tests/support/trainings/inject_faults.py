@@ -113,7 +113,7 @@ class Faults(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count within this context."""
+        """While in this context, count operators and calls."""
         from megatron.core.transformer._cuda_graphs.engine.capture_time_hooks import CaptureTimeHooks
         from megatron.core.transformer._cuda_graphs.engine.graph import Capture
 

@@ -74,7 +74,7 @@ def kill_at(graphs: type, name: str, call: int) -> None:
 
 
 def train(timeout: int, holds: str, in_capture: bool) -> None:
-    """Train with graphs; kill the last rank before its second capture or its second replay of the second step."""
+    """Kill the last rank before its second graph is captured, or before replay 2 of its second graphed step."""
     on_cpu = torch.cuda.device_count() < 2
     if on_cpu:
         from megatron_fsdp_cuda_graphs import cpu_backend

@@ -109,7 +109,7 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Train the jobs of a launch and return the results; after a crash, missing results or the last have the error."""
+    """Train the jobs of a launch and return the results; after a crash, missing ones or the last have an error."""
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)

@@ -488,7 +488,7 @@ def _evaluation_graphs(helper: Any) -> list[Any]:
 
 
 def _number_of(replayed: list[Any], graphs: list[Any]) -> int:
-    """Return how many of the ``replayed`` graphs are in ``graphs``."""
+    """Return how many of ``replayed`` are in ``graphs``."""
     ours = set(map(id, graphs))
     return sum(id(graph) in ours for graph in replayed)
 
@@ -499,7 +499,7 @@ def engine_callable(graph: Any) -> Any:
 
 
 def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
-    """Return the number of captured layers, per micro-batch for layers that have their own graphs."""
+    """Return the number of captured layers; a layer with its own graphs counts once per micro-batch."""
     together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
     return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 

@@ -1,4 +1,4 @@
-"""Test which names of megatron-core this tree's files replace."""
+"""Test which names of megatron-core the patch replaces."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""Define graph scopes, and steps in which two forward passes precede both backward passes."""
+"""Define graph scopes, and steps with extra work between a forward and its backward pass."""
 
 import torch
 

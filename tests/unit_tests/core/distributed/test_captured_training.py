@@ -85,7 +85,7 @@ def test_autograd_grad_through_replays_is_refused(one_rank, holds, modules):
 
 
 def note_calls(calls, model):
-    """Register hooks of every kind on each layer, which record their tensors in ``calls``."""
+    """Register hooks of every kind on each layer to record their tensors in ``calls``."""
 
     def noting(kind):
         def hook(layer, *call):

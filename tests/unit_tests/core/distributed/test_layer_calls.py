@@ -43,7 +43,7 @@ def unusual(model):
 
 
 def trained(per_graph, called, reads, error=None):
-    """After a capture, train a step with ``called`` and ``reads``, then a normal one; eager without ``per_graph``."""
+    """Train a step with ``called`` and ``reads``, then a normal one; after a capture unless ``per_graph`` is None."""
     case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)
     training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
     try:

@@ -32,7 +32,7 @@ EACH, PAIRS, AT_ONCE = (full("uniform", layers) for layers in (1, 2, 3))
 
 @contextmanager
 def noted_bytes():
-    """Record the bytes in use in the pool at the beginning of each capture in this context."""
+    """While in this context, record the bytes in use in the pool at the beginning of each capture."""
     found: list[int] = []
     begin = torch.cuda.CUDAGraph.capture_begin
 

@@ -59,7 +59,7 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def hook_calls(counts):
-    """Count calls, in this context, of Megatron-FSDP's Python functions (megatron-core's and ours), by name."""
+    """While in this context, count calls of Megatron-FSDP's Python functions (megatron-core's and ours) by name."""
 
     def note(frame, event, arg):
         if event == "call" and FSDP in frame.f_code.co_filename:
@@ -72,7 +72,7 @@ def hook_calls(counts):
 
 @dataclass
 class Counts:
-    """Megatron-FSDP's Python calls, and the launches and replays, in a step; replays are included in launches."""
+    """Megatron-FSDP's Python calls, launches (including replays) and replays in a step."""
 
     calls: float
     launches: float

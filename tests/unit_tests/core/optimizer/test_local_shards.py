@@ -169,7 +169,7 @@ def test_only_elementwise_optimizers_of_dtensors_are_eligible(build):
 
 
 def offload(optimizer):
-    """Move the states without notice."""
+    """Replace all optimizer states with copies."""
     for state in optimizer.state.values():
         for name, value in state.items():
             state[name] = value.clone()

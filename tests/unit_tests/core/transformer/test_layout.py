@@ -1,4 +1,4 @@
-"""Test that no file imports from a higher layer: leaves, engine, te and local, public module.
+"""Test that no file imports from a higher layer (bottom up: leaves, engine, te and local, public module).
 
 Files are parsed, not imported. Imports inside functions count, except where only import-time cycles matter.
 """

@@ -31,7 +31,7 @@ def trained(kind, instances, outer, **changes):
 
 @contextmanager
 def sent_across_replicas(fsdp):
-    """Record the collectives across replicas in this context, with the address of each input."""
+    """While in this context, record the collectives across replicas with the addresses of their inputs."""
     sent = []
     group = fsdp.dist_index.get_outer_fsdp_group()
 
@@ -129,7 +129,7 @@ def test_graphs_do_not_communicate_across_replicas(hybrid_ranks, kind):
 
 @contextmanager
 def waits():
-    """Record the waits of streams for events in this context, as pairs of stream and event."""
+    """While in this context, record the waits of streams for events, as pairs of stream and event."""
     found = []
     wait_event = torch.cuda.Stream.wait_event
 

@@ -45,7 +45,7 @@ def layers(fsdp):
 
 @contextmanager
 def eager(owner, name):
-    """Record calls, in this context, of a megatron-core or torch function that recorded collectives avoid."""
+    """While in this context, record calls of a megatron-core or torch function that recorded collectives avoid."""
     with mock.patch.object(owner, name, wraps=getattr(owner, name)) as function:
         yield function
 

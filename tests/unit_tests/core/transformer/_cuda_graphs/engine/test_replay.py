@@ -92,7 +92,7 @@ def test_input_with_other_strides_is_copied():
 
 
 class _Doubled(torch.autograd.Function):
-    """Doubles its input and records its output gradients; during capture, the static one."""
+    """Doubles its input and records its output gradients, including the static one during capture."""
 
     @staticmethod
     def forward(ctx, x, noted):

@@ -13,7 +13,7 @@ OVERWRITTEN = r"callable {} .*: a later replay has overwritten the activations"
 
 
 def captured(microbatches=1, **options):
-    """Capture four layers; return them and the slots of each micro-batch, all in flight at once."""
+    """Capture four layers with all micro-batches in flight; return the layers and each micro-batch's slots."""
     torch.manual_seed(5)
     layers = [mlp(0) for _ in range(COUNT)]
     samples = [(device_tensor(4, 6),) for _ in range(COUNT * microbatches)]

@@ -1,4 +1,4 @@
-"""Test memory that graphs share or do not own."""
+"""Test sharing and lifetimes of graph memory."""
 
 import gc
 
