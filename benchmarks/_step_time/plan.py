@@ -68,7 +68,7 @@ def plan(trained: Iterable[tuple[Configuration, Variant]], *, steps: int, profil
                     variant.name,
                     flags,
                     variant.environment,
-                    variant.per_layer,
+                    variant.uses_te_graphs,
                     steps,
                     profile,
                     variant.communicates,

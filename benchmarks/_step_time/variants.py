@@ -24,7 +24,7 @@ WARMUP_STEPS = 3  # eager steps before capture
 IMPLEMENTATION = "--cuda-graph-impl"
 OPTIMIZER = ("--optimizer-cuda-graph",)
 GROUPED = "--moe-use-grouped-tensor"  # token counts stay on the GPU
-PER_LAYER = "transformer_engine"
+TE_GRAPHS = "transformer_engine"
 # Required by a full-iteration graph.
 NO_CHECKS = "--no-check-for-nan-in-loss-and-grad"
 
@@ -60,16 +60,16 @@ class Variant:
         return GROUPED in self.flags
 
     @property
-    def per_layer(self) -> bool:
-        """Whether graphs are captured by this project's engine."""
-        return PER_LAYER in self.flags
+    def uses_te_graphs(self) -> bool:
+        """Whether to set ``--cuda-graph-impl transformer_engine``."""
+        return TE_GRAPHS in self.flags
 
     def flags_for(self, configuration: Configuration) -> list[str]:
         """Return all flags to train ``configuration``.
 
         The variant's flags come last and so take precedence. ``~--flag`` removes a flag and its values.
         """
-        in_parts = self.per_layer and not self.groups_experts
+        in_parts = self.uses_te_graphs and not self.groups_experts
         checks = () if self.checks_losses else (NO_CHECKS,)
         flags = [*configuration.flags, *checks, *(configuration.graph_flags if in_parts else ()), *self.flags]
         removed = {flag[1:] for flag in flags if flag.startswith("~")}
@@ -93,13 +93,13 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("eager", (*FSDP, *_graphs("none"))),
-        Variant("native", (*FSDP, *_graphs(PER_LAYER))),
+        Variant("native", (*FSDP, *_graphs(TE_GRAPHS))),
         Variant("full_iteration", _FULL, one_graph=True),
         Variant("compute_alone", _RESIDENT, references=(), one_graph=True, communicates=False),
         Variant("ddp", (*DDP, *_graphs("none")), references=("ddp",)),
-        Variant("ddp_graphs", (*DDP, *_graphs(PER_LAYER)), references=("ddp",)),
+        Variant("ddp_graphs", (*DDP, *_graphs(TE_GRAPHS)), references=("ddp",)),
         Variant("fsdp2", (*FSDP2, *_graphs("none")), references=("fsdp2",)),
-        Variant("fsdp2_graphs", (*FSDP2, *_graphs(PER_LAYER)), references=("fsdp2",)),
+        Variant("fsdp2_graphs", (*FSDP2, *_graphs(TE_GRAPHS)), references=("fsdp2",)),
     )
 }
 # Additions after a plus: fields and flags.
