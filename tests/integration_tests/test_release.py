@@ -1,4 +1,4 @@
-"""Test that training before and after ``release`` and ``restore`` is bit-identical to eager, on two ranks."""
+"""Test that training with ``release`` and ``restore`` between steps is bit-identical to eager, on two ranks."""
 
 from typing import Any
 
