@@ -43,7 +43,7 @@ class Part:
     Attributes:
         name: Name of the part and prefix of its file.
         gpus: Numbers of GPUs to run it on.
-        arguments: Arguments of Python; ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS`` are replaced.
+        arguments: Python arguments with placeholders ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS``.
         seconds: Approximate time on one H100; slightly longer on more GPUs.
     """
 

@@ -132,7 +132,7 @@ def test_missing_statistics_update_is_detected(monkeypatch):
 
 
 def delayed_weight_gradients(engine: Callable | None, had_gradients: bool) -> list[torch.Tensor | None]:
-    """Train two one-layer chunks whose weight gradients run after both backward passes; return the numbers.
+    """Train two one-layer chunks that delay weight gradients until after both backward passes; return the numbers.
 
     If ``had_gradients``, parameters have gradients before capture.
     """

@@ -2,7 +2,7 @@
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
 parallel 2 (four GPUs); expert parallel over all GPUs, or 2 with tensor or context parallel 2, with dropless experts.
-MoE models of 4 TransformerEngine layers with shared experts. Data parallel covers additional flags.
+Models have 4 TransformerEngine MoE layers with shared experts. The data-parallel layout covers additional flags.
 """
 
 from itertools import product

@@ -43,7 +43,7 @@ def read(file: Path) -> Metrics:
 
 
 def other_versions(recipe: Recipe) -> list[str]:
-    """Return the installed versions that differ from ``constraints.txt``, the versions of the golden values."""
+    """Return the installed versions that differ from ``constraints.txt``, which golden values require."""
     lines = (TESTS.parent / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
     packages = DECISIVE[:-1] if recipe.platform == CPU_BACKEND else DECISIVE

@@ -71,7 +71,7 @@ class Recipe:
         return self.environment | hidden | files | {"PYTHONPATH": path}
 
     def shell(self, folder: Path) -> str:
-        """Return the training runs as lines of a shell."""
+        """Return the training runs as lines of a shell script."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables(folder).items()]
         return "\n".join(" ".join([*variables, shlex.join(command)]) for command in self.commands(folder))
 

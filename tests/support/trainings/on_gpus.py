@@ -1,4 +1,4 @@
-"""Train the cases of ``tests/gpu`` on all GPUs of this machine concurrently, and list those that differ from eager.
+"""Train the cases of ``tests/gpu`` concurrently on all GPUs of this machine, and list differences from eager.
 
     python -m tests.support.trainings.on_gpus --output equality.json
     python -m tests.support.trainings.on_gpus --layouts "two instances" --tests test_hybrid_sharding --logs logs
@@ -109,7 +109,7 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Train the jobs of a launch and return the results; after a crash, missing ones or the last have an error."""
+    """Train the jobs of a launch and return the results; after a crash, missing ones or the last are errors."""
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)

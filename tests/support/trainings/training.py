@@ -33,7 +33,7 @@ class Trace:
         step_replays: Per step, the number of graph replays.
         evaluations: Per evaluation, the losses of its micro-batches.
         evaluation_replays: Per evaluation, the number of graph replays.
-        clipping_replays: Replays of the last graph of the gradient norm.
+        clipping_replays: Number of replays of the last gradient-norm graph.
         logged: Per step, the logged auxiliary losses of MoE layers, and losses and hits of multi-token prediction.
     """
 

@@ -96,7 +96,7 @@ def weak(tensor):
 
 
 def two_graphs_of_one_pool(held: bool):
-    """Return a graph's output after its replay, and after the replay of a second graph of the pool.
+    """Return a graph's output after its replay, and after the replay of a second graph in the same pool.
 
     If ``held``, a tensor references the output during the second capture.
     """

@@ -39,7 +39,7 @@ def _megatron(monkeypatch):
 
 
 def totals(log, steps):
-    """Return the sums after each of ``steps``, and the number of tensors created from Python numbers."""
+    """Log ``steps``; return the sums after each step, and the number of tensors created from Python numbers."""
     sums: dict[str, torch.Tensor] = {}
     after, made = [], 0
     for number, (losses, skipped) in enumerate(steps, 1):

@@ -36,7 +36,7 @@ class Variant:
 
     @contextmanager
     def in_place(self, *, upstream: bool) -> Iterator[None]:
-        """Make models built in this context use this variant, with megatron-core's own ``MegatronFSDP`` or ours."""
+        """While in this context, build models of this variant, with megatron-core's own ``MegatronFSDP`` or ours."""
         from megatron.core import distributed, transformer
         from megatron.core.distributed.fsdp import mcore_fsdp_adapter
         from megatron.core.models import gpt

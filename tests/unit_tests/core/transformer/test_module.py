@@ -195,7 +195,7 @@ def layer_graphs(count, num_microbatches):
 
 
 def replays(layer, microbatches, monkeypatch):
-    """Yield the replays of a step with this number of micro-batches."""
+    """Yield the result of each micro-batch in a step with ``microbatches``."""
     monkeypatch.setattr(module, "get_num_microbatches", lambda: microbatches)
     for layer.current_microbatch in range(microbatches):
         yield layer(X)

@@ -71,7 +71,7 @@ def capture(fsdp, layers, *, fused=()):
 
 @contextmanager
 def replaying(fsdp, layers, direction="backward"):
-    """Enter the forward or backward pass of a step in which layers replay and modules have raw parameters."""
+    """While in this context, ``layers`` replay in a forward or backward pass, and modules have raw parameters."""
     for layer in layers:
         layer.replaying = fsdp.graphs.layers.get(layer)
     fsdp.start_param_sync()
@@ -204,7 +204,7 @@ ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder
 
 
 def gathered(fsdp, gather):
-    """Gather the buckets outside units, call ``gather``, and return the unit buckets it gathers; then release all."""
+    """Gather the buckets outside units, call ``gather``, release all, and return the unit buckets it gathered."""
     groups, status = fsdp.param_and_grad_buffer.parameter_groups, fsdp.all_gather_pipeline.bucket_status
     for group in groups:
         if group.fsdp_unit_id is None:

@@ -68,7 +68,7 @@ def group_of(fsdp, layer):
 
 
 def gather(fsdp, layer):
-    """Gather before forward, which checks addresses, and release."""
+    """Gather ``layer`` for its forward pass, checking addresses, and release it."""
     fsdp.fsdp_hooks.unshard_for_forward(layer)
     fsdp.fsdp_hooks.release_after_forward(layer)
 

@@ -1,4 +1,4 @@
-"""Test that the rows of the flag table reject flags or warn about them, and that working flags pass."""
+"""Test that flags are rejected, warned about or accepted as the flag table lists them."""
 
 import logging
 import re

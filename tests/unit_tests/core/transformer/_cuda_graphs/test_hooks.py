@@ -114,7 +114,7 @@ def test_deprecated_backward_hook_is_refused():
 
 
 def called_with(register, *offered):
-    """Return the arguments received by a hook registered with ``register`` when the engine passes ``offered``."""
+    """Register a hook with ``register``, and return the arguments it receives when the engine passes ``offered``."""
     module = torch.nn.Linear(2, 2)
     seen: list = []
     register(module, runs_outside_graphs(lambda *args: seen.append(args)))

@@ -1,4 +1,4 @@
-"""Test overlapped shared experts if a graph ends after their first stage."""
+"""Test overlapped shared experts with a graph that ends after their first stage."""
 
 from types import SimpleNamespace
 

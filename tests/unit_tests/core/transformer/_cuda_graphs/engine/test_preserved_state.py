@@ -127,7 +127,7 @@ FAILURES: dict[str, tuple] = {
 
 
 def failed_capture(body, options, error):
-    """Fail to capture a module together with a second one; return the module and its prior state."""
+    """Fail a capture of a module that runs ``body`` and a second one; return the first and its prior state."""
     module, other = torch.nn.Sequential(Forward(body)), mlp()
     torch.nn.Dropout(0.5)(torch.ones(3, device="cuda"))  # advances the generator from its initial state
     for m in module.modules():

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 class Parts(torch.nn.Module):
-    """A layer of two graphs with an eager part in between, like a mixture of experts.
+    """A layer with two graphs and an eager part in between, like a mixture of experts.
 
     The first graph also returns its input and a tensor without grad. The second graph is an addition, so its backward
     pass returns the incoming gradient unchanged.

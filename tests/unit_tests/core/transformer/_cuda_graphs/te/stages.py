@@ -47,7 +47,7 @@ class Alone(CaptureAgreement):
 
 
 class MaskedLayer(GraphableMegatronModule):
-    """A layer that adds its attention mask to its input, and whose attention has the given mask type."""
+    """A layer that adds its attention mask to twice its input; its attention has the given mask type."""
 
     def __init__(self, attn_mask_type=AttnMaskType.causal):
         torch.nn.Module.__init__(self)

@@ -37,7 +37,7 @@ def graphs_of(models=(), not_model="") -> Any:
 
 
 def parts(*layers, modules=(), graphs=None):
-    """Return the eager parts, with reasons, of a stage of ``layers`` that were not captured."""
+    """Return the eager parts of a stage with ``layers``, and the reason for each."""
     stage = stage_of([], cuda_graph_modules=list(modules))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
     stage = replace(stage, chunks=[replace(stage.chunks[0], model=model)])
