@@ -95,7 +95,7 @@ def summary(eager: Run, graphed: Run) -> dict[str, float]:
 
 
 def table(eager: Run, graphed: Run) -> str:
-    """Return a table of the losses, gradient norms and times of both runs, followed by a summary."""
+    """Return a table of both runs' losses, gradient norms and times, followed by a summary."""
     rows = [f"{'':4} {'loss':^31} {'gradient norm':^31} {'ms per step':^19}"]
     names = f"{eager.name:>12} {graphed.name:>12}"
     rows.append(f"step {names} {'same':>5} {names} {'same':>5} {eager.name:>9} {graphed.name:>9}")

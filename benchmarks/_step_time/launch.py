@@ -1,4 +1,4 @@
-"""Launch the ranks of a plan, and continue with the next runs if one fails or hangs."""
+"""Launch the ranks of a plan; if a run fails or hangs, continue with the next ones."""
 
 import json
 import os

@@ -36,7 +36,7 @@ def compare(variant: Variant) -> dict:
 
 
 def main() -> None:
-    """Compare the variants, starting with those without HSDP."""
+    """Compare all variants without HSDP, then all variants with HSDP."""
     dist.init_process_group("nccl")
     gc.freeze()  # exclude imported objects from garbage collection during model building
     for instances in (1, 2):

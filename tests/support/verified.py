@@ -1,7 +1,4 @@
-"""Find the flags that were bit-identical to eager training in benchmark results, by hardware.
-
-A fact is a flag, or a flag and one value: ``--fp16``, ``--fp8-recipe delayed``, ``--cuda-graph-modules not given``.
-"""
+"""Find the flags with which benchmark results were bit-identical to eager training, by hardware."""
 
 import json
 import re

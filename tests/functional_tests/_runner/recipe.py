@@ -54,7 +54,7 @@ class Recipe:
         return self.arguments["--cuda-graph-impl"] != "none"
 
     def commands(self, folder: Path) -> list[list[str]]:
-        """Return the command of each training run, two if the recipe resumes, with output paths in ``folder``."""
+        """Return one command per training run (two runs if the recipe resumes), with output paths in ``folder``."""
         runs = [self.arguments]
         if self.resumes:
             runs.insert(0, self.arguments | {"--exit-interval": self.steps // 2})

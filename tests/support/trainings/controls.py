@@ -430,7 +430,7 @@ def failed_language_capture(training: Training) -> None:
 
 @control
 def beside_a_larger_model(training: Training) -> None:
-    """Capture, then train a larger model, one step per forward pass of the first, and capture it after warm-up."""
+    """Capture, then train a larger model, one step per forward pass of the first one, and capture it later."""
     case = replace(training.case, hidden=2 * training.case.hidden)
     training.helper.create_cudagraphs()
     other = Training(case, graphs=True)

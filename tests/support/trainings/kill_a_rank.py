@@ -61,7 +61,7 @@ def killed(timeout: int, holds: str, in_capture: bool = False) -> tuple[int, flo
 
 
 def kill_at(graphs: type, name: str, call: int) -> None:
-    """Kill this process at call number ``call``, from 1, of the method ``name`` of ``graphs``."""
+    """Kill this process when the method ``name`` of ``graphs`` is called for the ``call``-th time."""
     method, calls = getattr(graphs, name), []
 
     def die(graph: torch.cuda.CUDAGraph, *args, **kwargs) -> None:

@@ -48,7 +48,7 @@ def machine(bounds):
 
 
 def run(bounds, *microbatches):
-    """Run the passes of a step, in which the micro-batches set the flag to these values."""
+    """Run the passes of a step; each entry of ``microbatches`` is the overflow flag of one micro-batch."""
     for too_many in microbatches:
         bounds.note(torch.tensor([False, too_many]))
         bounds.copy_to_host()

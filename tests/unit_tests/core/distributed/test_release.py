@@ -10,7 +10,7 @@ from .captured_training import CapturedModel, graphed, in_use
 
 
 def communication_buffers(fsdp):
-    """Return the allocated communication buffers of a model, including those of gathered parameters."""
+    """Return the allocated communication buffers of a model, including buffers of gathered parameters."""
     groups = fsdp.param_and_grad_buffer.parameter_groups
     buffers = [buffer for group in groups for buffer in (group.model_weight_buffer, group.main_grad_buffer)]
     names = tuple({f"{buffer.temporary_bucket_allocator.name}_" for buffer in buffers})

@@ -236,7 +236,7 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
 
 
 def has_sinks(variant):
-    """Return whether collectives are recorded; assert that layer graphs have gradient owners exactly in that case."""
+    """Return whether collectives are recorded; assert that layer graphs have gradient owners exactly then."""
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
     with fsdp.graphs.layer_capture(layers):

@@ -59,7 +59,7 @@ def routes(request):
 
 
 class Ranks:
-    """All ranks of a group, simulated in this process, with the rows that each rank sends and receives."""
+    """All ranks of a group, simulated in this process, and the rows that each rank sends and receives."""
 
     def __init__(self, maps):
         self.maps, self.size = maps, len(maps)

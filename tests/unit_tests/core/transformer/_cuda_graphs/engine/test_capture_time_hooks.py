@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class Events:
-    """Records events in order, marking those that occur during a capture."""
+    """Records events in order, marking events during a capture."""
 
     def __init__(self):
         self.seen: list[str] = []

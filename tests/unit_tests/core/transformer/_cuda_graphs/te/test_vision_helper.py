@@ -44,7 +44,7 @@ def order(request):
 
 
 def new_model(graphs=True, modules=()):
-    """Return a classifier with megatron-core's CLIP encoder, with two layers in this stage, and its configuration."""
+    """Return a classifier with two layers of megatron-core's CLIP encoder in this stage, and its configuration."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
