@@ -1,4 +1,7 @@
-"""Find the flags with which benchmark results were bit-identical to eager training, by hardware."""
+"""Find the flags with which benchmark results were bit-identical to eager training, by hardware.
+
+A fact is a flag, or a flag and one value: ``--fp16``, ``--fp8-recipe delayed``, ``--cuda-graph-modules not given``.
+"""
 
 import json
 import re
