@@ -1,6 +1,6 @@
 """Test that graphs are recaptured for longer sequences, and that every step is bit-identical to eager.
 
-Data parallel over all GPUs, under Megatron-FSDP and DistributedDataParallel. `test_ddp_graphs.py` changes numbers of
+Data parallel over all GPUs, under Megatron-FSDP and DistributedDataParallel. `test_ddp_graphs.py` changes the number of
 micro-batches in a pipeline.
 """
 

@@ -1,4 +1,4 @@
-"""Test that training a part of the parameters with graphs is bit-identical to eager, on GPUs."""
+"""Test that training some of the parameters with graphs is bit-identical to eager, on GPUs."""
 
 from typing import Any
 

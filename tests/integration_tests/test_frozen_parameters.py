@@ -1,4 +1,4 @@
-"""Test that training a part of the parameters with graphs is bit-identical to eager, on two CPU ranks.
+"""Test that training some of the parameters with graphs is bit-identical to eager, on two CPU ranks.
 
 If the first layers and the embedding are frozen, nothing in these layers requires gradients.
 """

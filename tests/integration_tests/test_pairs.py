@@ -1,4 +1,4 @@
-"""Test that every pair of supported flags is bit-identical to eager and accepted by ``plan``.
+"""Test that training with any pair of supported flags is bit-identical to eager, and that ``plan`` accepts it.
 
 Each run combines as many pairs as possible.
 """

@@ -1,4 +1,4 @@
-"""Test that graphs are bit-identical to eager with user code and flags that run between steps.
+"""Test that graphs are bit-identical to eager with user code, and with flags that add work between steps.
 
 Two CPU ranks run ``examples/pretrain_gpt.py`` with many of them at once. Every scalar that Megatron writes is
 compared: losses, gradient norms, parameter norms, validation losses.

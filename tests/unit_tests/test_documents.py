@@ -1,4 +1,4 @@
-"""Test links in the documents, explanations of errors, and that tests or CI run all commands of the README."""
+"""Test links and explanations of errors in the documents, and that tests or CI run all commands of the README."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Test that ranks agree by host messages. Each rank is a thread with its own gloo group."""
+"""Test that ranks reach agreement through host messages. Each rank is a thread with its own gloo group."""
 
 import time
 import weakref

@@ -1,4 +1,4 @@
-"""Test that ``plan`` lists the graphs that the documentation promises for each example."""
+"""Test that ``plan`` lists the documented graphs for each example."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Test layer graphs: the calls that they match, and the arguments that the engine gets."""
+"""Test layer graphs: the calls they match, and the arguments passed to the engine."""
 
 import copy
 import weakref
