@@ -42,7 +42,7 @@ Interval = tuple[float, float]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events that have a duration from a Chrome trace, compressed if its name ends in ``.gz``."""
+    """Return the events with a duration in a Chrome trace; ``.gz`` files are decompressed."""
     content = path.read_bytes()
     events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]

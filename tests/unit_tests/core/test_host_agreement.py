@@ -20,7 +20,7 @@ SHORT = timedelta(seconds=2)
 
 
 def on_ranks(ranks, run):
-    """Return ``run(agreement, rank, gloo)`` of each rank; ``gloo`` is the backend of its group."""
+    """Return the result of ``run(agreement, rank, gloo)`` on each rank; ``gloo`` is the backend of its group."""
     store = dist.HashStore()
 
     def of(rank):

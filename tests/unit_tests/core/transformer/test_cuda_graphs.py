@@ -152,7 +152,7 @@ def values(name, files):
 
 @pytest.fixture(params=list(PATCHED.values()), ids=list(PATCHED))
 def patched_name(request):
-    """Yield a name and its files, and check afterwards that these are unchanged."""
+    """Yield a name and the modules that use it; check afterwards that their namespaces are unchanged."""
     name, files = request.param
     namespaces = [vars(cuda_graphs), *map(vars, files)]
     before = [dict(namespace) for namespace in namespaces]
