@@ -70,7 +70,7 @@ class HostAgreement:
         return tuple(bool(known >> place & 1) for place in range(len(flags)))
 
     def _exchange(self, known: int, distance: int) -> int:
-        """Send ``known`` to the rank ``distance`` after this one, and return the flags from ``distance`` before it."""
+        """Send ``known`` to rank + ``distance``, and return the flags of rank - ``distance`` (modulo group size)."""
         timeout = self._options._timeout
         after, before = self._peer(distance), self._peer(-distance)
         told = torch.tensor([known], dtype=torch.int64, device="cpu")
@@ -84,8 +84,8 @@ class HostAgreement:
             sent.wait(timeout)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {peer} did not answer when ranks agreed on whether to run the step again: {error}. Look for its "
-                f"error, or for the error of a rank it waits for. If it was only slow, for more than {timeout}, raise "
+                f"rank {peer} did not answer when ranks agreed on whether to rerun the step: {error}. Look for its "
+                f"error, or the error of a rank it waits for. If it was only slow, raise the timeout ({timeout}) with "
                 "--distributed-timeout-minutes (--distributed-timeout-seconds-after-init)."
             ) from error
         return int(heard)

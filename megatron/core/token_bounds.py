@@ -77,9 +77,8 @@ class TokenBounds:
             return
         if not self._begun:
             raise RuntimeError(
-                "--moe-alltoall-capacity-factor requires a training loop that calls RerunStateMachine's "
-                "should_run_forward_backward before and after the passes of a step: use Megatron's training loop, or "
-                "remove the flag"
+                "the training loop cannot rerun steps, as --moe-alltoall-capacity-factor requires: call "
+                "RerunStateMachine.should_run_forward_backward before and after the passes, or remove the flag"
             )
         self._on_host.copy_(self._too_small, non_blocking=True)
         self._copied.record()
@@ -97,7 +96,7 @@ class TokenBounds:
         from megatron.core.transformer._cuda_graphs.snapshot import replays  # imports this module
 
         self.in_force, self._suspension = False, ExitStack()
-        self._suspension.enter_context(replays.suspended("the step is repeated with room for all tokens"))
+        self._suspension.enter_context(replays.suspended("the step is rerun with room for all tokens"))
         self._too_small.zero_()
         self._on_host.zero_()
         self._repeated += 1
@@ -105,10 +104,10 @@ class TokenBounds:
             return ""
         factor = max(router.config.moe_alltoall_capacity_factor for router in self._routers)
         return (
-            "The step is repeated eagerly with room for all tokens: a rank sent another rank more tokens than "
+            "The step is rerun eagerly with room for all tokens: a rank sent another rank more tokens than "
             f"--moe-alltoall-capacity-factor {factor:g} allows. No token is dropped. {self._repeated} of {self._steps} "
-            "steps have been repeated. If steps stay slow, raise the factor, or --cuda-graph-warmup-steps until loads "
-            "are balanced. This message is logged after 1, 10, 100, ... repeated steps"
+            "steps have been rerun. If steps stay slow, raise the factor, or --cuda-graph-warmup-steps until loads "
+            "are balanced. This message is logged after 1, 10, 100, ... reruns"
         )
 
     def end(self) -> None:

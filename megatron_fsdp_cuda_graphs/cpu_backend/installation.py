@@ -87,9 +87,9 @@ def leave(code: str | int | None = 0) -> NoReturn:
 
 
 def _hide_compilers() -> None:
-    """Disable dynamo, which hides operators, including in child processes, and prevent imports of TransformerEngine.
+    """Prevent imports of TransformerEngine, and disable dynamo, which hides operators, here and in child processes.
 
-    A TransformerEngine that is already imported stays, because importing it again may fail without a GPU.
+    An already imported TransformerEngine is kept, because importing it again may fail without a GPU.
     """
     patches.patch_entry(os.environ, "TORCHDYNAMO_DISABLE", "1")
     if "torch._dynamo.config" in sys.modules:

@@ -278,7 +278,7 @@ class AddressBook:
         return block.aliases[-1]
 
     def keep_memory_of(self, storage: torch.UntypedStorage) -> None:
-        """Move the tape to a copy of ``storage``, if the capture allocated it, before the capture resizes it.
+        """Make the tape use a copy of ``storage`` if the capture allocated it and is about to resize it.
 
         On a GPU the memory would stay in the pool of the graph.
         """

@@ -52,7 +52,7 @@ def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any]
 
 
 def _like(model: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return states for the empty shard ``param``, with the values and dtypes in ``model``."""
+    """Return the states in ``model``, with dtypes replaced by empty tensors like ``param``."""
     return {
         name: torch.zeros_like(param, dtype=value, requires_grad=False)
         if isinstance(value, torch.dtype)

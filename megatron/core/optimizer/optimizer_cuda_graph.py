@@ -1,4 +1,4 @@
-"""Capture the optimizer's step as a CUDA graph, also under Megatron-FSDP."""
+"""Capture the optimizer's step as a CUDA graph, with or without Megatron-FSDP."""
 
 import logging
 from typing import Any
@@ -16,7 +16,7 @@ _logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
-    """Extends megatron-core's ``OptimizerCudaGraphWrapper`` to Megatron-FSDP and to changes after capture.
+    """Extends megatron-core's ``OptimizerCudaGraphWrapper`` to support Megatron-FSDP and changes after capture.
 
     Under Megatron-FSDP, parameters are gathered after each replay instead of inside the graph (see
     ``MegatronFSDP.start_param_sync``), and gradients keep their addresses, even if layers run eagerly. torch's

@@ -1,4 +1,4 @@
-"""Capture work that every step repeats, once its memory has settled."""
+"""Capture work that every step repeats, once its addresses have settled."""
 
 import logging
 from collections.abc import Callable

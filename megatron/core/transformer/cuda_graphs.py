@@ -512,7 +512,7 @@ class TECudaGraphHelper:
         self._log_step(deleting=True)
         self._replays_before = self.graph_use().replays
         self._drop_graphs()
-        self.stage.log(logging.INFO, "deleted all CUDA graphs")
+        self.stage.log(logging.INFO, "Deleted all CUDA graphs")
 
     def _drop_graphs(self) -> None:
         self._state.delete()

@@ -95,7 +95,7 @@ def test_timeout_names_the_silent_rank():
                 return None
             begun.wait(PATIENCE.total_seconds())
             start = time.monotonic()
-            with pytest.raises(RuntimeError, match=r"rank 1 did not answer.*for more than 0:00:02"):
+            with pytest.raises(RuntimeError, match=r"rank 1 did not answer.*timeout \(0:00:02\)"):
                 agreement.any([False])
             return time.monotonic() - start >= SHORT.total_seconds()
         finally:

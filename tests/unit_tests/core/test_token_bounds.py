@@ -105,11 +105,11 @@ def test_repeated_steps_are_reported_at_powers_of_ten(bounds):
         bounds.begin()
         messages.append(bounds.lift())
     assert [number for number, message in enumerate(messages, 1) if message] == [1, 10, 100]
-    assert "10 of 10 steps have been repeated" in messages[9]
+    assert "10 of 10 steps have been rerun" in messages[9]
 
 
 def test_loop_without_repeated_steps_is_refused(bounds):
-    with pytest.raises(RuntimeError, match=r"--moe-alltoall-capacity-factor requires .* should_run_forward_backward"):
+    with pytest.raises(RuntimeError, match=r"--moe-alltoall-capacity-factor .*should_run_forward_backward"):
         bounds.copy_to_host()
 
 

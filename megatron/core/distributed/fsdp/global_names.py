@@ -23,7 +23,7 @@ def inner_name(name: str) -> str:
 def unused_output_weights(chunks: Iterable[torch.nn.Module]) -> set[str]:
     """Return the names of unused output layer weights in ``chunks``, without wrapper prefixes.
 
-    A stage with multi-token prediction has a copy of the embedding, which a tied output layer uses instead.
+    With multi-token prediction, a tied output layer uses the stage's copy of the embedding instead.
     """
     return {
         inner_name(f"{name}.output_layer.weight")

@@ -1,4 +1,4 @@
-"""Extend Megatron-FSDP's adapter by device meshes that support pipeline stages.
+"""Extend Megatron-FSDP's adapter with device meshes for pipeline stages.
 
 megatron-core creates the mesh over all ranks of the job, although a pipeline stage contains only some of them.
 """

@@ -49,7 +49,7 @@ class Failure:
         rank: The global rank that failed.
         where: The pass or phase that failed.
         cause: The type and message of the exception.
-        interrupted: Whether the exception is not an ``Exception``, for example KeyboardInterrupt or SystemExit.
+        interrupted: Whether it was KeyboardInterrupt, SystemExit or another direct BaseException.
     """
 
     rank: int
@@ -138,7 +138,7 @@ class Ballot:
             late = [rank for rank in self._ranks if not self._is_here(rank)]
             raise RuntimeError(
                 f"rank {self._rank} waited {self._timeout} in a CUDA graph capture for rank "
-                f"{' and '.join(map(str, late))}, which died, waits for another rank, or launches fewer collectives. "
+                f"{' and '.join(map(str, late))}: dead, waiting for another rank, or launching fewer collectives. "
                 "If it was only slow, raise --distributed-timeout-minutes."
             ) from error
         failed, agreed = json.loads(store.get(verdict))

@@ -115,8 +115,8 @@ class ModuleHooks:
         """
         if not outside_only and module._backward_hooks and not module._is_full_backward_hook:
             raise UnsupportedError(
-                f"{type(module).__name__} has a hook registered by register_backward_hook, which replays would call "
-                "with different gradients: use register_full_backward_hook"
+                f"{type(module).__name__} has a hook registered by register_backward_hook, but replays would pass it "
+                "different gradients: use register_full_backward_hook"
             )
         saved = {name: dict(getattr(module, name)) for name in (*_HOOK_DICTS, *_FLAG_DICTS)}
         hooks = [item for name in _HOOK_DICTS for item in saved[name].items()]

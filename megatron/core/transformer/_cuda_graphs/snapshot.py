@@ -126,7 +126,7 @@ class Aspect:
         self.seen = glance() if glance else self._then
 
     def changed(self) -> bool:
-        """Return whether a value has changed; for calls after ``glance`` has returned a value other than ``seen``."""
+        """Return whether a value has changed. Call this only if ``glance()`` differs from ``seen``."""
         if self._read() != self._then and self.change():  # without a Python call per value if nothing has changed
             return True
         self.seen = self.glance()
@@ -188,7 +188,7 @@ class Snapshot:
         return f"changed since capture: {', '.join(changes)}; {self._advice}"
 
     def check(self) -> None:
-        """Raise ChangedSinceCaptureError, naming the changes, if any; for passes that cannot run eagerly."""
+        """Raise ChangedSinceCaptureError if there are changes; for passes that cannot run eagerly."""
         if self.changed():
             raise ChangedSinceCaptureError(self.reason())
 
@@ -300,7 +300,7 @@ _Place = tuple[dict[str, Any], str, str]  # a dict, a key, and the name of that 
 
 
 def _reader(places: Iterable[_Place]) -> Callable[[], list[Any]]:
-    """Return a function that reads the entries, with None for missing ones."""
+    """Return a function that reads the entries ``places``, with None for missing ones."""
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
 
     def read() -> list[Any]:
@@ -516,7 +516,7 @@ def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None
             if _differ(own.get(key), copied):
                 raise UnsupportedError(
                     f"each forward pass changes {key} of {kind}, but a replay would not: keep data in a buffer on the "
-                    "device and change it in place, set functions only once, or set --cuda-graph-modules to other "
+                    "device and change it in place, assign functions once, or set --cuda-graph-modules to other "
                     "parts of layers"
                 )
     except BaseException:

@@ -668,8 +668,7 @@ class ReplayNode(torch.autograd.Function):
         graphed, options, round_ = ctx.replayed
         if torch.is_grad_enabled():  # create_graph=True
             raise RuntimeError(
-                f"{graphed.name}: CUDA graphs compute first derivatives only, without create_graph=True: run it "
-                "eagerly for second derivatives"
+                f"{graphed.name}: CUDA graphs do not support create_graph=True: run it eagerly for second derivatives"
             )
         return None, None, *graphed.replay_backward(grads, options, round_, ctx)
 
@@ -830,7 +829,7 @@ def _delays_weight_gradients(module: Any) -> bool:
 def _is_read_later(param: torch.Tensor) -> bool:
     """Return whether a hook after the delayed weight gradients reads the gradient of ``param``.
 
-    TransformerEngine marks parameters of modules that delay weight gradients. For these, backward returns a
+    TransformerEngine sets ``skip_backward_post_hook`` if its module delays weight gradients. Backward then returns a
     placeholder, or a bias gradient that the hook reads later, so it is not copied and must stay valid until then.
     """
     return getattr(param, "skip_backward_post_hook", False)

@@ -107,7 +107,7 @@ def make_graphed_callables(
     replays cannot be differentiated again.
     """
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
-        raise RuntimeError("capture under autocast requires torch.autocast(..., cache_enabled=False)")
+        raise RuntimeError("autocast would cache weights during capture: use torch.autocast(..., cache_enabled=False)")
     alone = not isinstance(modules, tuple)
     callables: tuple[Callable, ...] = modules if isinstance(modules, tuple) else (modules,)
     for func in callables:
@@ -119,11 +119,11 @@ def make_graphed_callables(
         _check_module(name, module)
     modes = {module.training for _, module in named}
     if len(modes) > 1:
-        raise RuntimeError("modules must be all in training mode or all in evaluation mode: call train() or eval()")
+        raise RuntimeError("some modules are in training mode and some in evaluation mode: call train() or eval()")
     if _order is not None:
         plan = ordered_plan(_order, _num_layers_per_chunk, len(callables))
     elif len({module for _, module in named}) < len(named):
-        raise ValueError("a module is given twice: pass _order, which returns a graph for each entry")
+        raise ValueError("a module is given twice: pass _order to capture a module more than once")
     elif _reuse_graph_input_output_buffers:
         raise ValueError("_reuse_graph_input_output_buffers requires _order: pass it")
     else:
@@ -195,8 +195,7 @@ def _check_module(name: str, module: torch.nn.Module) -> None:
     for child in module.modules():
         if isinstance(vars(child).get("forward"), GraphedCallable):
             raise RuntimeError(
-                f"{name} already has graphs, in {type(child).__name__}, and a graph cannot be captured in another: "
-                "call its reset() first"
+                f"{name} already has graphs, in {type(child).__name__}: call reset() of that module first"
             )
     if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         raise RuntimeError(

@@ -21,9 +21,7 @@ def _clone_nested_tensors(value: Any) -> Any:
 
     def clone(leaf: Any) -> Any:
         if isinstance(leaf, (set, frozenset)):
-            raise TypeError(
-                "CUDA graphs need tensors in a fixed order, which a set does not have: use a tuple or a list"
-            )
+            raise TypeError("a set has no fixed order of tensors for CUDA graphs: use a tuple or a list")
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
     return tree_map(clone, value)
@@ -178,8 +176,8 @@ def refuse_host_draws() -> Iterator[None]:
     drawn = next((name for name, state in before.items() if not _are_equal(state, now[name])), "")
     if drawn:
         raise UnsupportedError(
-            f"the captured code, or another thread, draws random numbers on the host ({drawn}), which each replay "
-            "would repeat: draw and use them on the device (torch.rand(..., device='cuda')), or set "
+            f"the captured code, or another thread, draws random numbers on the host ({drawn}), and each replay "
+            "would repeat them: draw and use them on the device (torch.rand(..., device='cuda')), or set "
             "--cuda-graph-modules to other parts of layers"
         )
 

@@ -63,7 +63,7 @@ class ArgMetadata:
             self.cg_buffer_metadata: CudagraphBufferMetadata = arg.cg_buffer_metadata
 
     def zeros_like(self) -> torch.Tensor:
-        """Return zeros with the shape, strides, dtype, device and ``requires_grad`` of the described tensor.
+        """Return zeros with the shape, strides, dtype, device and ``requires_grad`` of the tensor.
 
         Raises:
             ArgumentTypeError: The argument is not a tensor.
@@ -75,7 +75,7 @@ class ArgMetadata:
 
 
 def metadata_of(meta: ArgMetadata) -> CudagraphBufferMetadata:
-    """Return the buffer metadata of the described tensor; create it if the tensor was not in a recorded step."""
+    """Return the buffer metadata of the tensor; create it if the tensor was not in a recorded step."""
     if not hasattr(meta, "cg_buffer_metadata"):
         meta.cg_buffer_metadata = CudagraphBufferMetadata()
     return meta.cg_buffer_metadata
@@ -123,7 +123,7 @@ def tensors_of(args: Any, kwargs: Mapping[str, Any] | None = None) -> tuple[torc
 
 
 def metas_of(args: Any, kwargs: Mapping[str, Any] | None = None) -> list[ArgMetadata]:
-    """Return the metadata of the tensors in described arguments, in the order of ``tensors_of``."""
+    """Return each ``ArgMetadata`` of a tensor in ``args`` and ``kwargs``, in the order of ``tensors_of``."""
     return [leaf for leaf in leaves_of(_values(args, kwargs)) if isinstance(leaf, ArgMetadata)]
 
 
@@ -133,7 +133,7 @@ def described(tree: Any) -> Any:
 
 
 def with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return ``tree`` with each tensor or tensor description replaced by the next one of ``tensors``."""
+    """Return ``tree`` with each tensor, or ``ArgMetadata`` of one, replaced by the next of ``tensors``."""
     return tree_map(lambda leaf: next(tensors) if isinstance(leaf, (torch.Tensor, ArgMetadata)) else leaf, tree)
 
 

@@ -182,12 +182,12 @@ class _CudagraphGlobalRecord:
     """The first passes of all runners, in execution order.
 
     Graphs share one memory pool, so they must be captured in the order in which they will run: a graph may use memory
-    that earlier graphs have freed. ``cudagraph_created`` and both records may be assigned.
+    that earlier graphs have freed. Users may set ``cudagraph_created`` and both records.
 
     Attributes:
         cudagraph_created: Whether the recorded graphs were captured; if so, modules replay.
         capture_failed: Whether a capture failed since ``forget_graphs``; if so, modules run eagerly in training.
-        cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``, with described arguments.
+        cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``, tensors as ArgMetadata.
         cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of inference graphs.
         recording: State shared by the runners of ``cudagraph_record``, or of the last capture.
         tensor_reuse_pool: Static tensors of ``recording``.
@@ -217,7 +217,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def record_fwd_graph(cls, runner: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record the first forward pass of ``runner``, with described arguments and outputs."""
+        """Record the first forward pass of ``runner``, with ``ArgMetadata`` in place of tensors."""
         cls.cudagraph_record.append((runner, "fwd", args, kwargs, out))
 
     @classmethod
@@ -259,7 +259,7 @@ class _CudagraphGlobalRecord:
         log_single_rank(
             logger,
             logging.INFO,
-            f"captured {len(cls.cudagraph_record)} CUDA graphs in {stats['time']:.2f} s; "
+            f"Captured {len(cls.cudagraph_record)} CUDA graphs in {stats['time']:.2f} s; "
             f"memory: {stats['allocated_bytes'] / 2**20:.0f} MiB allocated, "
             f"{stats['reserved_bytes'] / 2**20:.0f} MiB reserved",
         )

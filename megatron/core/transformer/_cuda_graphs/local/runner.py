@@ -105,14 +105,14 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         cache_key: The manager's lookup key for the runner; None to compare arguments instead.
 
     Attributes:
-        args, kwargs: The described arguments of the recorded call.
-        returned: The description of the function's output in the last warm-up or capture.
+        args, kwargs: The arguments of the recorded call, with each tensor as ``ArgMetadata``.
+        returned: The function's output in the last warm-up or capture, with each tensor as ``ArgMetadata``.
         grad_enabled: Whether there is, or will be, a backward graph.
         is_forward_only: Whether the call was recorded without grad.
         is_frozen: Whether the call was recorded with grad enabled but no output required grad.
         backward_pass: Autograd's graph task ID of the recorded backward pass.
         shared_params: Parameters that other runners use in the same backward pass, so that autograd sums gradients.
-        inputs, outputs: Descriptions of the graph's input and output tensors.
+        inputs, outputs: ``ArgMetadata`` of the graph's input and output tensors.
         graphs: The graphs with their static tensors; None before the capture.
         status: The next pass.
 
@@ -282,8 +282,8 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         """Capture the forward graph.
 
         Args:
-            args, kwargs: The arguments, or their descriptions.
-            outputs: The description of the recorded call's output; None without a recorded call.
+            args, kwargs: The arguments; tensors may be ``ArgMetadata``.
+            outputs: The recorded call's output, with each tensor as ``ArgMetadata``; None without a recorded call.
             clone_inputs: Whether to use static inputs from the pool instead of the tensors in the arguments.
 
         Raises:
@@ -422,8 +422,8 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         for param, grad in zip(self.params_to_backprop, graphs.grad_params, strict=True):
             if grad is None and param._backward_hooks:
                 raise UnsupportedError(
-                    f"{self.name}: a parameter of shape {tuple(param.shape)} has a hook (register_hook), which would "
-                    "not receive a gradient from a CUDA graph (--cuda-graph-impl local): remove the hook, or use "
+                    f"{self.name}: a parameter of shape {tuple(param.shape)} has a hook (register_hook), but a CUDA "
+                    "graph would pass it no gradient (--cuda-graph-impl local): remove the hook, or use "
                     "--cuda-graph-impl none"
                 )
         self.fwd_graph_recorded = True

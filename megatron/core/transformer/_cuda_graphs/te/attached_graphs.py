@@ -29,7 +29,7 @@ def attach_graphs(
     snapshots: Sequence[Snapshot],
     eager_passes: EagerPasses | None,
 ) -> None:
-    """Attach graphs to layers. Without Megatron-FSDP, which checks parameter addresses itself, replays check them.
+    """Attach graphs to layers. Replays check parameter addresses, unless Megatron-FSDP does.
 
     Args:
         layers: The captured layers of each chunk, one for each of ``snapshots``.

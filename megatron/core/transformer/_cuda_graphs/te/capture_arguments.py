@@ -173,7 +173,7 @@ def _amax_reduction_group(stage: Stage) -> torch.distributed.ProcessGroup:
     name = "tp_cp" if stage.config.tp_only_amax_red else "tp_dp_cp"
     group = getattr(stage.groups, name, None)
     if group is None:
-        raise ArgumentError(f"quantization reduces over the process group {name}, which pg_collection lacks: add it")
+        raise ArgumentError(f"pg_collection lacks {name}, the process group for amax reduction of FP8 and FP4: add it")
     return group
 
 

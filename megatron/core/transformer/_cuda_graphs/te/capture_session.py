@@ -113,7 +113,7 @@ class CaptureSession:
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         """While several layers are captured, leave capture mode, which would change their outputs and disable hooks.
 
-        On exit, it restores generators and buffers, because a failed capture may not restore them.
+        On exit, restore generators and buffers, because a failed capture may not restore them.
         """
         self._free_gradients()
         outside = between(state._set_capture_end, state._set_capture_start)

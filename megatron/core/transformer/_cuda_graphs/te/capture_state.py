@@ -259,11 +259,11 @@ class CaptureState:
         self.scope = scope
         if scope.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
-            stage.log(level, f"layers are captured instead of the whole model, because {scope.not_model}")
+            stage.log(level, f"Layers are captured instead of the whole model, because {scope.not_model}")
         if reason := scope.why_nothing:
             stage.log(logging.WARNING, f"no CUDA graphs are captured, and training continues eagerly, because {reason}")
         elif scope.holds is Holds.LAYER and wanted != 1 and scope.not_decoder != scope.not_model:
-            stage.log(logging.INFO, f"each layer is captured separately, because {scope.not_decoder}")
+            stage.log(logging.INFO, f"Each layer is captured separately, because {scope.not_decoder}")
 
     def captures_layers_instead(self) -> bool:
         """Return whether the whole model was chosen by default, so that layers are captured if its capture fails."""

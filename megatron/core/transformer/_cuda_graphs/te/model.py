@@ -160,9 +160,9 @@ class PassGraphs:
         elif packed_otherwise:
             reason = f"it {packed_otherwise}. {ADVICE}"
         elif others:
-            reason = f"it was captured without {', '.join(others)}"
+            reason = f"capture had no {', '.join(others)}"
         elif missing := [name for name, value in zip(self._names, inputs, strict=True) if value is None]:
-            reason = f"it was captured with {', '.join(missing)}"
+            reason = f"it has no {', '.join(missing)}"
         else:
             reason = "its tensors have other shapes, dtypes or devices than at capture"
             reason += self._eager_passes.outlook if shape != self._shape else ""

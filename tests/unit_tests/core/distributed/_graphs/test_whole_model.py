@@ -242,5 +242,5 @@ def test_layers_are_captured_if_the_whole_model_cannot_be(ranks, caplog, case, c
         assert (training.helper.decoder_graphs is not None) == together
         assert [bool(layer.cuda_graphs) for layer in training.layers] == [not together] * 3
         assert training.fsdp.graphs.model_passes is None
-    (message,) = [record.message for record in caplog.records if "layers are captured instead" in record.message]
-    assert f"layers are captured instead of the whole model, because {reason}" in message
+    (message,) = [record.message for record in caplog.records if "Layers are captured instead" in record.message]
+    assert f"Layers are captured instead of the whole model, because {reason}" in message

@@ -17,7 +17,7 @@ _upstream: Any = extend(__name__)
 
 
 class MegatronFSDP(_upstream.MegatronFSDP):
-    """Replaces the hooks of megatron-core's ``MegatronFSDP`` by ``fsdp_hooks.FsdpHooks``.
+    """Replaces the hooks of megatron-core's ``MegatronFSDP`` with ``fsdp_hooks.FsdpHooks``.
 
     Arguments, methods and behavior match megatron-core.
 
@@ -149,7 +149,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def _exchange_parameters(self, distributed: bool, exchange_by_name: Callable[[], None]) -> None:
         """Swap the parameters of all modules to the optimizer's, or to the raw ones.
 
-        megatron-core's method handles new or changed models; it also marks parameters, once in each direction.
+        megatron-core's method handles new or changed models; it sets ``__fsdp_param__`` and other attributes once.
         """
         if self.is_param_fsdp_distributed == distributed:
             return

@@ -58,11 +58,11 @@ def _free_buffers(prefix: str) -> list[torch.Tensor]:
 
 
 class FixedPoolAllocator(_OwnBuffers, _upstream.FixedPoolAllocator):
-    """Extends megatron-core's ``FixedPoolAllocator`` (for units of equal size) by buffers of its own."""
+    """Extends megatron-core's ``FixedPoolAllocator`` (for units of equal size) with its own buffers."""
 
 
 class MaxPoolAllocator(_OwnBuffers, _upstream.MaxPoolAllocator):
-    """Extends megatron-core's ``MaxPoolAllocator`` (for units of any size) by buffers of its own."""
+    """Extends megatron-core's ``MaxPoolAllocator`` (for units of any size) with its own buffers."""
 
 
 class DataParallelBuffer(_upstream.DataParallelBuffer):

@@ -21,8 +21,8 @@ class UnshardedGradients:
 
     Attributes:
         buckets: The bucket indices of these gradients.
-        fused: The parameters whose gradients accumulate in place over micro-batches in models with kernels that write
-            weight gradients to ``main_grad``. Empty with ``no_shard``, where nothing is gathered.
+        fused: The parameters whose gradients accumulate in place, if the model has kernels that write to ``main_grad``.
+            Empty with ``no_shard``, which gathers nothing.
     """
 
     def __init__(self, buffer: Any):
@@ -49,8 +49,8 @@ class UnshardedGradients:
     def let_kernels_add(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Make fused kernels add to gradients of ``params`` that accumulate in place.
 
-        Kernels overwrite gradients of parameters that megatron-core marks as gathered. TransformerEngine's kernels
-        check one mark, Megatron's linear layers the other.
+        Kernels overwrite gradients if megatron-core has set ``overwrite_main_grad`` (TransformerEngine) or
+        ``__fsdp_param__`` (Megatron's linear layers).
         """
         for param in self.fused.intersection(params):
             param.overwrite_main_grad = False

@@ -105,11 +105,11 @@ REFUSED = {
         lambda: capture(uses_the_first, (device_tensor(3), device_tensor(3))),
     ),
     "modules in both modes": (
-        *(RuntimeError, "all in training mode or all in evaluation mode"),
+        *(RuntimeError, "some modules are in training mode and some in evaluation mode"),
         lambda: capture((mlp(), mlp().eval()), ((device_tensor(4, 6),), (device_tensor(4, 6),))),
     ),
     "a buffer that requires grad": (RuntimeError, "has a buffer that requires grad", trained_buffer),
-    "autocast that caches": (RuntimeError, r"requires torch\.autocast\(\.\.\., cache_enabled=False\)", cached_autocast),
+    "autocast that caches": (RuntimeError, r"use torch\.autocast\(\.\.\., cache_enabled=False\)", cached_autocast),
     "a parameter outside": (RuntimeError, r"uses a tensor of shape \(3, 3\)", parameter_outside),
     "an output outside": (RuntimeError, r"uses a tensor of shape \(3,\) that requires grad", output_outside),
     "another module's parameter": (RuntimeError, r"a tensor of shape \(6, 6\)", parameter_of_another_module),

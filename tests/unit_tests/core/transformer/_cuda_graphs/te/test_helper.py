@@ -256,7 +256,7 @@ def test_deleting_graphs_frees_them(one_stage, caplog):
     assert (layer.cuda_graphs, layer.cuda_graph_manual_hooks) == ([], [])
     assert not deleting.graphs_created()
     assert not deleting.capture_finished()
-    assert "deleted all CUDA graphs" in caplog.text
+    assert "Deleted all CUDA graphs" in caplog.text
 
 
 def test_model_with_parameters_outside_is_not_captured_whole():

@@ -89,12 +89,12 @@ class Gradients:
         waits = fsdp.dist_index.use_hybrid_fsdp or fsdp.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD
         if waits and fsdp.microbatch_count and not self.final:
             raise RuntimeError(
-                "Megatron-FSDP reduces these gradients only in the backward pass of a step's last micro-batch, and the "
-                "pipeline schedule did not mark it: set config.grad_sync_func to None, as --no-align-grad-reduce does"
+                "the gradients of this step are not reduced, because the pipeline schedule marked no backward pass as "
+                "its last: set config.grad_sync_func to None, as --no-align-grad-reduce does"
             )
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
-        """Accumulate the gradients, reduce them if this pass does so, and return whether it does."""
+        """Accumulate the gradients, and reduce them if this pass does; return whether it does."""
         fsdp = self._fsdp
         self.final = self._is_final()
         reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
@@ -247,8 +247,8 @@ class BackwardPass:
 
     def _left_out(self, param: torch.nn.Parameter) -> RuntimeError:
         return RuntimeError(
-            f"{self._fsdp.param_to_name[param]} gets a gradient outside of the CUDA graphs of the whole model, which "
-            "they do not reduce: the loss uses it outside of the model's forward pass (in a penalty, for example). Set "
+            f"{self._fsdp.param_to_name[param]} gets a gradient that the CUDA graphs of the whole model do not "
+            "reduce: the loss uses it outside of the model's forward pass (in a penalty, for example). Set "
             "--cuda-graph-layers-per-graph all: embedding, final norm and output layer then run eagerly"
         )
 

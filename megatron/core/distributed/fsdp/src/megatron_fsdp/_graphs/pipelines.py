@@ -20,7 +20,7 @@ Direction = Literal["forward", "backward"]
 
 # Appended to errors about buffers whose address changed.
 ADVICE = (
-    "graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
+    "set --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail to keep buffers in place; if "
     "both are set, the order of all-gathers changed (a unit ran out of turn, for example)"
 )
 

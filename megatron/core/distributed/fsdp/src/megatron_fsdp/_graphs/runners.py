@@ -96,7 +96,7 @@ class EagerRunner:
         """
         if not self.is_unit:
             raise TypeError(
-                f"cannot release {type(self.module).__name__}, whose parameters others may use: release FSDP units"
+                f"cannot release {type(self.module).__name__}, which is not an FSDP unit: release only FSDP units"
             )
         for bucket in self.buckets:
             self._fsdp.all_gather_pipeline.release_bucket(bucket, direction == "backward", lazy=lazy)
@@ -225,7 +225,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
             self._main_grads.check()
 
     def collect(self, param: torch.nn.Parameter) -> None:
-        """Queue ``param`` for ``after_backward``, and mark a gradient added by the graph; do nothing during capture."""
+        """Queue ``param`` for ``after_backward``; set ``grad_added_to_main_grad`` if fused. No-op during capture."""
         if self._graphs.captured is None:
             if param in self._fused:
                 param.grad_added_to_main_grad = True
@@ -252,7 +252,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
         return left
 
     def gradients_written(self) -> None:
-        """Record that the backward graph has written gradients; queue one parameter per bucket for all of them."""
+        """Record that the backward graph has written gradients; queue one parameter per bucket."""
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
         for bucket, params in self._written.items():
             one, *others = params  # handling the last of these parameters reduces the bucket
