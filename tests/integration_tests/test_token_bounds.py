@@ -103,14 +103,6 @@ def test_evaluation_loses_no_token_if_all_steps_overflow(run, kind):
 
 
 @pytest.mark.long
-def test_steps_without_overflow_run_once(run):
-    bounded = run(1.9, "model", {})
-    assert [[*each] for each in bounded.answers] == [[[step, False]] * 2 for step in range(1, STEPS + 1)]
-    assert "raise the factor" not in bounded.log
-    assert bounded.found == run(None, "eager", {}).found
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_overflow_on_one_rank_repeats_the_step_on_all(tmp_path, layout):
     ranks, flags = LAYOUTS[layout]

@@ -169,17 +169,3 @@ def test_wrong_result_counts_in_the_repeated_step_only(machine, bounds, router):
     assert machine.should_run_forward_backward(None)  # to see whether the NaN can be reproduced
     assert replays.suspended_by
     assert machine.state == type(machine.state).RERUNNING_IN_PLACE
-
-
-def test_repeated_step_reads_the_same_data(machine, bounds):
-    from megatron.core.rerun_state_machine import RerunDataIterator
-
-    data = RerunDataIterator(iter(range(10)))
-    assert machine.should_run_forward_backward(data)
-    first = [next(data), next(data)]
-    run(bounds, True)
-    assert machine.should_run_forward_backward(data)
-    assert [next(data), next(data)] == first
-    assert not machine.should_run_forward_backward(data)
-    assert machine.should_run_forward_backward(data)
-    assert next(data) == 2

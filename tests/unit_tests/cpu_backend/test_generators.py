@@ -98,33 +98,6 @@ def test_replay_draws_from_the_captured_state(default):
     assert torch.equal(out, dropped(x))
 
 
-def test_replay_of_the_megatron_tracker_matches_eager():
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    def run(graphed: bool):
-        torch.cuda.manual_seed(1)
-        tracker = CudaRNGStatesTracker(use_cudagraphable_rng=True)
-        tracker.add("model-parallel-rng", 21)
-        x = torch.ones(4, 8, **DEVICE)
-
-        def body():
-            with tracker.fork():
-                inside = dropped(x)
-            return inside, dropped(x)
-
-        if not graphed:
-            return [body() for _ in range(3)]
-        graph, outputs = capture(body, *tracker.get_states().values())
-        drawn = []
-        for _ in range(2):
-            graph.replay()
-            drawn.append(tuple(t.clone() for t in outputs))
-        return [*drawn, body()]
-
-    for eager, graphed in zip(run(False), run(True), strict=True):
-        assert all(map(torch.equal, eager, graphed))
-
-
 DRAWS = {
     "rand": lambda where: torch.rand(4, **where),
     "normal_": lambda where: torch.empty(4, **where).normal_(),

@@ -128,10 +128,6 @@ def test_every_committed_recipe_is_listed_once():
     assert {each.name for each in find([], "dgx_h200")} == {each.name for each in GPU_RECIPES}
 
 
-def test_every_cpu_recipe_has_golden_values():
-    assert [each.name for each in find([], CPU_BACKEND) if not each.golden.is_file()] == []
-
-
 @pytest.fixture(scope="module")
 def _cpu_backend():
     with on_cpu_backend(), pytest.MonkeyPatch.context() as environment:

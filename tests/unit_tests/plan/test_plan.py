@@ -73,16 +73,10 @@ def test_reason_against_the_whole_model(capsys, flags, monkeypatch):
     assert "  No graph of the whole model: a test failed" in lines
 
 
-REPLICAS = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce"
 WHOLE = {
-    "FP8 parameters": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather",
     "dropless experts": f"{EXPERTS} --moe-use-grouped-tensor",
     "multi-token prediction": "--mtp-num-layers 2 --mtp-use-repeated-layer",
     "multimodal positions": "--position-embedding-type mrope --mrope-section 2 3 3",
-    "packed": "--cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none",
-    "HSDP with a sharded optimizer": f"{REPLICAS} --outer-dp-sharding-strategy optim",
-    "context parallelism": "--context-parallel-size 2",
-    "NCCL user buffers": "--use-nccl-ub",
     "hybrid": "--hybrid-layer-pattern M*-/*M --spec tests.support.layers.hybrid_spec local",
 }
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import release_all
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import EagerRunner, PartOfModule, ReplayedRunner
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import PartOfModule, ReplayedRunner
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import PrefetchOrder
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
-from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_PRE_HANDLER
 
+from ..captured_training import in_use
 from ..fsdp_variants import STRATEGIES, Variant, small
 
 CASE = small(layers=4)
@@ -28,19 +28,6 @@ def fsdp(ranks):
 @pytest.fixture
 def layers(fsdp):
     return list(fsdp.module.decoder.layers)
-
-
-def in_use(fsdp) -> dict:
-    """Return the buffers in use in each of the two pools."""
-    groups = fsdp.param_and_grad_buffer.parameter_groups
-    unit = next(group for group in groups if group.fsdp_unit_id is not None)
-    return {
-        "parameters": dict(unit.model_weight_buffer.temporary_bucket_allocator.using_buffer),
-        "gradients": dict(unit.main_grad_buffer.temporary_bucket_allocator.using_buffer),
-    }
-
-
-NOTHING: dict[str, dict] = {"parameters": {}, "gradients": {}}
 
 
 def forward_of(hooks, layer):
@@ -85,34 +72,6 @@ def replaying(fsdp, layers, direction="backward"):
             del layer.replaying
 
 
-def test_backward_uses_the_runner_of_its_forward_pass(fsdp, layers):
-    capture(fsdp, layers)
-    fsdp._replace_param_with_raw_if_needed()
-    hooks, x = fsdp.fsdp_hooks, torch.ones(2, requires_grad=True)
-    (attach,) = [hook for hook in layers[3]._forward_hooks.values() if hasattr(hook, BACKWARD_PRE_HANDLER)]
-    for expected in (ReplayedRunner, EagerRunner):
-        if expected is ReplayedRunner:
-            layers[3].replaying = fsdp.graphs.layers[layers[3]]
-        output = attach(layers[3], (), x * 2)
-        if expected is ReplayedRunner:
-            del layers[3].replaying
-        else:
-            layers[3].replaying = fsdp.graphs.layers[layers[3]]
-        fsdp.pre_backward()
-        output.sum().backward()
-        assert type(hooks.backward.runners[layers[3]]) is expected
-        hooks.backward.drop()
-    del layers[3].replaying
-
-
-def test_mixing_a_replay_and_an_eager_pass_is_refused(fsdp, layers):
-    capture(fsdp, layers)
-    with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
-        with pytest.raises(RuntimeError, match="mixes replayed and eager forward passes"):
-            hooks.unshard_for_backward(layers[3], runner=EagerRunner(hooks.graphs, layers[3]))
-
-
 def test_gradients_computed_during_capture_are_ignored(fsdp, layers):
     with fsdp.graphs.layer_capture(layers):
         param = layers[0].mlp.linear_fc1.weight
@@ -120,7 +79,7 @@ def test_gradients_computed_during_capture_are_ignored(fsdp, layers):
         fsdp.fsdp_hooks.handle_gradient(param)
         assert param.grad is not None
         assert fsdp.grad_reduce_pipeline.grad_reduce_queue == []
-        assert in_use(fsdp)["gradients"] == {}
+        assert in_use(fsdp)[1] == {}
         param.grad = None
 
 

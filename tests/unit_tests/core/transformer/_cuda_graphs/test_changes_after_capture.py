@@ -134,7 +134,6 @@ def half(tensor):
 
 CHANGES = {
     "mode of a layer": lambda training: middle(training).eval(),
-    "mode of a dropout": lambda training: middle(training).self_attention.core_attention.attention_dropout.eval(),
     "dropout of attention": lambda training: setattr(
         middle(training).self_attention.core_attention.attention_dropout, "p", 0.5
     ),
@@ -157,10 +156,6 @@ CHANGES = {
     "hook before all modules": lambda training: register_module_forward_pre_hook(doubling_first),
     "autocast": lambda training: Within(torch.autocast("cpu", torch.bfloat16)),
     "hooks of saved tensors": lambda training: Within(torch.autograd.graph.saved_tensors_hooks(half, half)),
-    "a part exchanged": lambda training: setattr(middle(training), "self_attn_bda", _no_bias_dropout),
-    "scale of attention": lambda training: setattr(
-        middle(training).self_attention.core_attention.scale_mask_softmax, "scale", 3.0
-    ),
     "activation function": lambda training: setattr(middle(training).mlp, "activation_func", torch.tanh),
     "hook of the output layer": lambda training: model_of(training).output_layer.register_forward_hook(
         lambda module, args, output: (output[0] * 2, output[1])
@@ -171,33 +166,20 @@ CHANGES = {
 }
 
 
-def _no_bias_dropout(training, fused):
-    return lambda with_bias, residual, probability: residual + with_bias[0]
-
-
 # Outcome per scope after a change: everything runs eagerly, some layers replay, or all graphs replay.
-OUTCOMES = {
-    "mode of a layer": ("eagerly", "eagerly", "some", "some"),
-    "mode of a dropout": ("eagerly", "eagerly", "some", "some"),
-    "dropout of attention": ("eagerly", "eagerly", "some", "some"),
-    "dropout of hidden states": ("eagerly", "eagerly", "some", "some"),
-    "forward hook inside a layer": ("eagerly", "eagerly", "some", "some"),
+EAGERLY, ALWAYS = ("eagerly",) * 4, ("replays",) * 4
+OUTCOMES = dict.fromkeys(CHANGES, ("eagerly", "eagerly", "some", "some")) | {
     "hook of a layer": ("eagerly", "eagerly", "replays", "replays"),
-    "backward hook inside a layer": ("eagerly", "eagerly", "some", "some"),
-    "hook of a parameter": ("eagerly", "eagerly", "some", "some"),
     "forward of a part": ("eagerly", "eagerly", "some", "replays"),
-    "forward of a layer": ("eagerly", "eagerly", "some", "some"),
-    "hook of all modules": ("eagerly", "eagerly", "eagerly", "eagerly"),
-    "hook before all modules": ("eagerly", "eagerly", "eagerly", "eagerly"),
-    "autocast": ("eagerly", "eagerly", "eagerly", "eagerly"),
-    "hooks of saved tensors": ("eagerly", "eagerly", "eagerly", "eagerly"),
-    "a part exchanged": ("eagerly", "eagerly", "some", "some"),
-    "scale of attention": ("eagerly", "eagerly", "some", "some"),
+    "hook of all modules": EAGERLY,
+    "hook before all modules": EAGERLY,
+    "autocast": EAGERLY,
+    "hooks of saved tensors": EAGERLY,
     "activation function": ("eagerly", "eagerly", "some", "replays"),
     "hook of the output layer": ("eagerly", "replays", "replays", "replays"),
     "mode of the embedding": ("eagerly", "replays", "replays", "replays"),
-    "another optimizer": ("replays", "replays", "replays", "replays"),
-    "other weights": ("replays", "replays", "replays", "replays"),
+    "another optimizer": ALWAYS,
+    "other weights": ALWAYS,
 }
 
 

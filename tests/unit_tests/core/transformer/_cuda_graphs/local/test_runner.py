@@ -162,13 +162,6 @@ class TestPythonCalls:
 
 
 class TestStatus:
-    def test_second_forward_pass_needs_a_second_runner(self):
-        model = stack(count=1)
-        record(model)
-        model(batch(1))
-        with pytest.raises(RuntimeError, match="it waits for its backward pass"):
-            model(batch(1))
-
     def test_call_recorded_without_backward_is_refused(self):
         model = stack(count=1)
         model(batch(0))

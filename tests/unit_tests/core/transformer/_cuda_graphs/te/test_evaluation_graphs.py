@@ -57,13 +57,6 @@ def test_evaluation_replays_the_model_graph(one_rank, holds, changes):
     assert graphs.evaluation_replays == [changes.get("microbatches", 1)] * 2
 
 
-@pytest.mark.parametrize("changes", [{"holds": "decoder"}, {"holds": "layer", "dropout": 0.1}, {"mtp": 1}])
-def test_evaluation_runs_eagerly_beside_layer_graphs(one_rank, changes):
-    graphs = compared(graphed(**changes), evaluate)
-    assert graphs.evaluation_replays == [0, 0]
-    assert graphs.replays > 0
-
-
 def test_unpadded_packed_evaluation_runs_eagerly(one_rank, caplog):
     with caplog.at_level(logging.INFO):
         graphs = compared(graphed(MODEL, **PACKED), partial(evaluate_as, packed=4))
