@@ -128,7 +128,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
 
 
 def _generators() -> list[torch.Generator]:
-    """Return the generators of Megatron's RNG tracker; without CUDA graphs it holds tensors, and the list is empty."""
+    """Return the generators of Megatron's RNG tracker; an empty list if it stores tensors (without CUDA graphs)."""
     from megatron.core.tensor_parallel import random
 
     states = random.get_all_rng_states() if random._CUDA_RNG_STATE_TRACKER_INITIALIZED else None

@@ -207,7 +207,7 @@ class Block:
         dtype: Dtype of the first tensor.
         user: First operator, with the shape and dtype of the tensor, for errors.
         is_private: Whether the capture allocated it.
-        before: Bytes before the first write, of memory from outside the capture.
+        before: For memory from outside the capture, its bytes before the first write.
         aliases: Tensors of the tape in this memory.
     """
 

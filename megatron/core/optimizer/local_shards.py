@@ -279,7 +279,7 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def same(these: list[Any], those: list[Any]) -> bool:
-    """Return whether both lists hold the same objects in the same order."""
+    """Return whether both lists contain the same objects in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))
 
 

@@ -269,7 +269,7 @@ class Options:
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether whole layers are recomputed, which single-layer graphs do not support."""
+        """Whether whole layers are recomputed; graphs of one layer do not support this."""
         return bool(self.get("recompute_granularity") == "full")
 
     def recomputes(self, *modules: str) -> bool:

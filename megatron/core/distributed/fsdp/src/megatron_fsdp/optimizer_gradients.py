@@ -89,7 +89,7 @@ class OptimizerGradients:
 
 
 class GradientStorages:
-    """Storages of gradients, whose memory can be allocated and freed without replacing the tensors.
+    """Allocates and frees the memory of gradients without replacing the tensors.
 
     The memory can also be shared permanently with the activations of CUDA graphs, which are all dead when the optimizer
     runs: during a capture, call ``reserve`` before recording the graph that allocates activations, and ``adopt`` after

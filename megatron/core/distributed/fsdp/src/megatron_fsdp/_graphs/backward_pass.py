@@ -210,7 +210,7 @@ class BackwardPass:
         return self.phase is Phase.EXPECTS_GRADIENTS
 
     def start(self, *, caller_ends_it: bool = False, replayed: bool = False) -> None:
-        """Open the backward pass unless open: await all gradients, and stop prefetch and release in forward hooks.
+        """Open the backward pass if closed: await all gradients, and stop prefetch and release in forward hooks.
 
         Args:
             caller_ends_it: Whether the caller calls ``finish_backward``. Otherwise autograd does.
