@@ -200,7 +200,7 @@ WORKING = (
         "--recompute-modules core_attn, mlp, layernorm, moe, shared_experts, mla_up_proj",
         _GPU,
         f"{SELECTIVE} core_attn",
-        "saves memory in graphs of the whole model or of all layers, and in eager modules; in graphs of single layers, "
+        "saves memory in graphs of the whole model or of all layers, and in eager modules; in graphs per layer, "
         "only layernorm and mla_up_proj are recomputed",
     ),
     Working(

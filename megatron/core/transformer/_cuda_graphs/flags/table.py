@@ -185,9 +185,9 @@ _REFUSED = [
         "chunk's router: leave moe_router out of --cuda-graph-modules, or leave out --mlp-chunks-for-training",
     ),
     _refused(
-        "--recompute-granularity full with graphs of single layers",
+        "--recompute-granularity full with graphs per layer",
         lambda o: o.recomputes_layers and _captures_single_layers(o),
-        "--recompute-granularity full needs a graph that contains all layers, because graphs of single layers cannot "
+        "--recompute-granularity full needs a graph that contains all layers, because graphs per layer cannot "
         "recompute them: set --use-megatron-fsdp and --data-parallel-sharding-strategy optim_grads_params, and leave "
         "out --cuda-graph-modules and --cuda-graph-layers-per-graph 1",
         sharding=None,

@@ -126,7 +126,7 @@ def _shares_parameters(model: torch.nn.Module) -> bool:
 
 
 def num_warmup_iterations(config: Any, num_microbatches: int) -> int:
-    """Return the number of warm-up iterations, with ``num_microbatches`` each, that training steps have not yet run."""
+    """Return the number of warm-up iterations (``num_microbatches`` each) still needed after the training steps."""
     done = config.cuda_graph_warmup_steps * get_num_microbatches()
     return max(1, math.ceil((WARMUP_ITERATIONS - done) / num_microbatches))
 

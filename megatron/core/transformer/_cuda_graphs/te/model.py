@@ -196,7 +196,7 @@ class PassGraphs:
 
 
 def _may_replay_evaluation() -> bool:
-    """Return whether evaluation may replay: not during a backward pass, whose memory it could overwrite."""
+    """Return whether evaluation may replay: never during a backward pass, because it could overwrite its memory."""
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 

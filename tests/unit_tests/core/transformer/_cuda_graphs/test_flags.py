@@ -51,7 +51,7 @@ from tests.support.ranks.on_cpu_backend import on_cpu_backend
 ROOT = Path(__file__).parents[5]
 UNSHARDED = "!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format"
 WHOLE_OVERLAP = "--overlap-moe-expert-parallel-comm with DistributedDataParallel and whole layers"
-RECOMPUTED_ALONE = "--recompute-granularity full with graphs of single layers"
+RECOMPUTED_ALONE = "--recompute-granularity full with graphs per layer"
 _EXAMPLES = [
     ("--fsdp-double-buffer not given", "!fsdp-double-buffer"),
     ("--fsdp-db-use-persist-buf-on-alloc-fail not given", "!fsdp-db-use-persist-buf-on-alloc-fail"),
