@@ -63,7 +63,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[str]:
         if "tests" in case and not (case["error"] or case["differences"] or MUST_DIFFER in case["case"]):
             yield from of_case(case["case"], case.get("layout", ""))
     for row in found.get("rows", ()):
-        if row["equal"] == row["runs"]:
+        if "equal" in row and row["equal"] == row["runs"]:  # other rows record no comparison
             yield from of_variant(row["configuration"], row["variant"], found["hardware"])
     for configuration, rows in found.get("configurations", {}).items():
         for row in rows:
