@@ -2,7 +2,7 @@
 
 Replaces all functions of ``torch`` and ``torch.Tensor`` that create or move tensors, so that the emulation covers all
 threads, hooks and tensor subclasses. Without a device, or with the string "cpu", they return host tensors.
-``torch.device("cpu")`` means the device, because device tensors have it as ``.device``.
+``torch.device("cpu")`` is the emulated device: device tensors have it as ``.device``.
 """
 
 import contextlib

@@ -106,7 +106,7 @@ def compare(recipe: Recipe, metrics: golden.Metrics) -> tuple[bool, list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the recipes, print one line and the differences of each, and return the exit code."""
+    """Train the recipes, print each result and its differences, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="a model or MODEL/NAME (default: all)")
     parser.add_argument("--record", action="store_true", help="write golden values instead of comparing")

@@ -103,7 +103,7 @@ RUNS = [layout for layout in LAYOUTS if GPUS != 1 or layout == "data parallel"]
 
 @pytest.fixture(scope="session")
 def train(compare_runs):
-    """Return a function that trains a case of a layout in separate processes, which may crash."""
+    """Return a function that trains a case in subprocesses, so that pytest survives crashes."""
 
     def result(layout: str, case: dict) -> dict:
         (compared,) = compare_runs(

@@ -34,7 +34,7 @@ DIFFER = ("mem-", "cuda-graphs/", "iteration-time")
 
 
 class Run:
-    """Trains once; holds the metrics of each step and the scalars."""
+    """Trains once; stores each step's metrics and logged scalars."""
 
     def __init__(self, folder, training, graphs, more=""):
         code, flags = TRAININGS[training]

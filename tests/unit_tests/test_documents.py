@@ -1,4 +1,4 @@
-"""Test links and explanations of errors in the documents, and that tests or CI run all commands of the README."""
+"""Test that documents have valid links and explain errors, and that tests or CI run all README commands."""
 
 import ast
 import re

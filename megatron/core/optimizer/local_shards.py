@@ -33,7 +33,7 @@ class KeptGradients:
     """
 
     def __init__(self, grads: list[Any]):
-        """Store ``grads``, which must satisfy ``stay``; None for a parameter without a gradient."""
+        """Store ``grads``, which ``stay`` must accept; None for a parameter without a gradient."""
         self._grads = grads
         self._present = [grad for grad in grads if grad is not None]
         self._present_local: list[torch.Tensor] = list(map(_LOCAL, self._present))
@@ -73,7 +73,7 @@ class ListedStep(KeptGradients):
 
         Args:
             params: The local tensors of each group's parameters.
-            grads: The ``DTensor`` gradients of all parameters in this order, which must satisfy ``stay``.
+            grads: The ``DTensor`` gradients of all parameters in this order; ``stay`` must accept them.
         """
         super().__init__(grads)
         self.complete = False

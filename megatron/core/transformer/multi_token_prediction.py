@@ -27,7 +27,7 @@ class MTPLossAutoScaler(_upstream.MTPLossAutoScaler):
 
 
 class MTPLossLoggingHelper(_upstream.MTPLossLoggingHelper):
-    """Extends megatron-core's ``MTPLossLoggingHelper`` to keep process groups, which replays do not set again."""
+    """Keeps process groups and tensors when metrics are cleared, because replays do not set them again."""
 
     @staticmethod
     def clean_metrics_in_tracker() -> None:

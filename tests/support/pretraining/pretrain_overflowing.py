@@ -1,7 +1,7 @@
 """Run ``examples/pretrain_gpt.py``, routing all tokens of some ranks to the first rank's experts in some steps.
 
-OVERFLOWS is JSON that maps steps, from 1, to ranks. Each rank appends JSON lines to NOTES_PATH.RANK: each queried step,
-whether it overflowed, and finally the buffers of its routers.
+OVERFLOWS is JSON that maps steps, from 1, to ranks. Each rank appends JSON lines to NOTES_PATH.RANK: each step and
+whether it overflowed, then checksums of its routers' buffers.
 """
 
 import json

@@ -269,7 +269,7 @@ def run(
     Args:
         case: The case to train.
         kinds: Keys of ``KINDS``.
-        stride: Distance between fault indices, starting at half of it.
+        stride: Distance between fault indices; starts at stride // 2.
         write: Callback that receives the results so far.
     """
     start = time.monotonic()

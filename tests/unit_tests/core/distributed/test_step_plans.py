@@ -1,4 +1,4 @@
-"""Test that planned copies of gradients and weights match megatron-core's results."""
+"""Test that step plans copy gradients and weights as megatron-core does."""
 
 from contextlib import contextmanager
 from unittest import mock

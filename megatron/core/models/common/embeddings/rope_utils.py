@@ -1,4 +1,4 @@
-"""Split rotary embeddings among context-parallel ranks by views instead of host indices, which graphs cannot use."""
+"""Split rotary embeddings among context-parallel ranks with views: captures cannot copy indices from the host."""
 
 from typing import Any
 

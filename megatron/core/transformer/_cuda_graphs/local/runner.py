@@ -309,7 +309,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         kinds, recorded = ([(tuple(m.shape), m.dtype) for m in metas] for metas in (captured, self.outputs))
         if kinds != recorded:
             raise RuntimeError(
-                f"{self.name} returned {kinds} in capture, but {recorded} when it was recorded: return the same "
+                f"{self.name} returned {kinds} in the capture, but {recorded} in the recorded step: return the same "
                 "tensors in both"
             )
         outputs = tensors_of(graphs.outputs)

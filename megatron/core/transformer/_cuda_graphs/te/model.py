@@ -430,9 +430,9 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
 
 @contextmanager
 def _around_passes(models: Iterable[Any], kept: list[Any]) -> Iterator[None]:
-    """Append the outputs of rotary embeddings to ``kept`` within the context, as their cache may evict them later.
+    """Within the context, append rotary embedding outputs to ``kept``, because their cache may evict them.
 
-    On exit, restore the input hidden states of later chunks, because evaluation is captured within a call.
+    On exit, restore the input tensors of later chunks, which the capturing evaluation call still reads.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
