@@ -13,17 +13,13 @@ several epochs. The reward of a sequence is the share of even tokens.
 """
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
+from training_loop import build_optimizer, run, shard
 
-from megatron.core import num_microbatches_calculator, parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -53,21 +49,6 @@ def unwrapped(impl: str, layers_per_graph: str | None = None):
     config.cuda_graph_layers_per_graph = layers_per_graph
     model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE, position_embedding_type="rope")
     return model.cuda().bfloat16(), config
-
-
-def wrapped(model, config):
-    """Wrap a model with Megatron-FSDP."""
-    sharding = DistributedDataParallelConfig(
-        use_megatron_fsdp=True,
-        use_distributed_optimizer=True,
-        data_parallel_sharding_strategy="optim_grads_params",
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        fsdp_double_buffer=True,
-        fsdp_db_use_persist_buf_on_alloc_fail=True,
-        megatron_fsdp_cuda_graph_mode=config.cuda_graph_impl != "none",
-    )
-    return FullyShardedDataParallel(config, sharding, model)
 
 
 def losses_of(model, tokens):
@@ -153,15 +134,11 @@ def report(phase):
 def train(impl: str) -> None:
     """Train, and print the reward, the loss and the gradient norm of each epoch."""
     model, config = unwrapped(impl)
-    policy = wrapped(model, config)
-    adam = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, clip_grad=1.0, use_distributed_optimizer=True)
-    optimizer = get_megatron_optimizer(adam, [policy])
-    config.no_sync_func = policy.no_sync
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
+    policy = shard(model, config)
+    optimizer = build_optimizer(policy, config)
     # The reference model does not train, so request a whole-model graph explicitly.
     model, reference_config = unwrapped(impl, layers_per_graph="model")
-    reference = wrapped(model.requires_grad_(False), reference_config)
+    reference = shard(model.requires_grad_(False), reference_config)
     helpers = []
     if impl != "none":
         helpers.append(TECudaGraphHelper([policy], config, SEQUENCE, MICRO_BATCH, [optimizer]))
@@ -205,20 +182,11 @@ def train(impl: str) -> None:
 
 
 def main() -> None:
-    """Set up one rank, train, and shut down."""
+    """Train on one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda-graph-impl", choices=("none", "transformer_engine"), default="transformer_engine")
     args = parser.parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
-    parallel_state.initialize_model_parallel()
-    num_microbatches_calculator.init_num_microbatches_calculator(
-        0, None, MICRO_BATCH * MICRO_BATCHES * dist.get_world_size(), MICRO_BATCH, dist.get_world_size()
-    )
-    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
-        train(args.cuda_graph_impl)
-    torch.cuda.synchronize()
-    dist.destroy_process_group()
+    run(lambda: train(args.cuda_graph_impl), MICRO_BATCH, MICRO_BATCHES)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ STEPS, WARMUP = 8, 3
 
 def build(eager: bool):
     """Build the wrapped model, its optimizer and its configuration."""
+    model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True)
     config = TransformerConfig(
         num_layers=4,
         hidden_size=128,
@@ -44,6 +45,12 @@ def build(eager: bool):
         cuda_graph_warmup_steps=WARMUP,
     )
     model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE, position_embedding_type="rope")
+    wrapped = shard(model.cuda().bfloat16(), config)
+    return wrapped, build_optimizer(wrapped, config), config
+
+
+def shard(model, config):
+    """Wrap a model with Megatron-FSDP."""
     sharding = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
@@ -52,16 +59,19 @@ def build(eager: bool):
         overlap_param_gather=True,
         fsdp_double_buffer=True,  # graphs read and write fixed addresses
         fsdp_db_use_persist_buf_on_alloc_fail=True,
-        megatron_fsdp_cuda_graph_mode=not eager,
+        megatron_fsdp_cuda_graph_mode=config.cuda_graph_impl != "none",
     )
-    wrapped = FullyShardedDataParallel(config, sharding, model.cuda().bfloat16())
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, clip_grad=1.0, use_distributed_optimizer=True), [wrapped]
-    )
+    return FullyShardedDataParallel(config, sharding, model)
+
+
+def build_optimizer(wrapped, config):
+    """Build the optimizer of a wrapped model, and set the functions that schedules call."""
+    adam = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, clip_grad=1.0, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(adam, [wrapped])
     config.no_sync_func = wrapped.no_sync
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    return wrapped, optimizer, config
+    return optimizer
 
 
 def batches(step: int):
@@ -114,22 +124,27 @@ def train(eager: bool) -> None:
         helper.delete_cuda_graphs()  # before their process groups
 
 
-def main() -> None:
-    """Set up one rank, train, and shut down."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--eager", action="store_true", help="train without graphs")
-    args = parser.parse_args()
+def run(train, micro_batch: int, micro_batches: int) -> None:
+    """Set up this rank for steps of this many sequences and micro-batches, call ``train``, and shut down."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True)
+    ranks = dist.get_world_size()
     num_microbatches_calculator.init_num_microbatches_calculator(
-        0, None, MICRO_BATCH * MICRO_BATCHES * dist.get_world_size(), MICRO_BATCH, dist.get_world_size()
+        0, None, micro_batch * micro_batches * ranks, micro_batch, ranks
     )
     with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
-        train(args.eager)
+        train()
     torch.cuda.synchronize()
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Train on one rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--eager", action="store_true", help="train without graphs")
+    args = parser.parse_args()
+    run(lambda: train(args.eager), MICRO_BATCH, MICRO_BATCHES)
 
 
 if __name__ == "__main__":
