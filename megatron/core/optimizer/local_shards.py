@@ -19,6 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 from megatron.core.transformer._cuda_graphs.replacements import replaced_attribute
 
 from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
+from ..distributed.fsdp.src.megatron_fsdp.parameter_swap import same, values_of
 
 _LOCAL, _GRAD, _ADDRESS = attrgetter("_local_tensor"), attrgetter("grad"), methodcaller("data_ptr")
 Lists = list[list[torch.Tensor]]
@@ -165,7 +166,7 @@ class LocalShards:
         self._local_groups = [[next(left) for _ in group] for group in self._groups]
         self._listed: ListedStep | None = None
         states = optimizer.state
-        values = _values(states)
+        values = values_of(states.values())
         drop = weakref.WeakMethod(self._drop)
         self._with_states = list(states)
         self._values = [weakref.ref(value, lambda _: (method := drop()) and method()) for value in values]
@@ -207,7 +208,7 @@ class LocalShards:
         must have no step hooks, which would see local tensors.
         """
         groups, states = self._optimizer.param_groups, self._optimizer.state
-        values = _values(states)
+        values = values_of(states.values())
         return (
             len(groups) == len(self._groups)
             and all(same(group["params"], params) for group, params in zip(groups, self._groups, strict=True))
@@ -262,10 +263,6 @@ class LocalShards:
         return self._listed
 
 
-def _values(states: dict[Any, dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, states.values())))
-
-
 def _alias(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor that aliases ``value`` without keeping it alive."""
     return value._local_tensor if isinstance(value, DTensor) else value.detach()
@@ -276,11 +273,6 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     return [hook for hooks in (*own, *of_all) for hook in hooks.values()]
-
-
-def same(these: list[Any], those: list[Any]) -> bool:
-    """Return whether both lists contain the same objects in the same order."""
-    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def local_tensor(value: Any) -> Any:

@@ -9,7 +9,8 @@ from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
-from .local_shards import gradients_of, hooks_of, same
+from ..distributed.fsdp.src.megatron_fsdp.parameter_swap import same
+from .local_shards import gradients_of, hooks_of
 
 _upstream: Any = extend(__name__)
 _logger = logging.getLogger("megatron.core.transformer.cuda_graphs")

@@ -38,8 +38,8 @@ class ParameterSwap:
             for kind in (0, 1)
         ]
         self._children = [module._modules for module in modules]
-        self._modules = _values(self._children)
-        self._params = [_values(params for _, params in each) for each in self._sets]
+        self._modules = values_of(self._children)
+        self._params = [values_of(params for _, params in each) for each in self._sets]
         self._distinct = [[*dict.fromkeys(param for param in each if param is not None)] for each in self._params]
 
     def params(self, distributed: bool) -> list[torch.nn.Parameter]:
@@ -48,8 +48,8 @@ class ParameterSwap:
 
     def holds(self, distributed: bool) -> bool:
         """Return whether the modules are unchanged and have exactly the optimizer's parameters, or the raw ones."""
-        children, params = _values(self._children), _values(self._own)
-        return _same(children, self._modules) and _same(params, self._params[distributed])
+        children, params = values_of(self._children), values_of(self._own)
+        return same(children, self._modules) and same(params, self._params[distributed])
 
     def to(self, distributed: bool) -> None:
         """Set the parameters of every module to the optimizer's, or to the raw ones."""
@@ -57,10 +57,11 @@ class ParameterSwap:
             own.update(params)
 
 
-def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
+def values_of(dictionaries: Iterable[dict[Any, Any]]) -> list[Any]:
+    """Return the values of all ``dictionaries`` in order."""
     return list(chain.from_iterable(map(dict.values, dictionaries)))
 
 
-def _same(held: list[Any], expected: list[Any]) -> bool:
-    """Return whether both lists contain the same objects; called in every step, so it avoids a Python loop."""
-    return len(held) == len(expected) and all(map(is_, held, expected))
+def same(these: list[Any], those: list[Any]) -> bool:
+    """Return whether both lists contain the same objects in order; without a Python loop, as each step calls it."""
+    return len(these) == len(those) and all(map(is_, these, those))
