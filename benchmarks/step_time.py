@@ -8,7 +8,9 @@ Configurations, trained by ``examples/pretrain_gpt.py`` in bf16 with micro-batch
     C   8 layers, hidden 2048, sequence 2048, 8 experts, top-2, a shared expert
     D   4 layers, hidden 1024, sequence 512, architecture of DeepSeek-V3
     llama-3.2-3b   28 layers, hidden 3072, sequence 4096
+    llama-3.1-8b   32 layers, hidden 4096, sequence 4096
     qwen3-30b-a3b  8 of 48 layers, hidden 2048, sequence 4096, 128 experts, top-8
+    deepseek-v3    4 of 61 layers, hidden 7168, sequence 4096, 64 of 256 experts, top-8; optimizer states in bf16
     A:--num-layers 32 --global-batch-size 8    a configuration with additional flags of megatron.training
 Variants:
     eager                      Megatron-FSDP without graphs
@@ -28,11 +30,11 @@ Variants:
     native:NAME=VALUE,...:FLAGS    a variant with environment variables and flags; ~--flag removes a flag
 
 The same processes train all variants of configurations with the same rank layout sequentially, each with a fresh model,
-the same seed and the same data: first for timing, then for profiling. Variants with different ``NCCL_`` or ``CUDA_``
-variables run in separate processes. The loss and gradient norm of every step must be bit-identical to the reference;
-otherwise, or if a run fails, the exit code is 1. On a shared host, host-bound steps vary by a factor of up to 1.5
-between launches: compare several with ``--launches``. Every tenth step logs and synchronizes, so each time is a mean
-over ten steps. Without a GPU, tiny models train on the CPU backend, whose times are meaningless.
+the same seed and the same data: first for timing, then for profiling. Variants with different ``NCCL_``, ``CUDA_`` or
+``PYTORCH_`` variables run in separate processes. The loss and gradient norm of every step must be bit-identical to the
+reference; otherwise, or if a run fails, the exit code is 1. On a shared host, host-bound steps vary by a factor of up
+to 1.5 between launches: compare several with ``--launches``. Every tenth step logs and synchronizes, so each time is a
+mean over ten steps. Without a GPU, tiny models train on the CPU backend, whose times are meaningless.
 """
 
 import argparse

@@ -51,9 +51,13 @@ def _experts(hidden: int) -> str:
     return f"--moe-ffn-hidden-size {hidden} --moe-shared-expert-intermediate-size {hidden}"
 
 
-def _deepseek(experts: int, topk: int, hidden: int, rank: int) -> str:
-    ranks = f"--q-lora-rank {rank} --kv-lora-rank {rank}"
+def _deepseek(experts: int, topk: int, hidden: int, query_rank: int, rank: int) -> str:
+    ranks = f"--q-lora-rank {query_rank} --kv-lora-rank {rank}"
     return f"{DEEPSEEK} --num-experts {experts} --moe-router-topk {topk} {_experts(hidden)} {ranks}"
+
+
+def _heads(size: int, rotary: int) -> str:
+    return f"--qk-head-dim {size} --qk-pos-emb-head-dim {rotary} --v-head-dim {size}"
 
 
 @dataclass(frozen=True)
@@ -79,25 +83,32 @@ GPU_MODELS = {
     "A": _sizes(16, 2048, 16, 2048),
     "B": _sizes(8, 1024, 16, 512),
     "C": f"{_sizes(8, 2048, 16, 2048)} {MOE} {_experts(2048)} --moe-grouped-gemm",
-    "D": f"{_sizes(4, 1024, 16, 512)} {_deepseek(32, 8, 512, 512)} --ffn-hidden-size 2816 --moe-grouped-gemm "
+    "D": f"{_sizes(4, 1024, 16, 512)} {_deepseek(32, 8, 512, 512, 512)} --ffn-hidden-size 2816 --moe-grouped-gemm "
     "--moe-permute-fusion --use-precision-aware-optimizer",
     "llama-3.2-3b": f"{_sizes(28, 3072, 24, 4096)} {LLAMA} --ffn-hidden-size 8192 --vocab-size 128256",
+    "llama-3.1-8b": f"{_sizes(32, 4096, 32, 4096)} {LLAMA} --ffn-hidden-size 14336 --vocab-size 128256 "
+    "--untie-embeddings-and-output-weights",
     "qwen3-30b-a3b": f"{_sizes(8, 2048, 32, 4096)} {QWEN} --num-experts 128 --moe-ffn-hidden-size 768 "
     "--ffn-hidden-size 6144 --vocab-size 151936 --moe-grouped-gemm",
+    "deepseek-v3": f"{_sizes(4, 7168, 128, 4096)} {_deepseek(64, 8, 2048, 1536, 512)} {_heads(128, 64)} "
+    "--ffn-hidden-size 18432 --vocab-size 129280 --moe-router-topk-scaling-factor 2.5 --moe-grouped-gemm "
+    "--moe-permute-fusion --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16",
 }
 CPU_MODELS = {
     "A": _sizes(4, 64, 4, 32),
     "B": _sizes(2, 32, 4, 16),
     "C": f"{_sizes(2, 64, 4, 32)} {MOE} {_experts(64)}",
-    "D": f"{_sizes(4, 64, 4, 32)} {_deepseek(8, 4, 32, 32)} --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
-    "llama-3.2-3b": f"{_sizes(2, 64, 8, 32)} {LLAMA} --vocab-size 256",
+    "D": f"{_sizes(4, 64, 4, 32)} {_deepseek(8, 4, 32, 32, 32)} {_heads(16, 8)}",
+    **dict.fromkeys(("llama-3.2-3b", "llama-3.1-8b"), f"{_sizes(2, 64, 8, 32)} {LLAMA} --vocab-size 256"),
     "qwen3-30b-a3b": f"{_sizes(2, 64, 4, 32)} {QWEN} --num-experts 16 --moe-ffn-hidden-size 32 --vocab-size 256 "
     "~--moe-permute-fusion",
+    "deepseek-v3": f"{_sizes(4, 64, 4, 32)} {_deepseek(8, 4, 32, 32, 32)} {_heads(16, 8)}",
 }
 # Values of --cuda-graph-modules for MoE models.
 MODULES = {
     "C": ("attn", "moe_router", "moe_preprocess"),
-    "D": ("attn", "mlp", "moe_router", "moe_preprocess"),
+    **dict.fromkeys(("D", "deepseek-v3"), ("attn", "mlp", "moe_router", "moe_preprocess")),
     "qwen3-30b-a3b": ("attn", "moe_router", "moe_preprocess"),
 }
 MICRO_BATCHES = {"D": 2}  # per rank and step, if greater than 1

@@ -124,6 +124,8 @@ COLUMNS: Columns = (
     ("/eager", ("ratio_to_eager",)),
     ("/alone", ("ratio_to_compute_alone",)),
     ("/compute", ("ratio_to_compute",)),
+    ("tokens/s", ("tokens_per_second",)),
+    ("TFLOP/s", ("tflops",)),
     ("MiB", ("reserved_mib",)),
     ("peak MiB", ("max_reserved_mib",)),
     ("graphs", ("graphs",)),

@@ -12,7 +12,7 @@ ByVariant = dict[str, dict[str, Any]]
 Row = Mapping[str, Any]
 MEASURED = (
     *("ms", "ratio_to_full_iteration", "ratio_to_eager", "ratio_to_compute_alone", "ratio_to_compute"),
-    "capture_seconds",
+    *("tokens_per_second", "tflops", "capture_seconds"),
 )
 
 

@@ -29,6 +29,7 @@ from benchmarks._step_time.recorder import CaptureClock, Recorder, TrainingLog, 
 from benchmarks._step_time.resident import without_collectives  # noqa: E402
 from benchmarks._step_time.step_profile import StepProfile  # noqa: E402
 from megatron.training.global_vars import get_args  # noqa: E402
+from megatron.training.training import num_floating_point_operations  # noqa: E402
 
 
 class Worker:
@@ -74,6 +75,7 @@ class Worker:
         elif not run.profiled:  # of profiled runs, only rank 0 reports
             every = get_args().log_interval
             result |= recorder.milliseconds(run.steps // 2 + 1, run.steps, every=every)
+            result |= throughput(result["ms"])
             result["capture_seconds"] = round(self._clock.seconds, 3)
         del recorder
         result["left_mib"] = clean_up()
@@ -110,6 +112,17 @@ class Worker:
         names = ("max_memory_reserved", "memory_reserved", "max_memory_allocated", "memory_allocated")
         found = {f"{name.replace('memory_', '')}_mib": getattr(torch.cuda, name)() // 2**20 for name in names}
         return found | {"graph_pools_mib": 0 if self._on_cpu else graph_memory() // 2**20}
+
+
+def throughput(ms: float) -> dict[str, float]:
+    """Return tokens and model TFLOP (megatron-core's formula) per second and GPU, given the milliseconds of a step."""
+    args = get_args()
+    per_second = 1000 / ms / dist.get_world_size()
+    operations = num_floating_point_operations(args, args.global_batch_size)
+    return {
+        "tokens_per_second": round(args.global_batch_size * args.seq_length * per_second),
+        "tflops": round(operations / 1e12 * per_second, 1),
+    }
 
 
 def graph_memory() -> int:
