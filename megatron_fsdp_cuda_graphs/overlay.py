@@ -221,7 +221,7 @@ class ExtensionLoader(_CoreLoader):
         now = vars(module)
         replaced = {id(value) for name, value in vars(self.originals).items() if now.get(name, value) is not value}
         stale = [
-            f"{name} of {other}"
+            f"{other}.{name}"
             for other, holder in list(sys.modules.items())
             if other.startswith("megatron.") and holder is not module
             for name, value in list(vars(holder).items())
@@ -229,8 +229,8 @@ class ExtensionLoader(_CoreLoader):
         ]
         if stale:
             raise ImportError(
-                f"{', '.join(stale)} was imported from {module.__name__} before the patch replaced it, by a "
-                f"circular import: define it in {self.what} before the import that leads back to this module",
+                f"{', '.join(stale)} is not the patch's definition, because of a circular import: define it in "
+                f"{self.what} above the import that leads back to {module.__name__}",
                 name=module.__name__,
             )
 
@@ -252,8 +252,8 @@ def extend(name: str) -> Any:
         )
     if loader.originals is None:
         raise ImportError(
-            f"megatron-core's file of {name} is still running, and a circular import needs its definitions: call "
-            f"{__name__}.upstream where they are used, not at import",
+            f"{name} is not fully imported yet, because of a circular import: call {__name__}.upstream in functions "
+            "that use its definitions, not at import",
             name=name,
         )
     return loader.originals

@@ -122,13 +122,13 @@ class Check:
         self._replaced()
 
     def __str__(self) -> str:
-        sections = {"Would break:": self.broken, "Changed behind the patch, to review:": self.changed}
+        sections = {"Would break:": self.broken, "Overridden code that changed, to review:": self.changed}
         lines = [line for title, texts in sections.items() if texts for line in (title, *map("  {}".format, texts), "")]
         return "\n".join([*lines, f"{len(self.broken)} would break, {len(self.changed)} to review"])
 
     def _needs(self, module: str, name: str, where: str) -> None:
         if self.ours.has(module, name) and not self.other.has(module, name):
-            self.broken.append(f"gone: {module}.{name} ({where})")
+            self.broken.append(f"removed: {module}.{name} ({where})")
 
     def _extended(self, module: str, file: Path) -> None:
         """Check the names that an extended module uses and overrides."""
@@ -155,14 +155,14 @@ class Check:
         if before is None:
             return
         if after is None:
-            self.broken.append(f"gone, so the override is never called: {what}")
+            self.broken.append(f"removed, so the override is never called: {what}")
         elif _parameters(before) != _parameters(after) and not _takes_any(own):
             self.broken.append(f"other parameters ({_parameters(before)} -> {_parameters(after)}): {what}")
         elif ast.dump(before) != ast.dump(after):
             self.changed.append(what)
 
     def _replaced(self) -> None:
-        """Check the public definitions of the replaced module, and imports from it."""
+        """Compare the public definitions of the replaced module, and check all imports from it."""
         file = tree_file(REPLACED)
         assert file is not None
         before, after = (list(_public(core.body(REPLACED))) for core in (self.ours, self.other))

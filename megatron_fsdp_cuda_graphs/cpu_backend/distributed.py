@@ -126,7 +126,7 @@ class PremulSum:
 
 
 def _backend(name: str | None) -> str | None:
-    """Return gloo for nccl, also for "cpu:gloo,cuda:nccl".
+    """Return "gloo" for nccl or gloo (also for "cpu:gloo,cuda:nccl"), and "fake" for fake.
 
     Raises:
         ValueError: The backend is not gloo, nccl or fake.

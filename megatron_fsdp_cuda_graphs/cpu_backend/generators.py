@@ -159,7 +159,7 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def uninstall() -> None:
-    """Restore the host state as torch's default."""
+    """Copy the host's state back to torch's default generator."""
     DEFAULT.state.set(HOST.get_state())
 
 

@@ -4,8 +4,8 @@ Tensors of a tape do not own their memory, so a graph keeps no input alive and d
 Each replay checks all addresses. Storages of host memory are marked. Views share the mark, and results of operations
 outside a capture do not. All other storages are device memory.
 
-On a GPU, a later capture into a pool reuses memory without references. Here memory is never reused. Instead, a replay
-of a later graph of the pool first overwrites such memory with NaN, which exposes late reads.
+On a GPU, a later capture into a pool reuses memory that nothing references. Here memory is never reused. Instead, a
+replay of a later graph of the pool first overwrites such memory with NaN, which exposes late reads.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def poisoning(raw: torch.Tensor, dtype: torch.dtype) -> Callable[[], object]:
-    """Return a call that poisons ``raw``, the bytes of a storage of ``dtype``."""
+    """Return a function that poisons ``raw``, the bytes of a storage of ``dtype``."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return raw.zero_
     whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -130,7 +130,7 @@ class Pool:
             whole.set_(storage, 0, (0,), (1,))
 
     def overwrite_abandoned(self) -> list[Callable[[], object]]:
-        """Return calls that poison storages that only the pool references, once per storage."""
+        """Return functions that poison the storages that only the pool references. Each storage is poisoned once."""
         abandoned = [
             key
             for key, wholes in self._owned.items()
@@ -198,7 +198,7 @@ def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
 
 @dataclass(slots=True)
 class Block:
-    """A storage at its first use in a capture.
+    """A storage as it was at its first use in a capture.
 
     Attributes:
         ref: Weak reference to the storage.
@@ -302,7 +302,7 @@ class AddressBook:
 
     @functools.cached_property
     def _private_tensors(self) -> tuple[list[torch.Tensor], list[int], list[int]]:
-        """Tensors of private memory, addresses and indices, which torch compares in one call."""
+        """Tensors of private memory, their addresses and their indices: the arguments of torch's check of addresses."""
         return list(self._private.values()), [pointer for _, pointer in self._private], list(range(len(self._private)))
 
     def check(self) -> None:

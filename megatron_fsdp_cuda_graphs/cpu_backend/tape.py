@@ -124,7 +124,7 @@ def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict
 
 
 def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Callable[[], None]:
-    """Return a call that runs the collective and waits."""
+    """Return a function that runs the collective and waits."""
     call = func._op
 
     def step() -> None:
@@ -143,7 +143,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _make_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict, targets: Targets) -> Step:
-    """Return a call that runs ``func`` and copies its new results to ``targets``."""
+    """Return a function that runs ``func`` and copies its new results to ``targets``."""
     run = functools.partial(func._op, *args, **kwargs)
     if not targets:
         return run
@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
         for tensor in inputs:
             if tensor.layout is not torch.strided:
                 raise self.state.invalidate(
-                    CaptureError(f"the CPU backend records no {tensor.layout}: call {op.name} outside of captures")
+                    CaptureError(f"the CPU backend does not record {tensor.layout}: call {op.name} outside of captures")
                 )
             if tensor.dim() > 0 and is_host(tensor) and not is_pinned(tensor):
                 raise self.state.invalidate(

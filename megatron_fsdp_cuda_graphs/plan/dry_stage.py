@@ -139,7 +139,7 @@ def without_memory() -> Iterator[None]:
         wrapper = mcore_fsdp_adapter.FullyShardedDataParallel
         wrapper = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV1", wrapper)  # megatron-core 0.20
         replace(wrapper, "sync_rng_states_across_tp_group", lambda self: None)
-        # Megatron-FSDP compares the model itself with each module of each unit, for each module.
+        # For each module, Megatron-FSDP searches every unit for the whole model, which is slow.
         replace(param_and_grad_buffer, "is_submodule", lambda model, unit: False)
         replace(param_and_grad_buffer, "using_tensor_parallel", cache(param_and_grad_buffer.using_tensor_parallel))
         # These options avoid exchanging shard shapes with other ranks.

@@ -54,7 +54,7 @@ def stage_memory(helper: Any, planned: Planned, args: argparse.Namespace) -> Ite
 
 
 def fsdp_memory(helper: Any, args: argparse.Namespace) -> Counter[str]:
-    """Return the bytes that Megatron-FSDP and the optimizer allocate, by ``KINDS``. All buckets must be free."""
+    """Return the bytes that Megatron-FSDP and the optimizer allocate, keyed by ``KINDS``. All buckets must be free."""
     found: Counter[str] = Counter()
     for buffer in fsdp_buffers(helper):
         for group in buffer.parameter_groups:
@@ -75,7 +75,7 @@ def fsdp_buffers(helper: Any) -> list[Any]:
 
 
 def temporary_buffers(buffer: Any) -> Counter[str]:
-    """Return the bytes of the fixed buffers allocated for ``buffer`` so far, by ``KINDS``."""
+    """Return the bytes of the fixed buffers allocated for ``buffer`` so far, keyed by ``KINDS``."""
     allocators = (buffer.weight_alloc, buffer.transpose_weight_alloc, buffer.main_grad_alloc)
     names = tuple(f"{allocator.name}_" for allocator in allocators if hasattr(allocator, "name"))
     found: Counter[str] = Counter()

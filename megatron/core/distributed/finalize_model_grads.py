@@ -58,7 +58,7 @@ def _allreduce_embedding_grad(
 def _allreduce_replicated_grads_over_gtp_remat_group(
     model: Sequence[torch.nn.Module], *args: Any, **kwargs: Any
 ) -> None:
-    """Reduce gradients over ranks that share weights, if there are any; see megatron-core.
+    """Reduce gradients over the GTP weight rematerialization groups, if there are any; see megatron-core.
 
     Before 0.20, megatron-core collects all process groups in every step to check this.
     """

@@ -135,7 +135,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return bool(config.use_megatron_fsdp and config.data_parallel_sharding_strategy == "no_shard")
 
     def _counted(self, params: list[Any]) -> list[Any]:
-        """Return the parameters to count on this rank: all, or without sharding only on the first replica."""
+        """Return the parameters to count on this rank. Without sharding, only the first replica counts them."""
         if not self._is_unsharded():
             return params
         first = {expert: dist.get_rank(self._dist_index().get_dp_group(expert)) == 0 for expert in (False, True)}
@@ -147,7 +147,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return {param for group in groups if group.is_expert_param for param in group.params}
 
     def _filter_grads_for_norm(self, params: list[Any], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        """Return the gradients that count on this rank; see megatron-core."""
+        """Return the gradients to include in this rank's norm; see megatron-core."""
         return super()._filter_grads_for_norm(self._counted(params), *args, **kwargs)
 
     def count_zeros(self) -> float:

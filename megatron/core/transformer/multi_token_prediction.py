@@ -27,7 +27,7 @@ class MTPLossAutoScaler(_upstream.MTPLossAutoScaler):
 
 
 class MTPLossLoggingHelper(_upstream.MTPLossLoggingHelper):
-    """Keeps process groups and tensors when metrics are cleared, because replays do not set them again."""
+    """Extends megatron-core's ``MTPLossLoggingHelper`` to clear metrics in place: replays do not create them again."""
 
     @staticmethod
     def clean_metrics_in_tracker() -> None:

@@ -38,9 +38,9 @@ def test_breaking_changes(other, capsys):
     status, text = checked(other, capsys)
     assert status == 1
     for message in (
-        f"gone: {FSDP[:-3].replace('/', '.')}.setup_delayed_wgrad_acc_hook (core/distributed/fsdp/src/",
-        "gone: megatron.core.num_microbatches_calculator.get_num_microbatches (core/transformer/module.py:",
-        "gone, so the override is never called: ",
+        f"removed: {FSDP[:-3].replace('/', '.')}.setup_delayed_wgrad_acc_hook (core/distributed/fsdp/src/",
+        "removed: megatron.core.num_microbatches_calculator.get_num_microbatches (core/transformer/module.py:",
+        "removed, so the override is never called: ",
         "MegatronFSDP._register_fsdp_hooks",
         "other parameters (dp_cp_group, tp_group, ep_size=1 -> layout, dp_cp_group, tp_group, ep_size=1): ",
         "not in the patch: megatron.core.transformer.cuda_graphs.graph_of_next_year",
@@ -55,7 +55,7 @@ def test_changes_to_review(other, capsys):
     change(other, REPLACED, ("def is_graph_capturing", "def is_new(): ...\ndef is_graph_capturing"))
     status, text = checked(other, capsys)
     assert status == 0
-    assert "Changed behind the patch, to review:\n  megatron.core" in text
+    assert "Overridden code that changed, to review:\n  megatron.core" in text
     assert "MegatronFSDP.forward" in text
     assert "new: megatron.core.transformer.cuda_graphs.is_new" in text
 

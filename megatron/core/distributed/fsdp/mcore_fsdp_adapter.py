@@ -37,7 +37,7 @@ if _Base is not _upstream.FullyShardedDataParallel:
 
 
 def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
-    """Return the ranks that share parameters with this rank as a mesh, int64 ``[data parallel, tensor parallel]``.
+    """Return a mesh of the ranks that share parameters with this rank: int64 ``[data parallel, tensor parallel]``.
 
     Args:
         dp_cp_group: The group over which parameters are sharded; for experts, the expert-data-parallel group.
@@ -47,7 +47,7 @@ def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
 
 
 def _get_hsdp_tp_mesh(outer_fsdp_dp_group, dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
-    """Return ``_get_dp_tp_mesh`` of all HSDP replicas, int64 ``[replicas, data parallel, tensor parallel]``."""
+    """Return a mesh of these ranks in all HSDP replicas: int64 ``[replicas, data parallel, tensor parallel]``."""
     return _mesh_of(outer_fsdp_dp_group, dp_cp_group, tp_group)
 
 

@@ -49,7 +49,7 @@ class Failure:
         rank: The global rank that failed.
         where: The pass or phase that failed.
         cause: The type and message of the exception.
-        interrupted: Whether it was KeyboardInterrupt, SystemExit or another direct BaseException.
+        interrupted: Whether the exception was KeyboardInterrupt, SystemExit or another non-``Exception``.
     """
 
     rank: int
@@ -95,7 +95,7 @@ class Ballot:
 
         Args:
             failure: This rank's failure. It decides the vote immediately.
-            objections: This rank's objection to each topic; empty if it has none. All ranks pass the same topics.
+            objections: This rank's objections by topic, empty for topics without one. All ranks pass the same topics.
 
         Returns:
             For each topic, one rank's objection; empty if no rank objects.
@@ -138,8 +138,8 @@ class Ballot:
             late = [rank for rank in self._ranks if not self._is_here(rank)]
             raise RuntimeError(
                 f"rank {self._rank} waited {self._timeout} in a CUDA graph capture for rank "
-                f"{' and '.join(map(str, late))}: dead, waiting for another rank, or launching fewer collectives. "
-                "If it was only slow, raise --distributed-timeout-minutes."
+                f"{' and '.join(map(str, late))} (dead, waiting for another rank, or launching fewer collectives). "
+                "Look at its log. If it was only slow, raise --distributed-timeout-minutes."
             ) from error
         failed, agreed = json.loads(store.get(verdict))
         self._votes += 1
@@ -178,7 +178,7 @@ class CaptureAgreement:
         self._where = f"{where}, {phase}" if phase else where
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Return a layer's capture-time ``hooks``, with hooks that call ``begin`` with ``name`` before each pass."""
+        """Return a layer's capture-time ``hooks``, preceded by hooks that call ``begin(name, phase)``."""
         kinds: dict[str, Any] = {**hooks}
         for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
             begin: Callable[..., None] = lambda *call, phase=phase: self.begin(name, phase)  # noqa: E731

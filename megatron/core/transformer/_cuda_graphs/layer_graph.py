@@ -45,7 +45,7 @@ class LayerGraph:
         ignored: Keywords that the graphs do not need.
         num_microbatches: The required number of micro-batches per step; None for any number.
         snapshot: State that the graphs depend on, checked before the layer's hooks run.
-        gathered: Memory that hooks gather; checked after they run in the first micro-batch of a step.
+        gathered: Addresses of parameters and main gradients, checked after the hooks of a step's first micro-batch.
         may_run_eagerly: Whether passes that do not match the graphs run eagerly. If so, all passes without gradients
             run eagerly, because replays of routers would count their tokens.
         eager_passes: Counts passes that run eagerly; shared by all layers.

@@ -300,7 +300,7 @@ _Place = tuple[dict[str, Any], str, str]  # a dict, a key, and the name of that 
 
 
 def _reader(places: Iterable[_Place]) -> Callable[[], list[Any]]:
-    """Return a function that reads the entries ``places``, with None for missing ones."""
+    """Return a function that reads the dict entries ``places``, and returns None for each missing entry."""
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
 
     def read() -> list[Any]:

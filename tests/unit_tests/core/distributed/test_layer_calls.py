@@ -109,4 +109,4 @@ def test_steps_reading_between_layers_run_eagerly(one_rank, caplog):
         training.delete()
     assert traces[0].differences(traces[1]) == []
     assert traces[1].step_replays[1:] == [0, 2]
-    assert "capture had no extract_layer_indices" in caplog.text
+    assert "captured without extract_layer_indices" in caplog.text

@@ -133,8 +133,8 @@ class GraphedCallable:
         forward_graph: The forward graph; None before capture and after ``reset``.
         backward_graph: The backward graph; None if nothing requires grad.
         weight_gradient_graph: The graph of delayed weight gradients; None if backward delays none.
-        order: Checks the order of replays by the number of each pass: ``forward_turn``, and ``backward_turn``, which is
-            None if the backward pass overwrites nothing.
+        order: Checks the order of replays. The numbers of the passes are ``forward_turn`` and ``backward_turn``; the
+            latter is None if the backward pass overwrites nothing.
         replays: Number of replays of the forward graph.
         round: Round of the last forward replay, from ``order``.
     """
@@ -327,7 +327,7 @@ class GraphedCallable:
         return grads, ()
 
     def _check_gradients(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Return a context for a backward pass. In the first pass, it rejects gradients that replays would lose.
+        """Return a context that rejects gradients that replays would lose; later backward passes are not checked.
 
         These are gradients of tensors outside ``leaves``, and gradients on the legacy default stream.
         """
@@ -505,7 +505,7 @@ class GraphedCallable:
         options = None
         if stream is not None or after_backward is not None:
             options = _ReplayOptions(stream, event, after_backward)
-        # Skip the Python code of Function.apply for torch.func, which takes longer than the rest of it.
+        # Skip the Python code in Function.apply that supports torch.func: it takes longer than the rest.
         apply = ReplayNode.apply if torch._C._are_functorch_transforms_active() else _fast_apply
         return self._returned(apply(self, options, *inputs, *self.params))
 
@@ -600,7 +600,7 @@ class GraphedCallable:
             self._delayed.hand_out(self._clone_param_grads)
 
     def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
-        """Set the names of the callable and its inputs in errors, and the ending of errors about shapes and dtypes."""
+        """Set the names of the callable and its inputs in errors; ``advice`` ends errors about shapes and dtypes."""
         if len(names) == len(self._expected):  # nested inputs are numbered
             self._expected.rename(owner, names.__getitem__, advice)
         self.name = owner
@@ -634,7 +634,7 @@ class GraphedCallable:
 
 
 def _places_of(tensors: Sequence[torch.Tensor | None]) -> _Places:
-    """Return static tensors with their addresses and strides, which are slow to look up."""
+    """Return each static tensor with its address and strides, which are slow to look up."""
     return [(each, 0, ()) if each is None else (each, each.data_ptr(), each.stride()) for each in tensors]
 
 
@@ -764,7 +764,7 @@ def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture 
             each.release_outputs()
             for read in gradients_read.get(step, ()):
                 graphed[read].release_gradients()
-        # If backward returns them unchanged, another slot would overwrite them before they are read.
+        # If backward returns static gradients unchanged, another slot must not overwrite them before they are read.
         if shares_memory and is_last and step.slot in lent and not each.returns_static_gradients:
             static_grads.release(lent.pop(step.slot))
 
@@ -792,7 +792,7 @@ class DelayedWeightGradients:
         return bool(self._modules)
 
     def compute(self, recording: AbstractContextManager) -> None:
-        """Compute and store the delayed gradients of the last backward pass; restore ``grad`` of parameters."""
+        """Compute and store the delayed gradients of the last backward pass; ``grad`` of parameters is unchanged."""
         # Hide grads, because modules do not replace an existing grad.
         with hide_grads_and_hooks(self._params):
             with recording:
@@ -805,7 +805,7 @@ class DelayedWeightGradients:
             compute()
 
     def hand_out(self, clone: bool) -> None:
-        """Set ``grad`` of parameters (copies with ``clone``) after a replay, and run hooks after weight gradients.
+        """After a replay, set ``grad`` of parameters (to copies with ``clone``), and run weight gradient hooks.
 
         Parameters of modules that accumulate into ``main_grad`` get no ``grad``.
         """

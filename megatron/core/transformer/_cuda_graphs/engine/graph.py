@@ -199,7 +199,7 @@ _away_from_default: dict[int, torch.cuda.Stream] = {}  # by device
 
 
 def leave_default_stream() -> None:
-    """Switch to another stream if the legacy default stream is current, on which autograd cannot be captured."""
+    """Leave the legacy default stream if it is current, because autograd cannot be captured on it."""
     device, default = torch.cuda.current_device(), torch.cuda.default_stream()
     if torch.cuda.current_stream() == default:
         if device not in _away_from_default:

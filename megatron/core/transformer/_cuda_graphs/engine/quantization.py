@@ -217,7 +217,7 @@ class RecordedQuantization:
         stashed = {id(queue): list(queue) for queue in state.fp8_tensors_recompute_buffer}
 
         def unstash() -> None:
-            # After a failed capture, the next recomputation would consume entries that the failed one left.
+            # Otherwise the next recomputation would consume FP8 tensors that a failed capture left in the queues.
             for queue in state.fp8_tensors_recompute_buffer:
                 queue.clear()
                 queue.extend(stashed.get(id(queue), ()))

@@ -24,8 +24,8 @@ class CudagraphBufferMetadata:
         cudagraph_reuse_ref_count: Number of these inputs that read a different graph's output in place.
         capture_reuse_count: During capture, number of these inputs whose graphs have not been captured yet.
         fwd_cudagraph_buffer: During capture, the static tensor for the value.
-        bwd_cudagraph_buffer: During capture, the static tensor for the gradient. It is set after capturing the backward
-            graph that computes the gradient, until the one that reads it is captured.
+        bwd_cudagraph_buffer: During capture, the static tensor for the gradient. It is set once the backward graph
+            that computes the gradient is captured, until the graph that reads the gradient is captured.
         recording: Identifies the recording. Metadata of a different recording is stale.
     """
 

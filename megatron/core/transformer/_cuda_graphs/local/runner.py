@@ -463,7 +463,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             yield
 
     def _having(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return ``params`` and sharded weights that a pass may change, except if their ``attribute`` is None."""
+        """Return ``params`` and sharded weights that a pass may change, omitting any whose ``attribute`` is None."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 

@@ -18,7 +18,7 @@ from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_e
 from .sample_inputs import LayerInputs, SampleArguments, attention_mask_type, sample_arguments
 from .stage import Layers, Stage
 
-# Iterations of a layer before capture, including training steps: the same as in torch's make_graphed_callables. (The
+# How often a layer runs before capture, including training: the same as in torch's make_graphed_callables. (The
 # recommendation of ten or eleven is specific to torch's DistributedDataParallel.)
 WARMUP_ITERATIONS = 3
 

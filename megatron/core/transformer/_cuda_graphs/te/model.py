@@ -158,11 +158,11 @@ class PassGraphs:
         if changed:
             reason = self._snapshot.reason()
         elif packed_otherwise:
-            reason = f"it {packed_otherwise}. {ADVICE}"
+            reason = f"the module {packed_otherwise}. {ADVICE}"
         elif others:
-            reason = f"capture had no {', '.join(others)}"
+            reason = f"captured without {', '.join(others)}"
         elif missing := [name for name, value in zip(self._names, inputs, strict=True) if value is None]:
-            reason = f"it has no {', '.join(missing)}"
+            reason = f"{', '.join(missing)} is missing"
         else:
             reason = "its tensors have other shapes, dtypes or devices than at capture"
             reason += self._eager_passes.outlook if shape != self._shape else ""
@@ -231,7 +231,7 @@ class ModelGraphs(PassGraphs):
         number = getattr(decoder_layers(model)[0], "current_microbatch", None)
         if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
             micro_batches = f"{len(self.slots)} micro-batches in a pipeline schedule"
-            self._note_eager_pass(f"it was captured for steps of {micro_batches}")
+            self._note_eager_pass(f"captured for steps of {micro_batches}")
             return None
         return self.slots[number]
 
@@ -535,7 +535,7 @@ def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, ar
 
 
 def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> str:
-    """Capture on all ranks, or return why no rank does; every rank raises the same error."""
+    """Capture on all ranks, or return one rank's objection. If the capture fails, all ranks raise the same error."""
     model, given = training.module, training.by_name(args, kwargs)
     agreement = CaptureAgreement(stage.groups, with_other_stages=False)  # later stages wait for this one's output
 

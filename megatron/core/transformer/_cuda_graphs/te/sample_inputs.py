@@ -63,8 +63,8 @@ def default_kwargs(
 ) -> list[dict[str, torch.Tensor]]:
     """Return the captured keyword inputs of each slot, which are the defaults of replays.
 
-    Engines share static inputs of the same shape and dtype regardless of their values. If ``layers`` have different
-    attention mask types, return copies that engines do not overwrite.
+    The engine shares static inputs of the same shape and dtype regardless of their values. If ``layers`` have different
+    attention mask types, return copies, which the engine does not overwrite.
     """
     if len({attention_mask_type(layer) for layer in layers} - {None}) < 2:
         return list(sample_kwargs)

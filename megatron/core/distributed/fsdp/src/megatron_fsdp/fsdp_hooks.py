@@ -127,7 +127,7 @@ class FsdpHooks:
         for module in root.modules():
             if len(list(module.parameters())) == parameters:
                 self._register_before_backward(module, self.start_backward)
-        # megatron-core also starts backward at the last module of the walk; the first of these hooks to run opens it.
+        # As in megatron-core, the last module also starts the backward pass; the first of these hooks to run opens it.
         self._register_before_backward(last, self.start_backward)
         root.register_load_state_dict_post_hook(self.install_loaded_parameters)
         for module in self.fsdp.modules():
@@ -250,7 +250,7 @@ class FsdpHooks:
     @torch.compiler.disable
     @runs_outside_graphs
     def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """Make autograd call ``handler(module, grads)`` at the first gradient of ``output``, with the runner."""
+        """Make autograd call ``handler(module, grads)`` at the first gradient of ``output``; a forward hook."""
         call = partial(handler, module)
         if handler == self.unshard_for_backward:
             runner = self.graphs.runner_of(module)

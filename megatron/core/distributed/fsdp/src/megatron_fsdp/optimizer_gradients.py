@@ -1,4 +1,4 @@
-"""Plan the copies of gradients before and of weights after the optimizer step; dtypes may differ."""
+"""Attach gradients before the optimizer step and copy weights after it, by copies that are planned once."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable

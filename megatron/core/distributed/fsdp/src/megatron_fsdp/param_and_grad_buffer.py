@@ -255,7 +255,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
 
     @contextmanager
     def only(self, buckets: Collection[int]) -> Iterator[None]:
-        """Context manager that gathers and prefetches only ``buckets``: all others are marked as gathered."""
+        """While in this context, gather and prefetch only ``buckets``; all others are marked as gathered."""
         self.recycle_unused_buckets()
         others = {
             key: status for key, status in self.bucket_status.items() if key[0] not in buckets and status in TO_GATHER

@@ -150,7 +150,7 @@ def test_mismatched_training_calls_are_logged_once(caplog):
             model(ids(), ids(), mask(), torch.zeros(8, 2, 4), ids())
     (record,) = caplog.records
     assert "Model runs eagerly because its CUDA graphs do not fit the call" in record.message
-    assert "capture had no decoder_input" in record.message
+    assert "captured without decoder_input" in record.message
 
 
 def test_copied_model_runs_eagerly():
@@ -168,7 +168,7 @@ def test_loss_mask_is_a_static_input(caplog):
     assert graphs.slots[0].replayed[0][-1] is given
     assert not replays(model, ids(), ids(), None, labels=ids())
     (record,) = caplog.records
-    assert record.message.endswith("do not fit the call: it has no loss_mask")
+    assert record.message.endswith("do not fit the call: loss_mask is missing")
     for other in (torch.ones(SHAPE, dtype=torch.bool), torch.ones(1, *SHAPE)):
         assert not replays(model, ids(), ids(), None, labels=ids(), loss_mask=other)
 
@@ -199,7 +199,7 @@ def test_packed_sequences_become_offsets():
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
-        (None, "it was captured for packed sequences, got none. With --cuda-graph-packed-sequences"),
+        (None, "the module was captured for packed sequences, got none. With --cuda-graph-packed-sequences"),
         (
             packed(8, 8, max_seqlen_q=3),
             "captured for packed sequences with max_seqlen_q 8, got 3. With --cuda",

@@ -71,7 +71,7 @@ class Gradients:
             if getattr(param, "skip_backward_post_hook", False) and not hasattr(param, "post_wgrad_grad_acc_hook"):
                 raise RuntimeError(
                     f"{self._fsdp.param_to_name[param]} has a delayed weight gradient but no post_wgrad_grad_acc_hook "
-                    "to accumulate it: leave --delay-wgrad-compute out"
+                    "to accumulate it: leave out --delay-wgrad-compute"
                 )
         if params:
             self._accumulate_and_reduce(params)
@@ -94,7 +94,7 @@ class Gradients:
             )
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
-        """Accumulate the gradients, and reduce them if this pass does; return whether it does."""
+        """Accumulate gradients. If this backward pass reduces gradients, reduce them and return True."""
         fsdp = self._fsdp
         self.final = self._is_final()
         reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
@@ -168,7 +168,7 @@ class Phase(Enum):
     """Phase of the backward pass."""
 
     CLOSED = auto()
-    REPLAYED = auto()  # whole-model graphs run it, and hooks have no work
+    REPLAYED = auto()  # whole-model graphs run it; hooks do nothing
     EXPECTS_GRADIENTS = auto()  # hooks handle the gradients that autograd computes
     IN_PARTS = auto()  # like EXPECTS_GRADIENTS, with separate autograd passes for embedding, layers and output layer
 
@@ -180,7 +180,7 @@ class BackwardPass:
         module_names: The name of each module in the model; filled during hook registration.
         trainable: All parameters that require gradients, in order; filled during hook registration.
         runners: The runner of each module whose backward pass has begun; for replayed whole passes, their owner.
-        takers: The runner that collects a parameter's complete gradient; all other gradients are handled immediately.
+        takers: The runner that collects each parameter's gradient; all other gradients are handled immediately.
         collected: The parameters whose gradients each runner has collected but not handled yet.
     """
 
@@ -210,7 +210,7 @@ class BackwardPass:
         return self.phase is Phase.EXPECTS_GRADIENTS
 
     def start(self, *, caller_ends_it: bool = False, replayed: bool = False) -> None:
-        """Open the backward pass if closed: await all gradients, and stop prefetch and release in forward hooks.
+        """Open the backward pass if closed: await all gradients, and stop forward hooks from prefetching and releasing.
 
         Args:
             caller_ends_it: Whether the caller calls ``finish_backward``. Otherwise autograd does.

@@ -112,7 +112,7 @@ class RecordedGather(RecordedCollective):
 
 
 class RecordedReduction(RecordedCollective):
-    """The reduction of one group of gradient buckets: scaling, reduce-scatter, addition to this rank's shard.
+    """Scales and reduce-scatters one group of gradient buckets, and adds the result to this rank's shard.
 
     Args:
         reductions: The reduction pipeline, with an empty queue.
@@ -158,7 +158,7 @@ class RecordedReduction(RecordedCollective):
 
 
 def record(fsdp: Any, buckets: Iterable[int], *, reductions: bool) -> None:
-    """Record the all-gathers of ``buckets``, and optionally their reductions; no bucket may be in use."""
+    """Record all-gathers of ``buckets``, and with ``reductions`` their gradient reductions; no bucket may be in use."""
     capture = Capture(None, draws=False)
     gathers, reduces = fsdp.all_gather_pipeline, fsdp.grad_reduce_pipeline
     for group in _groups(fsdp, buckets):
@@ -181,7 +181,7 @@ def forget(fsdp: Any, buckets: Iterable[int]) -> None:
 def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> None:
     """Reduce once in each process group of ``buckets``, because communicators cannot be set up during a capture.
 
-    This reduces whatever the buckets contain, at the addresses from ``take_places``; the caller zeroes gradients later.
+    The reduced values are stale: the caller zeroes gradients later. Buckets are at the addresses from ``take_places``.
 
     Args:
         done: The process groups that have already reduced; updated even if a reduction fails.
@@ -200,6 +200,6 @@ def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> N
 
 
 def _groups(fsdp: Any, buckets: Iterable[int]) -> list[tuple[int, ...]]:
-    """Return the bucket groups of ``buckets``; a group is gathered or reduced together."""
+    """Return the groups that contain ``buckets``; the buckets of a group are gathered or reduced together."""
     groups = fsdp.param_and_grad_buffer.bucket_to_bucket_group
     return sorted({tuple(sorted(groups[bucket])) for bucket in buckets})

@@ -26,7 +26,7 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
-# Conditions on a parameter that rule out a graph, with the reason. The last one does not apply to whole-model graphs,
+# Conditions on a parameter that rule out a graph, with reasons. The last one does not apply to whole-model graphs,
 # which complete these gradients themselves.
 _OF_PARAMETERS: Sequence[tuple[Any, str]] = (
     (has_gradient_hooks, "parameter {} has hooks, or several modules share it"),
@@ -138,7 +138,7 @@ class FsdpGraphs:
     def recorded_passes(
         self, begin: Callable[[str], object], layers: Sequence[torch.nn.Module] | None = None
     ) -> RecordedPasses:
-        """Create the owner of graphs of the model or of consecutive ``layers``; ``begin``: see ``RecordedPasses``."""
+        """Create the ``RecordedPasses`` that owns the graphs of the whole model, or of consecutive ``layers``."""
         units = self.units if layers is None else {layer: self.units[layer] for layer in layers}
         return RecordedPasses(self, units, begin, holds_model=layers is None)
 
@@ -149,7 +149,7 @@ class FsdpGraphs:
 
     @contextmanager
     def layer_capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Context manager for capturing graphs of individual ``modules``, each an FSDP unit or never released.
+        """Context manager for capturing individual ``modules``: FSDP units, or modules that are never released.
 
         In the context, the model uses raw parameters, and gradients are not reduced. No collective is in flight before
         or after. On exit, all buckets used by the capture are released, and the modules have their previous parameters
@@ -212,5 +212,5 @@ class FsdpGraphs:
                 collectives.forget(self.fsdp, runner.buckets)
         self.before_evaluation.clear()
         self.fsdp.param_and_grad_buffer.leave_graphs()
-        # Replays wait for gathers across replicas inside the graphs; eager passes have not waited.
+        # Only graphs have waited for the gathers across replicas; eager passes have not.
         self.fsdp.param_and_grad_buffer.gathered_across_replicas = False

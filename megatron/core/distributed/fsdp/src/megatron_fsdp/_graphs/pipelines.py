@@ -1,4 +1,4 @@
-"""Training states of modules, and preparation and cleanup of Megatron-FSDP's pipelines around a capture.
+"""Define training states of modules, and prepare and clean up Megatron-FSDP's pipelines around a capture.
 
 Pipelines are emptied before and after a capture, and restored if it fails. Restoring them launches no collective,
 because other ranks may not take part.
@@ -74,7 +74,7 @@ def prepared(fsdp: Any) -> Iterator[None]:
 
 
 def take_places(fsdp: Any) -> None:
-    """Fix the address that each double-buffered bucket has in training, because a bucket keeps its first address.
+    """Give each double-buffered bucket the address that it has in training: a bucket keeps its first address.
 
     In training, neighboring units are in use together and alternate between the two buffers. A capture before the first
     step would assign different addresses, as it may run only some units and reduces buckets one at a time. No bucket
@@ -96,7 +96,7 @@ def take_places(fsdp: Any) -> None:
 
 
 def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
-    """Allocate the buckets of each unit's buffers in turn, then free the previous unit's buckets."""
+    """For each unit in turn, allocate the buckets of its buffers, then free the previous unit's buckets."""
     before: list[Any] = []
     for unit in [*units, ()]:
         sharded = [buffer for buffer in unit if buffer.is_data_distributed]
@@ -166,7 +166,7 @@ def take_back_unlaunched(fsdp: Any) -> None:
         if status is not BucketStatus.COMMUNICATING:
             continue
         event, _ = gathers.param_gather_event_map.get(key, (None, None))
-        # Calls in the context return a placeholder, which is replaced when they are launched together.
+        # Inside that context, calls return a placeholder until all are launched together.
         if isinstance(event, distributed_c10d._IllegalWork) or (event is None and group_of[key[0]] in unlaunched):
             gathers.param_gather_event_map.pop(key, None)
             gathers.get_fsdp_buffer(*key).free_bucket_storage()

@@ -170,7 +170,7 @@ class RecordedPasses(GraphOwner):
             yield
 
     def gather_first_unit(self, phase: Direction) -> None:
-        """Start gathering the first unit of a phase before its hook runs, which would gather the next unit first."""
+        """Start gathering the first unit of a phase, because its hook would gather the next unit first."""
         self._fsdp.all_gather_and_wait_parameters_ready(
             self._first[phase].params, prefetch=False, wait_bucket_ready=False, bwd=phase == "backward"
         )
@@ -279,10 +279,10 @@ class EvaluatedModel(RecordedPasses):
 
 
 def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:
-    """Return snapshot aspects for the addresses at which ``buffers`` (by name) allocate buckets of ``dtype``.
+    """Return aspects that compare the addresses at which ``buffers`` (by name) allocate buckets of ``dtype``.
 
     An allocator may choose a different address while other buckets are in use. If all of its memory is unmoved and
-    idle, every bucket gets the same address again. With ``dtype`` None, each buffer uses its own.
+    idle, every bucket gets the same address again. With ``dtype`` None, each buffer uses its own dtype.
     """
     whole, pooled = {}, {}
     for name, buffer in reversed(buffers.items()):

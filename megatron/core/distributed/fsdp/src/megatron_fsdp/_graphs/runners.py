@@ -1,4 +1,4 @@
-"""Gather and release the parameters of one module and handle its gradients, by runners.
+"""Define runners, which gather and release the parameters of one module and handle its gradients.
 
 ``EagerRunner`` works like megatron-core, even while whole passes are recorded. ``ReplayedRunner`` is for modules with
 their own graphs, including during capture. The forward pass stores its runner in autograd's graph for the backward
@@ -190,7 +190,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
     def select_collectives(self) -> None:
         """Select the recorded collectives to replay, with all-gathers in the order of megatron-core's hook.
 
-        No bucket may be gathered; afterwards, none is.
+        No bucket is gathered before or after.
         """
         for direction in _ORDERS:
             self._gather(self.params, direction, prefetch=True)
