@@ -262,7 +262,7 @@ class AddressBook:
         return self._blocks[place]
 
     def _is_of_the_capture(self, place: _Place) -> bool:
-        """Return whether the capture allocated a new block's storage, or one at the same address."""
+        """Return whether the capture allocated the storage ``place``, or a storage at its address."""
         storage, pointer = place
         return storage in self._private_storages or (pointer != 0 and pointer in self._private_addresses)
 

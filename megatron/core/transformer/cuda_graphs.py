@@ -322,7 +322,7 @@ class TECudaGraphHelper:
         self._recapture()
 
     def _recapture(self, not_model: str = "") -> None:
-        """Capture in place of existing graphs; ``not_model`` is why the whole model is left out, if it is."""
+        """Replace existing graphs by a new capture; ``not_model`` is the reason to exclude the whole model, if any."""
         with ExitStack() as stack:
             gathering: list[Any] = [
                 chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)

@@ -1,8 +1,8 @@
-"""Coordination of a capture across ranks: either all ranks capture, or all raise the same error.
+"""Coordinate a capture across ranks: either all ranks capture, or all raise the same error.
 
-A failed rank would leave the others waiting in the next collective. Ranks therefore vote before the capture (on the
-part of the model that each graph contains), before each collective that is not recorded (launched by Megatron-FSDP's
-hooks or, during warm-up, by layers under tensor, expert or context parallelism), and after the capture. Votes go
+A failed rank would leave the others waiting in the next collective. Ranks therefore vote before and after the capture,
+and before each collective that is not recorded. Megatron-FSDP's hooks launch such collectives; during warm-up, so do
+layers under tensor, expert or context parallelism. The first vote selects the part of the model in each graph. Votes go
 through the process groups' store on the host: the device may be busy with a collective, and a capturing stream accepts
 no other work.
 """

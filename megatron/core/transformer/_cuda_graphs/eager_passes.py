@@ -4,7 +4,7 @@ from collections import Counter
 
 
 class EagerPasses:
-    """Counts eager passes. Shapes are ``(sequence length, micro-batch size)`` of hidden states.
+    """Counts eager passes. A shape is the ``(sequence length, micro-batch size)`` of hidden states.
 
     Args:
         outlook: A log suffix that describes how long passes with a new shape run eagerly.
@@ -20,7 +20,7 @@ class EagerPasses:
         self._reasons: set[str] = set()
 
     def note(self, reason: str, shape: tuple[int, int] | None = None) -> bool:
-        """Count a pass, and its ``shape`` if that may be recaptured; return whether ``reason`` is new."""
+        """Count a pass, with its ``shape`` if a recapture may use it; return whether ``reason`` is new."""
         self.total += 1
         if shape is not None:
             self._counts[shape] += 1
@@ -29,6 +29,6 @@ class EagerPasses:
         return first
 
     def shape_of_all(self, count: int) -> tuple[int, int] | None:
-        """Return the shape of the passes since the last call; None unless there were ``count`` passes of one shape."""
+        """Return the shape that all ``count`` passes since the last call had; None if they did not share one."""
         counts, self._counts = self._counts, Counter()
         return next((shape for shape, of_shape in counts.items() if len(counts) == 1 and of_shape == count), None)

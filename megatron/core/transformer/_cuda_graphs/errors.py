@@ -1,4 +1,4 @@
-"""Exceptions. Some derive from AssertionError, as megatron-core asserts instead and callers may catch that."""
+"""Exceptions. Some derive from AssertionError, because callers may catch megatron-core's assertions."""
 
 
 class OptionsError(ValueError, AssertionError):

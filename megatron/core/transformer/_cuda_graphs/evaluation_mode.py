@@ -1,4 +1,4 @@
-"""The modes of torch and megatron-core that allow passes without gradients to replay."""
+"""Check whether the modes of torch and megatron-core allow passes without gradients to replay."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Capture of one CUDA graph: streams, memory pool, RNG states, state to restore, replay order."""
+"""Capture single CUDA graphs: streams, memory pools, RNG states, state to restore, and the order of replays."""
 
 import ctypes
 import gc

@@ -1,4 +1,4 @@
-"""The order of passes in a capture, and the reuse of static tensors between its graphs."""
+"""Plan the order of passes in a capture, and the reuse of static tensors between its graphs."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         callable_of_slot: For each slot, the index of its callable. Slots are numbered by model chunk, then
             micro-batch, then layer within the chunk; without an order there is one slot per callable.
-        runs: The steps of each entry of the order: all layers of one chunk for one micro-batch.
+        runs: For each entry of the order, the steps of all layers of one chunk for one micro-batch.
     """
 
     callable_of_slot: tuple[int, ...]
@@ -50,7 +50,7 @@ class Plan:
 
     @cached_property
     def slots_of_callables(self) -> list[list[int]]:
-        """The slots of each callable, by micro-batch."""
+        """The slots of each callable, in the order of micro-batches."""
         slots: list[list[int]] = [[] for _ in {*self.callable_of_slot}]
         for slot, index in enumerate(self.callable_of_slot):
             slots[index].append(slot)

@@ -1,8 +1,8 @@
-"""Quantized layers (FP8, FP4) in CUDA graphs, implemented with TransformerEngine.
+"""Support TransformerEngine's quantized layers (FP8, FP4) in CUDA graphs.
 
-Some work cannot be recorded and runs on the host: TransformerEngine's ``autocast`` during capture, and at replay the
-registration of delayed-scaling statistics, their reduction after the first module's backward pass, and the flag for
-cached quantized weights. The protocol follows ``make_graphed_callables`` of TransformerEngine 2.20.
+Some work cannot be recorded and runs on the host. A capture enters TransformerEngine's ``autocast``. A replay registers
+the statistics of delayed scaling, reduces them after the first module's backward pass, and sets the flag for cached
+quantized weights. The protocol follows ``make_graphed_callables`` of TransformerEngine 2.20.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Definitions of this patch's flags, and access to options in parsed flags or configurations."""
+"""Define this patch's flags, and read options from parsed flags or configurations."""
 
 import argparse
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Arguments of graphed calls: tensor metadata, traversal of nested arguments, and comparison with the capture."""
+"""Describe arguments of graphed calls, traverse nested ones, and compare them with the capture."""
 
 import copy
 import dataclasses

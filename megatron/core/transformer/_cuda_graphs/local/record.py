@@ -1,4 +1,4 @@
-"""Recorded passes of the process, and capture of their graphs."""
+"""Record the passes of this process, and capture their graphs."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Runner of one module or function call: recorded in the first training step, then replayed as CUDA graphs."""
+"""Run one module or function: recorded eagerly in the first training step, then replayed as CUDA graphs."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -111,7 +111,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         is_forward_only: Whether the call was recorded without grad.
         is_frozen: Whether the call was recorded with grad enabled but no output required grad.
         backward_pass: Autograd's graph task ID of the recorded backward pass.
-        shared_params: Parameters that other runners use in the same backward pass, so that autograd sums gradients.
+        shared_params: Parameters that other runners use in the same backward pass; autograd sums their gradients.
         inputs, outputs: ``ArgMetadata`` of the graph's input and output tensors.
         graphs: The graphs with their static tensors; None before the capture.
         status: The next pass.

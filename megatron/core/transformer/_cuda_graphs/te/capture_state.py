@@ -1,4 +1,4 @@
-"""Selection and ownership of the graphs of a pipeline stage: the whole model, all decoder layers, or each layer."""
+"""Select and own the graphs of a pipeline stage: of the whole model, of all decoder layers, or of each layer."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Conditions for recapturing graphs with a new shape, and the recapture limit."""
+"""Decide when to recapture graphs for a new shape, and limit the number of recaptures."""
 
 from collections.abc import Sequence
 

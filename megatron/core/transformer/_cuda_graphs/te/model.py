@@ -201,7 +201,7 @@ def _may_replay_evaluation() -> bool:
 
 
 class ModelGraphs(PassGraphs):
-    """Graphs of a language model or a pipeline chunk: from tokens or hidden states to losses or hidden states.
+    """Graphs of a language model or a pipeline chunk, from tokens or hidden states to losses or hidden states.
 
     They match calls with labels (if the model computes losses), in steps with as many micro-batches as at capture.
     """

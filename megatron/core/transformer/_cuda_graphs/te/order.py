@@ -1,4 +1,4 @@
-"""Conversion of a pipeline schedule to the capture order of graphs.
+"""Convert a pipeline schedule to the capture order of graphs.
 
 In an order, as in the argument ``_order`` of ``make_graphed_callables``, ``c`` is the forward pass of model chunk ``c``
 (1-based), ``-c`` is its backward pass and ``-c - 0.5`` is its delayed weight gradient computation.

@@ -1,4 +1,4 @@
-"""Description of a pipeline stage to capture: model chunks and their layers."""
+"""Describe a pipeline stage to capture: its model chunks and their layers."""
 
 import logging
 from collections.abc import Callable, Sequence

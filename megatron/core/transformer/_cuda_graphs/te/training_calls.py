@@ -1,4 +1,4 @@
-"""Observation of training calls before a capture, and the arguments that model graphs accept."""
+"""Observe training calls before a capture, and define the arguments that graphs of models accept."""
 
 import inspect
 from collections.abc import Iterable, Mapping

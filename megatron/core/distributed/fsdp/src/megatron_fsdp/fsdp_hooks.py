@@ -239,7 +239,7 @@ class FsdpHooks:
     def attach_after_backward(
         self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Make autograd call ``handler(module)`` after ``module``'s backward pass; a forward-pre hook."""
+        """As a forward-pre hook, make autograd call ``handler(module)`` after the backward pass of ``module``."""
         if not torch.is_grad_enabled():
             return None
         if self.graphs.runner_of(module).frames_backward:
@@ -250,7 +250,7 @@ class FsdpHooks:
     @torch.compiler.disable
     @runs_outside_graphs
     def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """Make autograd call ``handler(module, grads)`` at the first gradient of ``output``; a forward hook."""
+        """As a forward hook, make autograd call ``handler(module, grads)`` at the first gradient of ``output``."""
         call = partial(handler, module)
         if handler == self.unshard_for_backward:
             runner = self.graphs.runner_of(module)

@@ -325,8 +325,8 @@ class GradReducePipeline(_upstream.GradReducePipeline):
 
     Attributes:
         recorded: The ``RecordedReduction`` of each bucket group, keyed by the group's first bucket.
-        marked: While a graph of a backward pass is recorded, the events that its replays record after the reduction of
-            each bucket group, in graph order. None if nothing waits for them.
+        marked: While a backward graph is captured, the events that it records, one after the reduction of each bucket
+            group, in graph order; None if nothing waits for them.
         replayed: The events of the current backward pass if it is a replay.
         order: The order of bucket groups in reductions across HSDP replicas.
     """

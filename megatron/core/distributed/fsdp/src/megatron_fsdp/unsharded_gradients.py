@@ -17,7 +17,7 @@ REDUCES_EVERY_BACKWARD = ("optim_grads", "optim_grads_params")
 
 
 class UnshardedGradients:
-    """Scales the unsharded main gradients of one model once per step; reductions of ``buffer`` no longer do.
+    """Scales the unsharded main gradients of one model once per step, instead of in each reduction of ``buffer``.
 
     Attributes:
         buckets: The bucket indices of these gradients.
