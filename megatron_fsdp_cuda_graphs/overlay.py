@@ -205,7 +205,7 @@ class ExtensionLoader(_CoreLoader):
     """Runs megatron-core's file, then this tree's file ``what`` in the same namespace.
 
     Attributes:
-        originals: Namespace of the module after megatron-core's file; None before.
+        originals: Namespace of the module after running megatron-core's file; None before that.
     """
 
     originals: SimpleNamespace | None = None
@@ -277,7 +277,7 @@ def is_patched(module: Any) -> bool:
 
 
 def _find_classes_by_methods(getfile: Any) -> Any:
-    """Return an ``inspect.getfile`` that locates a class of a patched module by its first method.
+    """Wrap ``inspect.getfile`` to locate a class of a patched module by its first method.
 
     The ``__file__`` of the class's module may be megatron-core's file, or the file of a module that exports the class.
     """

@@ -69,7 +69,7 @@ def uninstall() -> None:
 
 
 def leave(code: str | int | None = 0) -> NoReturn:
-    """End this process with ``code``, as ``sys.exit`` does, after its threads and exit functions.
+    """End this process like ``sys.exit(code)``, after joining its threads and running its exit functions.
 
     Skips the finalization of the interpreter, during which a thread of gloo that frees a tensor aborts the process
     ("terminate called without an active exception").
@@ -87,7 +87,7 @@ def leave(code: str | int | None = 0) -> NoReturn:
 
 
 def _hide_compilers() -> None:
-    """Prevent imports of TransformerEngine, and disable dynamo, which hides operators, here and in child processes.
+    """In this process and its children, prevent imports of TransformerEngine, and disable dynamo: it hides operators.
 
     An already imported TransformerEngine is kept, because importing it again may fail without a GPU.
     """

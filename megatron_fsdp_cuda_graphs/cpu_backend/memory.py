@@ -42,13 +42,13 @@ class StaleAddress(RuntimeError):
 
 
 def making_host_tensor() -> bool:
-    """Return whether a factory of a host tensor is running."""
+    """Return whether a factory function is creating a host tensor."""
     return _in_host_factory
 
 
 @contextlib.contextmanager
 def host_factory(on_host: bool = True) -> Iterator[None]:
-    """Mark the factory that runs in this block as a factory of host or device tensors."""
+    """Within the context, mark the running factory function as creating host or device tensors."""
     global _in_host_factory
     before, _in_host_factory = _in_host_factory, on_host
     try:

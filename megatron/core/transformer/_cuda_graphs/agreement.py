@@ -188,7 +188,7 @@ class CaptureAgreement:
     def objections(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return one rank's objection to each topic; empty if no rank objects.
 
-        All ranks pass their own objections to the same topics, empty if they have none.
+        All ranks pass the same topics, each with their own objection or an empty string.
 
         Raises:
             CaptureFailedError, CaptureInterruptedError: A rank failed.

@@ -410,7 +410,7 @@ def quantized_aspect(tensors: Callable[[], list[list[torch.Tensor]]]) -> Aspect:
 def _hooks(
     modules: Mapping[torch.nn.Module, str], around: torch.nn.Module | None, params: Sequence[Any], names: Sequence[str]
 ) -> Aspect:
-    """Return an aspect for hooks of modules and parameters and global hooks, except ``DistributedDataParallel``'s."""
+    """Return an aspect that compares module, parameter and global hooks, except ``DistributedDataParallel``'s."""
     held = [
         (f"hooks of {name}", getattr(module, f"_{kind}"))
         for module, name in modules.items()
@@ -437,7 +437,7 @@ def _hooks(
 
 
 def contexts_in_force() -> list[Any]:
-    """Return the values of ``CONTEXTS``, whether each of ``_IN_TF32`` is used, and the state of autocast."""
+    """Return the values of ``CONTEXTS``, whether each operation of ``_IN_TF32`` uses TF32, and the autocast state."""
     precision = torch._C._get_fp32_precision_getter
     of_all = precision("generic", "all")
     own = [precision(*operation) for operation in _IN_TF32.values()]
@@ -497,9 +497,9 @@ def _options(config: Any) -> Aspect:
 
 @contextmanager
 def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Raise UnsupportedError if a pass in this context changes attributes of third-party modules; replays would not.
+    """Raise UnsupportedError if a pass in this context changes attributes of third-party modules.
 
-    On any exception, attributes are restored, including containers and scalar host tensors.
+    Replays would not change them. An exception restores all attributes, including containers and scalar host tensors.
     """
     modules: dict[Any, None] = dict.fromkeys(module for root in roots for module in root.modules())
     before = [
@@ -528,7 +528,7 @@ def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None
 
 
 def _restore(value: Any, copied: Any) -> None:
-    """Restore ``value`` in place to ``copied``."""
+    """Restore ``value`` in place from its copy ``copied``."""
     if isinstance(value, torch.Tensor):
         value.data.copy_(copied)
     elif isinstance(value, tuple):

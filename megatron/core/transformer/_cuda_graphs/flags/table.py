@@ -76,13 +76,13 @@ def _no_effect(flags: str, when: Condition, words: str) -> Row:
 
 
 def _grouped(flags: str, when: Condition, words: str) -> Row:
-    """Return a row for grouped experts, which applies with and without graphs."""
+    """Return a row for ``--moe-use-grouped-tensor``, which applies with and without graphs."""
     both = f"{GROUPED_FLAG} {flags}"
     return _refused(both, lambda o: o.grouped_tensor and when(o), f"{GROUPED_FLAG} {words}", graphs=None, sharding=None)
 
 
 def _bounded(flags: str, when: Condition, words: str) -> Row:
-    """Return a row for bounded all-to-alls, which applies with and without graphs."""
+    """Return a row for ``--moe-alltoall-capacity-factor``, which applies with and without graphs."""
     return _refused(
         f"{FACTOR_FLAG} {flags}",
         lambda o: o.get("moe_alltoall_capacity_factor") is not None and when(o),

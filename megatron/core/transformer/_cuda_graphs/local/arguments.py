@@ -123,7 +123,7 @@ def tensors_of(args: Any, kwargs: Mapping[str, Any] | None = None) -> tuple[torc
 
 
 def metas_of(args: Any, kwargs: Mapping[str, Any] | None = None) -> list[ArgMetadata]:
-    """Return each ``ArgMetadata`` of a tensor in ``args`` and ``kwargs``, in the order of ``tensors_of``."""
+    """Return the ``ArgMetadata`` of tensors in ``args`` and ``kwargs``, in the order of ``tensors_of``."""
     return [leaf for leaf in leaves_of(_values(args, kwargs)) if isinstance(leaf, ArgMetadata)]
 
 

@@ -42,7 +42,7 @@ class _GraphStatus(Enum):
 
 
 class _CudagraphRecordNode(torch.autograd.Function):
-    """Identity on the outputs of a recorded call, whose backward records the call's backward pass."""
+    """Returns the outputs of a recorded call unchanged; its backward records the call's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, runner: Any, *inputs: torch.Tensor) -> Any:

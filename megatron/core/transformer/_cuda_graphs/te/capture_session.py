@@ -111,7 +111,7 @@ class CaptureSession:
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """While several layers are captured, leave capture mode, which would change their outputs and disable hooks.
+        """Leave capture mode within the context: it would change outputs of several layers and disable their hooks.
 
         On exit, restore generators and buffers, because a failed capture may not restore them.
         """

@@ -114,7 +114,7 @@ def get_overlap_moe_expert_parallel_comm_order(
 
 
 def _side_by_side(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs of chunks: a backward pass, and the forward pass right after it. 0 means no pass."""
+    """Pair the chunk of each backward pass with the chunk of the forward pass right after it; 0 means no pass."""
     pairs: list[tuple[int, int]] = []
     for step in order:
         if step < 0:

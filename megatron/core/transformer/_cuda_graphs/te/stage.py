@@ -39,7 +39,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A model chunk.
+    """A model chunk and its layers.
 
     Attributes:
         module: The wrapped chunk.

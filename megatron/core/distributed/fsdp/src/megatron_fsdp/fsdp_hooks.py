@@ -318,7 +318,7 @@ def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
 
 
 def _are_leaves(values: Sequence[Any]) -> bool:
-    """Return whether no value is a container, whose traversal would cost the host many calls."""
+    """Return whether no value is a container: traversing containers takes the host many calls."""
     return all(map(tree_is_leaf, [value for value in values if not isinstance(value, _PLAIN)]))
 
 

@@ -63,5 +63,5 @@ def values_of(dictionaries: Iterable[dict[Any, Any]]) -> list[Any]:
 
 
 def same(these: list[Any], those: list[Any]) -> bool:
-    """Return whether both lists contain the same objects in order; without a Python loop, as each step calls it."""
+    """Return whether both lists contain the same objects in order, without a Python loop: every step calls this."""
     return len(these) == len(those) and all(map(is_, these, those))

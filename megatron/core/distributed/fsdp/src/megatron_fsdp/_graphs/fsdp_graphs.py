@@ -90,7 +90,7 @@ class FsdpGraphs:
 
     @contextmanager
     def capturing(self, runners: Mapping[torch.nn.Module, ReplayedRunner]) -> Iterator[None]:
-        """Context manager that marks a capture as in progress; ``runners``: one per module with its own graphs."""
+        """Context manager that marks a capture as in progress, with one runner per module that gets its own graphs."""
         self.captured = runners
         try:
             yield
@@ -143,7 +143,7 @@ class FsdpGraphs:
         return RecordedPasses(self, units, begin, holds_model=layers is None)
 
     def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:
-        """Create the owner of the whole model's evaluation graph, in addition to its training graphs."""
+        """Create the owner of an evaluation graph of the whole model, which already has training graphs."""
         assert self.whole_passes is not None
         return EvaluatedModel(self.whole_passes, begin)
 
