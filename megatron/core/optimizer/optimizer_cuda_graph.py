@@ -87,9 +87,9 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         if now == self._captured:
             return False
         names = [key[0] for key in now if now[key] != self._captured.get(key)]
-        reason = (
-            f"{(names or ['a group'])[0]} changed after capture" if self._captured else "another optimizer was captured"
-        )
+        reason = "another optimizer's step was captured"
+        if self._captured:
+            reason = f"{(names or ['a group'])[0]} changed after capture"
         if reason not in self._told:
             self._told.add(reason)
             log_single_rank(

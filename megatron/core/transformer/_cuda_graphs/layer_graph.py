@@ -91,8 +91,8 @@ class LayerGraph:
     def _warn_of_shape(self, shape: torch.Size) -> None:
         """Count an eager pass with a new ``shape`` of hidden states; warn once per shape."""
         reason = (  # the same for all layers
-            f"captured with hidden_states of {tuple(self.shape or ())}. All layers run passes with "
-            f"{tuple(shape)} eagerly{self.eager_passes.outlook}"
+            f"captured with hidden_states of {tuple(self.shape or ())}. All layers run passes of "
+            f"shape {tuple(shape)} eagerly{self.eager_passes.outlook}"
         )
         if self.eager_passes.note(reason, (shape[0], shape[1])):
             log_single_rank(logger, logging.WARNING, f"{self.name} was {reason}")

@@ -109,7 +109,7 @@ def test_other_shape_runs_eagerly_with_one_warning(caplog):
     assert passes.shape_of_all(4) == (4, 2)
     assert not layers[0].fits(HIDDEN[:2])
     first, second = caplog.messages
-    assert "captured with hidden_states of (8, 2, 4). All layers run passes with (4, 2, 4) eagerly" in first
+    assert "captured with hidden_states of (8, 2, 4). All layers run passes of shape (4, 2, 4) eagerly" in first
     assert first.endswith("eagerly, until tomorrow")
     assert "(2, 2, 4)" in second
 
