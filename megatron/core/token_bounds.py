@@ -26,7 +26,7 @@ class TokenBounds:
         self._routers: WeakSet[Any] = WeakSet()
         self._saved: dict[Any, torch.Tensor] = {}
         self._suspension: ExitStack | None = None  # while the limits are lifted
-        self._steps = self._repeated = 0  # numbers of steps with limits
+        self._steps = self._repeated = 0  # counted steps with limits, and reruns
         self.in_force = self._applies = self._begun = self._is_copied = False
 
     def __bool__(self) -> bool:

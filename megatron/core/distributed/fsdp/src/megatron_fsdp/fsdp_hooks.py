@@ -224,7 +224,7 @@ class FsdpHooks:
         graphs = self.graphs
         if self.forward_failed:  # the failed layer and the next one occupy the double buffer
             self.forward_failed = False
-            for unit in graphs.units.values():  # as after a complete pass on other ranks
+            for unit in graphs.units.values():  # the same state as after a complete pass
                 unit.release("forward")
                 unit.release("backward")
         if graphs.whole_passes is not None and torch.is_grad_enabled():

@@ -62,7 +62,7 @@ class RecordedPasses(GraphOwner):
         self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if holds_model else []
         self._all_buckets = [*self._buckets, *self._outside]  # the graphs read or write their shards
         self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
-        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # ``_in_place``: outside of units
+        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # ``_in_place``: parameters outside of units
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
         self.replayed = False
         self.on_forget: list[Callable[[], None]] = []
@@ -119,7 +119,7 @@ class RecordedPasses(GraphOwner):
                     reductions.marked = self._reduced
                     gathers.recording = not backward and index.hsdp_outer_dp_shard
                 if backward:
-                    self._backward.start(caller_ends_it=True)  # releases all units: `only` must not be in effect yet
+                    self._backward.start(caller_ends_it=True)  # releases all units, so it runs before `only`
                 with gathers.only(self._all_buckets):
                     self.gather_first_unit(phase)
                     yield
