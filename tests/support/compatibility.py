@@ -361,7 +361,7 @@ row names it. A flag without a row is passed through untested.
 
 - **works**: bit-identical to training without graphs, according to the linked test. `graph` is the largest part of a
   model that one graph can hold: the whole `model`, single `layers`, or `parts` of layers
-  ([Guide](guide.md#choose-how-much-one-graph-holds)). `CPU` (the CPU backend), `H100` and `H200` say where this was
+  ([Guide](guide.md#choose-how-much-one-graph-holds)). `CPU` (the CPU backend), `H100` and `H200` show where this was
   verified: `yes`, only for the listed values, or not at all.
 - **refused**: an error before training, with the text in the last column, where `…` is the flag. All refused flags of a
   job are listed.
