@@ -30,11 +30,11 @@ Variants:
     native:NAME=VALUE,...:FLAGS    a variant with environment variables and flags; ~--flag removes a flag
 
 The same processes train all variants of configurations with the same rank layout sequentially, each with a fresh model,
-the same seed and the same data: first for timing, then for profiling. Variants with different ``NCCL_``, ``CUDA_`` or
-``PYTORCH_`` variables run in separate processes. The loss and gradient norm of every step must be bit-identical to the
-reference; otherwise, or if a run fails, the exit code is 1. On a shared host, host-bound steps vary by a factor of up
-to 1.5 between launches: compare several with ``--launches``. Every tenth step logs and synchronizes, so each time is a
-mean over ten steps. Without a GPU, tiny models train on the CPU backend, whose times are meaningless.
+the same seed and the same data: first for timing, then for profiling. Variants with different ``NCCL_`` or ``CUDA_``
+variables run in separate processes. The loss and gradient norm of every step must be bit-identical to the reference;
+otherwise, or if a run fails, the exit code is 1. On a shared host, host-bound steps vary by a factor of up to 1.5
+between launches: compare several with ``--launches``. Every tenth step logs and synchronizes, so each time is a mean
+over ten steps. Without a GPU, tiny models train on the CPU backend, whose times are meaningless.
 """
 
 import argparse

@@ -19,7 +19,7 @@ class Run:
         number: Index in the plan.
         configuration, variant: Names.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the run; variables of NCCL, CUDA and PyTorch are set when the processes start.
+        environment: Variables set during the run; variables of NCCL and CUDA are set when the processes start.
         side_stream: Whether to run on a side stream, as ``megatron.training`` does with CUDA graphs.
         steps: Number of timed steps.
         profiled: Whether to profile instead of timing.
@@ -41,9 +41,7 @@ class Run:
     @property
     def process_environment(self) -> dict[str, str]:
         """Environment variables to set when the processes start."""
-        return {
-            name: value for name, value in self.environment.items() if name.startswith(("NCCL_", "CUDA_", "PYTORCH_"))
-        }
+        return {name: value for name, value in self.environment.items() if name.startswith(("NCCL_", "CUDA_"))}
 
     @property
     def file_name(self) -> str:
