@@ -35,6 +35,7 @@ from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
 
 from ._cuda_graphs.agreement import CaptureAgreement, warn_of_failure
+from ._cuda_graphs.engine.graph import make_workspaces
 from ._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from ._cuda_graphs.engine.memory import release_cached_memory, reuse_across_streams
 from ._cuda_graphs.engine.rng import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
@@ -191,6 +192,7 @@ class TECudaGraphHelper:
         self._state = self._new_state()
         self._recaptures = Recaptures(self.stage)
         self._captures = self._replays_before = 0  # successful captures; replays of deleted graphs
+        make_workspaces()  # before the first pass
 
     def _discover_layers(self) -> None:
         """Set the megatron-core attributes that list the layers to capture. Subclasses may select other layers.

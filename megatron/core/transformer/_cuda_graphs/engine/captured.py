@@ -706,10 +706,9 @@ def capture_passes(
     modules = [*dict.fromkeys(each.module for each in graphed if each.module is not None)]
     try:
         with capture_environment(preserve_buffers(modules), *contexts):
+            make_workspaces()
             if before_warmup is not None:
                 before_warmup()
-            if not num_warmup_iters:
-                make_workspaces()
             with rebind_buffers(modules):  # graphs must read the original buffers
                 for _ in range(num_warmup_iters):
                     run_passes(plan, graphed, WarmUp(), shares_memory)

@@ -238,8 +238,8 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
 def make_workspaces() -> None:
     """Allocate cuBLAS workspaces for the current stream, in this thread and in autograd's.
 
-    Allocated during capture, they would permanently split the largest blocks of the graph's pool. Requesting a handle
-    allocates a workspace without a matrix product, whose kernels might have to be loaded first.
+    Allocated later, they would permanently split cached blocks of activations: outside of the graph, only eager passes
+    could use the rest. Requesting a handle allocates a workspace without running a matrix product.
     """
     with torch.enable_grad():
         _GetHandles.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
