@@ -16,11 +16,17 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from megatron.core.transformer.mlp import MLP
 from tests.support.sample import each_once
 from tests.support.trainings import models
-from tests.unit_tests.core.distributed.captured_training import CapturedTraining
+from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed
 from tests.unit_tests.core.distributed.fsdp_variants import Variant
-from tests.unit_tests.core.distributed.kinds_of_passes import SCOPES, losses_of, of_another_length
 
 pytestmark = pytest.mark.usefixtures("side_stream")
+
+SCOPES = {
+    "model": graphed("model", dropout=0.1),
+    "all layers": graphed("decoder", dropout=0.1),
+    "a layer": graphed("layer", dropout=0.1),
+    "parts": graphed("layer", dropout=0.1, modules=("attn",)),
+}
 
 
 @pytest.fixture(params=SCOPES)
@@ -31,6 +37,20 @@ def scope(request):
 def middle(training):
     """Return a layer that is neither the first nor the last."""
     return training.layers[1]
+
+
+def losses_of(training, step):
+    """Return the loss of the first batch of ``step``."""
+    return training._losses(training.chunks[0], next(training._batches(step))).float().mean()
+
+
+def of_another_length(training, step):
+    """Return the loss of a batch with half the sequence length."""
+    batch = next(training._batches(step))
+    half = training.case.sequence // 2
+    mask = batch.mask[..., :half, :half].contiguous()
+    tokens, positions, labels = (each[:, :half].contiguous() for each in (batch.tokens, batch.positions, batch.labels))
+    return training.chunks[0](tokens, positions, mask, labels=labels).float().mean()
 
 
 def changed_after(case, change, graphs):
@@ -198,6 +218,53 @@ def test_frozen_parameter_is_an_error(one_rank, scope, graphs):
     with pytest.raises(ValueError, match=r"requires_grad of \S*linear_proj\.weight is off"):
         training.step()
     training.delete()
+
+
+def replay_then_eager(training):
+    first, second = losses_of(training, 7), of_another_length(training, 8)
+    second.backward()
+    first.backward()
+
+
+def eager_then_replay(training):
+    first, second = of_another_length(training, 7), losses_of(training, 8)
+    second.backward()
+    first.backward()
+
+
+def evaluation_mode_in_between(training):
+    loss = losses_of(training, 7)
+    training.chunks[0].eval()
+    loss.backward()
+    training.chunks[0].train()
+
+
+def evaluation_pass_in_between(training):
+    loss = losses_of(training, 7)
+    training.chunks[0].eval()
+    with torch.no_grad():
+        losses_of(training, 8)
+    training.chunks[0].train()
+    loss.backward()
+
+
+PASSES = [replay_then_eager, eager_then_replay, evaluation_mode_in_between, evaluation_pass_in_between]
+
+
+@pytest.mark.parametrize(("passes", "of"), each_once(PASSES, SCOPES))
+def test_backward_pass_replays_only_if_its_forward_pass_did(one_rank, of, passes):
+    def gradients(graphs):
+        training = CapturedTraining(SCOPES[of], graphs)
+        with torch.cuda.stream(training.stream):
+            training.fsdp.zero_grad_buffer()
+            passes(training)
+            training.fsdp.finish_grad_sync()
+        training.delete()
+        return [group.main_grad_buffer.data for group in training.fsdp.param_and_grad_buffer.parameter_groups]
+
+    eager, replayed = gradients(False), gradients(True)
+    assert any(each.any() for each in eager)
+    assert all(map(torch.equal, replayed, eager))
 
 
 def test_mixed_backward_pass_is_refused(one_rank, scope):

@@ -7,15 +7,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
-from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
-from megatron.core.transformer._cuda_graphs.te.sample_inputs import sample_arguments
 
 from .captured_cases import (
     CASES,
     Case,
     assert_same_bits,
     copies,
-    descend,
     device_tensor,
     mlp,
     train,
@@ -81,72 +78,6 @@ def test_replays_run_no_python_of_the_callable():
         x = device_tensor(3, seed=seed)
         assert torch.equal(graphed(x), x * 2)
     assert len(calls) == 3
-
-
-def train_chain(graphed):
-    """Train two modules in sequence; return losses, gradients and the RNG state."""
-    torch.manual_seed(3)
-    modules = mlp(), mlp()
-    params = [param for module in modules for param in module.parameters()]
-    called = modules
-    if graphed:
-        called = make_graphed_callables(modules, tuple((device_tensor(4, 6, seed=9),) for _ in modules))
-    numbers = []
-    for step in range(3):
-        x = device_tensor(4, 6, seed=step)
-        loss = called[1](called[0](x)).square().sum()
-        loss.backward()
-        numbers += copies([loss, x.grad, *(param.grad for param in params)])
-        descend(params)
-    return [*numbers, torch.cuda.get_rng_state()]
-
-
-def test_tuple_of_modules_is_bit_identical_to_eager():
-    assert_same_bits(train_chain(graphed=True), train_chain(graphed=False))
-
-
-INTERLEAVED, ONE_BY_ONE = [1, 2, 1, 2, -2, -1, -2, -1], [1, 2, -2, -1, 1, 2, -2, -1]
-
-
-def train_pipeline(order, graphed, **options):
-    """Train chunks of two layers and one layer with two micro-batches; return losses, gradients and the RNG state."""
-    torch.manual_seed(3)
-    layers = mlp(), mlp(), mlp()
-    params = [param for layer in layers for param in layer.parameters()]
-    chunks = {(c, m): layers[:2] if c == 1 else layers[2:] for c in (1, 2) for m in range(2)}
-    if graphed:
-        plan = ordered_plan(order, [2, 1], 3)
-        samples = sample_arguments(plan, lambda index: ((device_tensor(4, 6, seed=9),), {}))
-        slots = make_graphed_callables(
-            layers, [args for args, _ in samples], _order=order, _num_layers_per_chunk=[2, 1], **options
-        )
-        chunks = {(1, 0): slots[0:2], (1, 1): slots[2:4], (2, 0): slots[4:5], (2, 1): slots[5:6]}
-    numbers = []
-    for step in range(3):
-        count = dict.fromkeys(order, 0)
-        inputs = [device_tensor(4, 6, seed=10 * step + m) for m in range(2)]
-        hidden, losses = list(inputs), {}
-        for chunk in order:
-            microbatch = count[chunk]
-            count[chunk] += 1
-            if chunk > 0:
-                for layer in chunks[chunk, microbatch]:
-                    hidden[microbatch] = layer(hidden[microbatch])
-                if chunk == 2:
-                    losses[microbatch] = hidden[microbatch].square().sum()
-            elif chunk == -2:  # also runs the backward pass of the first chunk
-                losses[microbatch].backward()
-                numbers += copies([losses[microbatch], inputs[microbatch].grad])
-        numbers += copies([param.grad for param in params])
-        descend(params)
-    return [*numbers, torch.cuda.get_rng_state()]
-
-
-@pytest.mark.parametrize("order", [INTERLEAVED, ONE_BY_ONE], ids=["interleaved", "one by one"])
-@pytest.mark.parametrize("reuse", [False, True], ids=["own gradients", "shared gradients"])
-def test_chunks_and_micro_batches_are_bit_identical_to_eager(order, reuse):
-    graphed = train_pipeline(order, True, _reuse_graph_input_output_buffers=reuse)
-    assert_same_bits(graphed, train_pipeline(order, False))
 
 
 def test_module_given_twice_with_order_has_two_graphs():
