@@ -10,6 +10,7 @@ from tests.support.trainings.training import Trace, Training
 
 from .fsdp_variants import Variant, run_backward, small
 
+FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 WARMED_UP = 10  # assumed earlier steps, so that capture warms up only once
 
 
@@ -106,3 +107,13 @@ def in_use(fsdp: torch.nn.Module) -> list[dict]:
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     buffers = group.model_weight_buffer, group.main_grad_buffer
     return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]
+
+
+@contextmanager
+def occupied(fsdp: torch.nn.Module, kind: str) -> Iterator[None]:
+    """While in this context, half of the double buffer is in use; ``kind``: attribute of a parameter group."""
+    group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
+    idle = getattr(group, kind).temporary_bucket_allocator.idle_buffer
+    idle.remove((0, 0))
+    yield
+    idle.append((0, 0))

@@ -16,12 +16,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.optimizer.local_shards import local_tensor
+from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_session
 from tests.support.sample import each_once
 from tests.support.trainings.training import train
 
-from .captured_training import CapturedTraining, captured, graphed, in_use, trained
+from .captured_training import CapturedTraining, captured, graphed, in_use, occupied, trained
 from .fsdp_variants import Variant
 
 pytestmark = pytest.mark.sampled
@@ -287,6 +288,28 @@ def test_gradients_of_a_synchronized_replay_are_attached(one_rank):
             training._losses(training.chunks[0], next(training._batches(7))).float().mean().backward()
     params = [param for group in training.optimizer.param_groups for param in group["params"]]
     assert params and all(param.grad is not None for param in params)
+    training.delete()
+
+
+@pytest.mark.parametrize(("kind", "what"), [("model_weight_buffer", "parameters"), ("main_grad_buffer", "gradients")])
+def test_replaced_memory_of_unsharded_buckets_is_an_error(one_rank, kind, what):
+    training = CapturedTraining(graphed(MODEL))
+    groups = training.fsdp.param_and_grad_buffer.parameter_groups
+    buffer = next(getattr(group, kind) for group in groups if group.fsdp_unit_id is not None)
+    buffer.data = buffer.data.clone()
+    with pytest.raises(ChangedSinceCaptureError, match=f"{what} of bucket"):
+        training.step()
+    training.delete()
+
+
+def test_moved_buckets_of_the_communication_dtype_are_an_error(one_rank):
+    case = graphed(MODEL)
+    training = CapturedTraining(case, variant=Variant(case, sharding={"megatron_fsdp_grad_comm_dtype": torch.bfloat16}))
+    with (
+        occupied(training.fsdp, "main_grad_buffer"),
+        pytest.raises(ChangedSinceCaptureError, match="gradients of bucket"),
+    ):
+        training.step()
     training.delete()
 
 

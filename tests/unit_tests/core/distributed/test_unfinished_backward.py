@@ -8,6 +8,7 @@ import torch
 
 from tests.support.trainings import training as support
 
+from .captured_training import in_use
 from .fsdp_variants import STRATEGIES, Variant, run_backward, small
 
 
@@ -93,13 +94,10 @@ def test_zeroing_gradients_releases_everything(one_rank):
     interrupted_backward(training)
     with warns():
         training.fsdp.zero_grad_buffer()
-    groups = training.fsdp.param_and_grad_buffer.parameter_groups
     assert training.fsdp.graphs.gradients.awaited == set()
     assert all(param.grad is None for param in training.fsdp.raw_param.values())
     assert not any(training.fsdp.grad_reduce_pipeline.bucket_grad_ready_params)
-    unit = next(group for group in groups if group.fsdp_unit_id is not None)
-    for buffer in (unit.model_weight_buffer, unit.main_grad_buffer):
-        assert dict(buffer.temporary_bucket_allocator.using_buffer) == {}
+    assert in_use(training.fsdp) == [{}, {}]
     assert {module._training_state.name for module in training.fsdp.module.modules()} == {"IDLE"}
 
 

@@ -12,12 +12,11 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Par
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import PrefetchOrder
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 
-from ..captured_training import in_use
+from ..captured_training import FLAGS, in_use
 from ..fsdp_variants import STRATEGIES, Variant, small
 
 CASE = small(layers=4)
 DOUBLE_BUFFERED = Variant(CASE)
-FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 
 
 @pytest.fixture

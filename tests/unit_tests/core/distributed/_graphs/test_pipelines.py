@@ -16,6 +16,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import (
 )
 from megatron_fsdp_cuda_graphs.cpu_backend.distributed import HeldWork
 
+from ..captured_training import in_use
 from ..fsdp_variants import Variant, small
 
 # Launches a batch of all-gathers; the first name is used by torch 2.13 and later, the second by earlier versions.
@@ -55,12 +56,6 @@ def status_of(fsdp, layer):
     return {fsdp.all_gather_pipeline.bucket_status[bucket, False].name for bucket in buckets}
 
 
-def taken(fsdp):
-    group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
-    buffers = group.model_weight_buffer, group.main_grad_buffer
-    return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]
-
-
 # The gather fails before it reaches torch, at launch, or during the wait.
 @pytest.mark.parametrize(
     ("owner", "name", "launched"),
@@ -75,25 +70,25 @@ def test_failed_gather_can_be_launched_again(fsdp, layers, owner, name, launched
         gather(fsdp, layers[0])
     take_back_unlaunched(fsdp)
     assert status_of(fsdp, layers[0]) == {"READY_TO_USE" if launched else "EMPTY"}
-    assert bool(taken(fsdp)[0]) == launched
+    assert bool(in_use(fsdp)[0]) == launched
     with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as launches:
         gather(fsdp, layers[0])
     assert bool(launches.call_count) != launched
     assert status_of(fsdp, layers[0]) == {"READY_TO_USE"}
     release_all(fsdp)
-    assert taken(fsdp) == [{}, {}]
+    assert in_use(fsdp) == [{}, {}]
 
 
 def test_collectives_finish_and_gradient_buckets_are_freed(fsdp, layers):
     fsdp.all_gather_pipeline.all_gather_params(list(layers[0].parameters()))
     for param in layers[1].parameters():
         param.main_grad = param.get_main_grad()
-    assert all(taken(fsdp))
+    assert all(in_use(fsdp))
     with mock.patch.object(dist.ProcessGroup, COALESCED_GATHER, fail):
         drop_collectives(fsdp)
     assert fsdp.all_gather_pipeline.param_gather_event_map == {}
     assert status_of(fsdp, layers[0]) == {"READY_TO_USE"}
-    assert taken(fsdp)[1] == {}
+    assert in_use(fsdp)[1] == {}
     assert all(param.main_grad is None for param in layers[1].parameters())
 
 
@@ -134,5 +129,5 @@ ONE_POOL = replace(SOME_EXPERTS, config=(*SOME_EXPERTS.config, ("megatron_fsdp_m
 def test_neighboring_units_use_different_buffers(ranks, case):
     fsdp = Variant(case).build().module
     take_places(fsdp)
-    assert taken(fsdp) == [{}, {}]
+    assert in_use(fsdp) == [{}, {}]
     assert_neighbors_share_nothing(places_of(fsdp))

@@ -1,6 +1,5 @@
 """Test recorded all-gathers and reductions, and the fallback to megatron-core's if a buffer has moved."""
 
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -9,10 +8,10 @@ import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import free_gradients, release_all
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 
+from ..captured_training import FLAGS, occupied
 from ..fsdp_variants import Variant, small
 
 RANKS = 4  # each rank scales its gradients; collectives do nothing
-FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 
 
 @pytest.fixture
@@ -43,20 +42,9 @@ def layers(fsdp):
     return list(fsdp.module.decoder.layers)
 
 
-@contextmanager
 def eager(owner, name):
-    """While in this context, record calls of a megatron-core or torch function that recorded collectives avoid."""
-    with mock.patch.object(owner, name, wraps=getattr(owner, name)) as function:
-        yield function
-
-
-@contextmanager
-def without_buffer(buffer):
-    """While in this context, occupy the first half of the double buffer that ``buffer`` uses."""
-    idle = buffer.temporary_bucket_allocator.idle_buffer
-    idle.remove((0, 0))
-    yield
-    idle.append((0, 0))
+    """Record calls of a megatron-core or torch function that recorded collectives avoid."""
+    return mock.patch.object(owner, name, wraps=getattr(owner, name))
 
 
 def unit_of(fsdp, layer):
@@ -74,7 +62,7 @@ def gather(fsdp, layer):
 
 
 def test_recorded_gathers_resume_after_an_eager_gather(fsdp, layers):
-    with without_buffer(group_of(fsdp, layers[2]).model_weight_buffer):
+    with occupied(fsdp, "model_weight_buffer"):
         fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), prefetch=False)
         release_all(fsdp)
     gathered_eagerly: list[list[int]] = [unit_of(fsdp, layers[2]).buckets, []]  # the second gather is a replay
@@ -111,7 +99,7 @@ def test_moved_gradient_bucket_is_an_error(fsdp, layers):
     runner = fsdp.graphs.layers[layers[0]]
     (bucket,) = unit_of(fsdp, layers[0]).buckets
     with (
-        without_buffer(group_of(fsdp, layers[0]).main_grad_buffer),
+        occupied(fsdp, "main_grad_buffer"),
         pytest.raises(ChangedSinceCaptureError, match=f"the gradients of bucket {bucket} ") as error,
     ):
         runner.before_backward()
@@ -122,7 +110,7 @@ def test_moved_gradient_bucket_is_an_error(fsdp, layers):
 def test_megatron_core_reduces_a_moved_bucket(fsdp, layers):
     main_gradients(fsdp, layers[0]).zero_()
     params = list(layers[0].parameters())
-    with without_buffer(group_of(fsdp, layers[0]).main_grad_buffer):
+    with occupied(fsdp, "main_grad_buffer"):
         for param in params:
             param.main_grad = param.get_main_grad()
             param.main_grad.fill_(2.0)

@@ -1,6 +1,5 @@
 """Test graphs of all decoder layers mixed with eager passes of the same layers."""
 
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -12,18 +11,6 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
 
 from ..captured_training import WARMED_UP, captured, graphed
 from ..fsdp_variants import small
-
-FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
-
-
-@contextmanager
-def taken(fsdp, kind):
-    """While in this context, occupy one of the two buffers for parameters or for gradients."""
-    group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
-    idle = getattr(group, kind).temporary_bucket_allocator.idle_buffer
-    idle.remove((0, 0))
-    yield
-    idle.append((0, 0))
 
 
 def test_recorded_layers_prefetch_only_each_other(ranks):

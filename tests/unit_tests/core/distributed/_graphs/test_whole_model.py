@@ -13,10 +13,9 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 
-from ..captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
+from ..captured_training import FLAGS, WARMED_UP, CapturedModel, captured, graphed, in_use, occupied
 from ..fsdp_variants import Variant, run_backward, small
 from ..test_captured_training import Unused
-from .test_recorded_layers import FLAGS, taken
 
 pytestmark = pytest.mark.sampled
 
@@ -152,7 +151,7 @@ def test_moved_parameter_outside_of_units_is_named(ranks):
 @pytest.mark.parametrize(("kind", "what"), [("model_weight_buffer", "parameters"), ("main_grad_buffer", "gradients")])
 def test_moved_buffer_of_units_is_an_error(ranks, kind, what):
     with captured(graphed(MODEL)) as training:
-        with taken(training.fsdp, kind), pytest.raises(ChangedSinceCaptureError, match=f"{what} of bucket") as error:
+        with occupied(training.fsdp, kind), pytest.raises(ChangedSinceCaptureError, match=f"{what} of bucket") as error:
             training.step()
         assert all(flag in str(error.value) for flag in FLAGS)
 
