@@ -21,12 +21,6 @@ PLACES = {
     " --holds decoder model",
     "EP2": '--ep 2 --case {"experts":4,"moe_expert_capacity_factor":1.0} --holds layer --stride 301',
 }
-# With two tensor-parallel ranks, attention and MLP communicate during warm-up.
-BETWEEN_COLLECTIVES: list[dict[str, Any]] = [
-    {"control": f"failed_{phase}_between_collectives", "holds": layers, "dropout": 0.1, "steps": 6}
-    for phase in ("forward", "backward")
-    for layers in ("layer", "model")
-]
 INTERRUPTED: list[dict[str, Any]] = [
     {"control": "interrupted_on_one_rank", "holds": layers, "dropout": 0.1, "steps": 6} for layers in ("model", "layer")
 ]
@@ -47,13 +41,6 @@ def test_interrupt_on_one_rank_ends_the_capture_on_all(trained, case):
     result = trained(case)
     assert_as_eager(result)
     assert result["replays"] > 0
-
-
-@pytest.mark.parametrize("case", mostly_long(BETWEEN_COLLECTIVES, BETWEEN_COLLECTIVES[3]))
-def test_failure_between_collectives_leaves_no_rank_waiting(trained, case):
-    result = trained(case, "--tp", "2")
-    assert_as_eager(result)
-    assert result["replays"] == 0
 
 
 @pytest.mark.long

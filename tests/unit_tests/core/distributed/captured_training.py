@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -90,9 +91,10 @@ def trained(
     between: Callable[[CapturedTraining], None] = lambda training: None,
     variant: Variant | None = None,
     steps: int = 2,
+    kind: type[CapturedTraining] = CapturedTraining,
 ) -> Trace:
     """Train for ``steps`` steps after the capture, calling ``between`` before each, and return the trace."""
-    training = CapturedTraining(case, graphs, variant)
+    training = kind(case, graphs, variant)
     try:
         for _ in range(steps):
             between(training)
@@ -100,6 +102,13 @@ def trained(
         return training.trace()
     finally:
         training.delete()
+
+
+def compared(case: Case, between: Callable[[CapturedTraining], None] = lambda training: None, **options: Any) -> Trace:
+    """Assert that training with graphs is bit-identical to eager training, and return its trace; see ``trained``."""
+    eager, graphs = (trained(case, on, between, **options) for on in (False, True))
+    assert eager.differences(graphs) == []
+    return graphs
 
 
 def in_use(fsdp: torch.nn.Module) -> list[dict]:

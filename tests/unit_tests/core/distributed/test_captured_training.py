@@ -22,7 +22,7 @@ from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_s
 from tests.support.sample import each_once
 from tests.support.trainings.training import train
 
-from .captured_training import CapturedTraining, captured, graphed, in_use, occupied, trained
+from .captured_training import CapturedTraining, captured, compared, graphed, in_use, occupied, trained
 from .fsdp_variants import Variant
 
 pytestmark = pytest.mark.sampled
@@ -51,10 +51,7 @@ def add_unused(model):
 @pytest.mark.parametrize("holds", [MODEL, ALL, ONE])
 def test_unused_parameters_train_bit_identically(one_rank, holds):
     case = graphed(holds)
-    variant = Variant(case, change=add_unused)
-    eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
-    assert graphs.replays == REPLAYS[holds]
-    assert eager.differences(graphs) == []
+    assert compared(case, variant=Variant(case, change=add_unused)).replays == REPLAYS[holds]
 
 
 def share_weights(model):
@@ -67,10 +64,7 @@ def share_weights(model):
 @pytest.mark.parametrize("modules", [(), ("attn",)])
 def test_shared_parameters_train_bit_identically(one_rank, modules):
     case = graphed(ONE, modules=modules, microbatches=2)
-    variant = Variant(case, change=share_weights)
-    eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
-    assert graphs.replays == 2 * REPLAYS[ONE]
-    assert eager.differences(graphs) == []
+    assert compared(case, variant=Variant(case, change=share_weights)).replays == 2 * REPLAYS[ONE]
 
 
 @pytest.mark.parametrize(("holds", "modules"), [(ALL, ()), (ONE, ()), (ONE, ("attn",))])
@@ -159,9 +153,7 @@ def evaluate_in_turn(training):
 
 @pytest.mark.parametrize("holds", [MODEL, ALL, ONE])
 def test_evaluation_of_two_shapes_in_any_order_is_identical(one_rank, holds):
-    case = graphed(holds, dropout=0.1)
-    eager, graphs = (trained(case, on, between=evaluate_in_turn, steps=6) for on in (False, True))
-    assert eager.differences(graphs) == []
+    graphs = compared(graphed(holds, dropout=0.1), evaluate_in_turn, steps=6)
     assert graphs.replays == REPLAYS[holds]
     assert len(graphs.evaluations) == 11
 
@@ -235,10 +227,7 @@ def test_rotary_embeddings_may_leave_their_cache(one_rank):
     def forget(training):
         type(training.fsdp.module.rotary_pos_emb).forward.cache_clear()
 
-    case = graphed(MODEL)
-    eager, graphs = trained(case, False), trained(case, True, between=forget)
-    assert eager.differences(graphs) == []
-    assert graphs.replays == REPLAYS[MODEL]
+    assert compared(graphed(MODEL), forget).replays == REPLAYS[MODEL]
 
 
 def test_layers_are_captured_if_the_model_cannot_be(one_rank, monkeypatch, caplog):
@@ -456,22 +445,12 @@ class TrainsEmbeddingApart(CapturedTraining):
 
 
 def test_backward_pass_outside_the_model_adds_gradients(one_rank):
-    traces = []
-    for graphs in (False, True):
-        training = TrainsEmbeddingApart(graphed(MODEL), graphs)
-        training.step()
-        traces.append(training.trace())
-        training.delete()
-    assert traces[0].differences(traces[1]) == []
-    assert traces[1].replays == REPLAYS[MODEL]
+    assert compared(graphed(MODEL), steps=1, kind=TrainsEmbeddingApart).replays == REPLAYS[MODEL]
 
 
 @pytest.mark.parametrize("holds", [ALL, ONE])
 def test_gradients_beside_graphs_of_layers_are_added(one_rank, holds):
-    case = graphed(holds)
-    eager, graphs = (trained(case, on, between=penalize_embedding) for on in (False, True))
-    assert eager.differences(graphs) == []
-    assert graphs.replays == REPLAYS[holds]
+    assert compared(graphed(holds), penalize_embedding).replays == REPLAYS[holds]
 
 
 class LooksAhead(CapturedTraining):
@@ -492,12 +471,5 @@ def test_passes_without_gradients_change_nothing(one_rank, holds, modules):
     """Routers count tokens and accumulate losses only in passes with gradients."""
     router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     case = graphed(holds, dropout=0.1, experts=4, modules=modules, moe_use_grouped_tensor=not modules, **router)
-    traces = []
-    for graphs in (False, True):
-        training = LooksAhead(replace(case, dtype="fp32" if modules else "bf16"), graphs)
-        training.step()
-        training.step()
-        traces.append(training.trace())
-        training.delete()
-    assert traces[0].differences(traces[1]) == []
-    assert traces[1].replays == REPLAYS[holds]
+    case = replace(case, dtype="fp32" if modules else "bf16")
+    assert compared(case, kind=LooksAhead).replays == REPLAYS[holds]

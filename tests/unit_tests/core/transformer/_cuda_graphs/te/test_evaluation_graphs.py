@@ -15,23 +15,12 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement, Failure
 from megatron.core.transformer._cuda_graphs.errors import CaptureInterruptedError
-from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed, in_use, trained
+from tests.unit_tests.core.distributed.captured_training import CapturedTraining, compared, graphed, in_use, trained
 
 pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("side_stream")]
 
 MODEL = "model"  # the part captured in one graph
 PACKED: dict[str, Any] = {"packed": 3, "micro_batch": 1, "positions": "none"}
-
-
-def compared(case, between, steps=2):
-    """Check that graphed training equals eager training, with ``between`` called before each step.
-
-    Return the trace of the graphed training run.
-    """
-    eager = trained(replace(case, modules=(), holds="decoder"), False, between=between, steps=steps)
-    graphs = trained(case, True, between=between, steps=steps)
-    assert eager.differences(graphs) == []
-    return graphs
 
 
 def evaluate(training):
