@@ -109,6 +109,15 @@ _EXCHANGED = (
     *("native+grouped::--moe-token-dispatcher-type allgather", "eager+grouped+fused"),
     f"native+grouped+fused:{_BY_COPY_ENGINES} {_AVERAGED}",
 )
+# Models of released sizes, which need the memory of an H200
+_SIZED = f"{_TIMES} --steps 20"
+_COLLECTIVES = f"native+fused:{_BY_COPY_ENGINES} {_AVERAGED}"
+_LLAMA = (*_DENSE.split(), _COLLECTIVES, "compute_alone+fused")
+_EXPERTS = ("eager", "native", *_GROUPED.split()[2:])
+_QWEN_EP1 = (
+    *("eager+grouped", "native+grouped", "compute_alone+grouped", "compute_alone+grouped+fused"),
+    _COLLECTIVES.replace("native", "native+grouped"),
+)
 # The most quoted parts come first.
 PARTS = (
     Part("step_time_a_b", (1,), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 240),
@@ -146,6 +155,16 @@ PARTS = (
         (4,),
         f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)} --expert-parallel 4",
         120,
+    ),
+    *(
+        Part(f"step_time_{name}", (2,), f"{_SIZED} --configurations {model} --variants {shlex.join(variants)}", 200)
+        for name, model, variants in (
+            ("llama_3b", "llama-3.2-3b", _LLAMA),
+            ("llama_8b", "llama-3.1-8b", _LLAMA),
+            ("qwen", "qwen3-30b-a3b", _EXPERTS),
+            ("qwen_ep1", "qwen3-30b-a3b --expert-parallel 1", _QWEN_EP1),
+            ("deepseek", "deepseek-v3", _EXPERTS),
+        )
     ),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
     Part("step_time_a_b_optimizer", (1,), f"{_TIMES} --configurations A B --variants {_OPTIMIZER}", 150),

@@ -32,7 +32,7 @@ PLACEHOLDER = re.compile(r"\{\{([.\w]+):(.*?)\}\}", re.DOTALL)
 TABLES = {
     table.__name__: table
     for table in (
-        *(steps.launches, steps.levers, steps.memory, steps.recomputation, steps.growth, steps.kinds),
+        *(steps.launches, steps.models, steps.levers, steps.memory, steps.recomputation, steps.growth, steps.kinds),
         *(checks.equality, checks.faults, checks.soaks, checks.repeated),
     )
 }

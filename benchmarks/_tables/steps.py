@@ -23,6 +23,7 @@ _KINDS = {
     "ddp+grouped::--cuda-graph-impl full_iteration": "full iteration",
 }
 _SETTINGS = {"NCCL_CTA_POLICY=2": "", "--use-nccl-ub": "user buffers", "--ddp-average-in-collective": "averaged"}
+PEAK_TFLOPS = 989.4  # H100 and H200 (SXM), dense bf16, from NVIDIA's data sheets
 FLAGS = {
     "+grouped": "`--moe-use-grouped-tensor`",
     "+optimizer": "`--optimizer-cuda-graph`",
@@ -52,6 +53,23 @@ def launches(results: Results) -> Iterator[Row]:
             _spread(graphs, "ratio_to_full_iteration", whole),
             _spread(graphs, "ratio_to_compute_alone", alone),
             commit(found, graphs),
+        )
+
+
+def models(results: Results) -> Iterator[Row]:
+    """Yield one row per configuration: medians, throughput with graphs, and memory relative to eager training."""
+    yield (
+        *("model", "GPUs", "eager (ms)", "graphs (ms)", "full iteration (ms)", "compute alone (ms)"),
+        *("tokens/s per GPU", "MFU", "memory / eager", "equal steps", "commit"),
+    )
+    for found, model, variants in _trained(results):
+        eager, graphs = variants["eager"], variants["native"]
+        yield (
+            *(model, gpus(found)),
+            *(_ms(variants.get(name, {})) for name in ("eager", "native", "full_iteration", "compute_alone")),
+            *(str(graphs["tokens_per_second"]), f"{graphs['tflops'] / PEAK_TFLOPS:.0%}"),
+            f"{graphs['reserved_mib'] / eager['reserved_mib']:.2f}",
+            *(f"{graphs['equal_steps']} of {graphs['steps']}", commit(found, graphs)),
         )
 
 
