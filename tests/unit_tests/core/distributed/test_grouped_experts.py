@@ -11,12 +11,13 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from .captured_training import captured
-from .fsdp_variants import Variant, run_backward, small
+from .fsdp_variants import FULL_RECOMPUTE, Variant, run_backward, small
 
 READS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__")
 
 
-def test_expert_weights_are_read_in_their_bucket(ranks, monkeypatch):
+@pytest.mark.parametrize("recompute", [{}, FULL_RECOMPUTE], ids=["", "recomputed"])
+def test_expert_weights_are_read_in_their_bucket(ranks, monkeypatch, recompute):
     read = []
     as_one = grouped_tensor.as_one
 
@@ -26,7 +27,7 @@ def test_expert_weights_are_read_in_their_bucket(ranks, monkeypatch):
         return together
 
     monkeypatch.setattr(grouped_tensor, "as_one", noted)
-    with captured(small(experts=4, moe_use_grouped_tensor=True, holds="model")):
+    with captured(small(experts=4, moe_use_grouped_tensor=True, holds="model", **recompute)):
         assert read
     assert all(mine == theirs and experts == 4 for mine, theirs, experts in read)
 

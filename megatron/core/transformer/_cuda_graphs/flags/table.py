@@ -3,7 +3,7 @@
 import enum
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -289,7 +289,8 @@ _REFUSED = [
     ),
 ]
 
-_GROUPED = [
+# Rows that apply with and without graphs
+EXPERT_ROWS = [
     _grouped("without --num-experts", lambda o: not o.has_experts, "needs --num-experts above 1"),
     _grouped(
         "with --moe-expert-capacity-factor",
@@ -438,22 +439,22 @@ _NOT_TRIED = [
     ),
 ]
 
-TABLE = (*_REFUSED, *_GROUPED, *_NO_EFFECT, *_NOT_TRIED)
+TABLE = (*_REFUSED, *EXPERT_ROWS, *_NO_EFFECT, *_NOT_TRIED)
 _NO_LOCAL_GRAPHS = next(row.words for row in TABLE if row.graphs == ("local",))
 
 
-def rows_of(options: Options) -> list[Row]:
-    """Return the rows of the table that apply to ``options``."""
-    return [row for row in TABLE if row.applies(options)]
+def rows_of(options: Options, table: Iterable[Row] = TABLE) -> list[Row]:
+    """Return the rows of ``table`` that apply to ``options``."""
+    return [row for row in table if row.applies(options)]
 
 
-def check(options: Options) -> None:
-    """Reject incompatible options.
+def check(options: Options, table: Iterable[Row] = TABLE) -> None:
+    """Reject options that are incompatible according to ``table``.
 
     Raises:
         OptionsError: Options are invalid or incompatible; lists all problems with their remedies.
     """
-    refused = (row.words for row in rows_of(options) if row.verdict is Verdict.REFUSED)
+    refused = (row.words for row in rows_of(options, table) if row.verdict is Verdict.REFUSED)
     problems = [*options.problems(), *refused]
     if problems:
         kind = f"{options.sharding} with " if options.sharding else ""
