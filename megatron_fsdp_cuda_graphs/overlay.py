@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 _PACKAGE = Path(__file__).resolve().parent
-# The folder of an installed copy has no importable name, so that no file becomes two modules.
+# An installed copy's folder has no importable name, so no file can be imported as two modules.
 _INSTALLED = _PACKAGE / "_overlay.d"
 ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.with_name("megatron")
 PACKAGES = ("core", "training")

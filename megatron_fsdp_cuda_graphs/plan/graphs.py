@@ -117,7 +117,7 @@ def _parts_of_layers(helper: TECudaGraphHelper, scope: CaptureScope) -> Iterator
         shared = sum(getattr(getattr(layer, "mlp", None), "shared_experts", None) is not None for layer in layers)
         if module == "moe_router" and shared:
             if not why and helper.config.moe_shared_expert_overlap and not options.graphs("moe"):
-                why = "--moe-shared-expert-overlap runs them beside the dispatch, after the router's graph"
+                why = "--moe-shared-expert-overlap overlaps them with the dispatch, after the router's graph"
             yield _part("shared experts", shared, why)
 
 

@@ -96,7 +96,7 @@ def test_parts_of_moe_layers(capsys, flags):
     assert "    graph  attention, with the norm before it (2)" in lines
     parts = eager(lines)
     assert parts["preparation of the dispatch to experts (2)"] == "--cuda-graph-modules lacks moe_preprocess"
-    assert parts["shared experts (2)"].startswith("--moe-shared-expert-overlap runs them beside the dispatch")
+    assert parts["shared experts (2)"].startswith("--moe-shared-expert-overlap overlaps them with the dispatch")
     assert parts["embedding (1)"] == "outside of layers"
 
 

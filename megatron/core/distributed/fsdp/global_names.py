@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Wrapper prefixes, and the outermost list of layers with a layer's index.
+# Patterns of wrapper prefixes, and of a name up to its outermost layer index.
 _WRAPPERS = re.compile(r"(?:module\.)*")
 _PARTS = re.compile(r"((?:module\.)*)((?:.*?\.)??layers)\.(\d+)(?=\.|$)")
 

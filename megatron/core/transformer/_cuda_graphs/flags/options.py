@@ -53,7 +53,7 @@ FLAGS = {
     LAYERS_FLAG: Flag(
         "Contents of one CUDA graph, with --use-megatron-fsdp and --cuda-graph-impl transformer_engine: "
         f"{ALL_LAYERS} for all consecutive layers, {WHOLE_MODEL} for all computation of a model from tokens to losses, "
-        f"or 1 for a single layer. Default: {WHOLE_MODEL} if such graphs can replay the steps before capture, else "
+        f"or 1 for a single layer. Default: {WHOLE_MODEL} if such graphs match the steps before capture, else "
         f"{ALL_LAYERS}.",
         allowed=lambda value: str(value) in (ALL_LAYERS, WHOLE_MODEL, "1"),
         words=f"{ALL_LAYERS}, {WHOLE_MODEL} or 1",
@@ -68,9 +68,9 @@ FLAGS = {
         arguments={"type": int, "metavar": "N"},
     ),
     CAPTURES_FLAG: Flag(
-        "Maximum number of captures with --cuda-graph-impl transformer_engine, including the first. Training captures "
-        "again for other sequence lengths, micro-batch sizes and, under pipeline parallelism, numbers of micro-batches "
-        f"(default: {_MAX_CAPTURES}). After the last capture, steps that do not fit the graphs run eagerly.",
+        "Maximum number of captures with --cuda-graph-impl transformer_engine, including the first. Graphs are "
+        "recaptured for other sequence lengths, micro-batch sizes and, under pipeline parallelism, numbers of "
+        f"micro-batches (default: {_MAX_CAPTURES}). After the last capture, other steps run eagerly.",
         default=_MAX_CAPTURES,
         allowed=lambda value: value >= 1,
         words="1 or more, including the first capture",

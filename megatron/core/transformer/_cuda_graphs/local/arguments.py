@@ -69,7 +69,7 @@ class ArgMetadata:
             ArgumentTypeError: The argument is not a tensor.
         """
         if not issubclass(self.type, torch.Tensor):
-            raise ArgumentTypeError(f"cannot make zeros like an argument of type {self.type.__name__}: need a tensor")
+            raise ArgumentTypeError(f"cannot make zeros like an argument of type {self.type.__name__}: pass a tensor")
         zeros = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
         return zeros.requires_grad_(self.requires_grad)
 
@@ -189,7 +189,7 @@ def _compare(given: Any, captured: Any, where: tuple[str, ...], grad_enabled: bo
         elif given.device != captured.device:
             problem = f"device {given.device}, captured with {captured.device}"
         elif grad_enabled and given.requires_grad and not captured.requires_grad:
-            problem = "requires grad, captured without: the graph does not compute its gradient"
+            problem = "requires grad, but did not at capture: the graph does not compute its gradient"
     elif isinstance(captured, ArgMetadata):
         problem = f"{type(given).__name__}, captured with a tensor"
     elif type(given) is not type(captured):

@@ -15,7 +15,7 @@ import torch
 
 # megatron-core's name for the chain of weights used in graphs.
 _CHAIN = "GTP_graphed"
-# Flags of a weight: the graph that started its gather, or the reduction of its gradient, has waited for completion.
+# Flags of a weight: the graph that started its gather (or the reduction of its gradient) has waited for it.
 _MARKS = ("_already_ag_drained", "_recompute_already_drained", "_already_finalized")
 # Attributes of a weight for an in-flight gather or reduction.
 _UNDER_WAY = ("_prefetch_handle", "_recompute_prefetch_handle", "_wgrad_rs_handle", "_wgrad_input_bufs")

@@ -164,7 +164,7 @@ class PassGraphs:
         elif missing := [name for name, value in zip(self._names, inputs, strict=True) if value is None]:
             reason = f"{', '.join(missing)} is missing"
         else:
-            reason = "its tensors have other shapes, dtypes or devices than at capture"
+            reason = "tensors have other shapes, dtypes or devices than at capture"
             reason += self._eager_passes.outlook if shape != self._shape else ""
         self._note_eager_pass(reason, shape if not others and shape != self._shape else None)
         return None

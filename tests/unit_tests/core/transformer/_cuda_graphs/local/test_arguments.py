@@ -102,7 +102,7 @@ def test_missing_gradient_matters_only_in_grad_mode():
     given, captured = torch.ones(2, requires_grad=True), torch.ones(2)
     assert compare(given, captured) == []
     (line,) = compare(given, captured, grad_enabled=True)
-    assert "requires grad, captured without" in line
+    assert "requires grad, but did not at capture" in line
     assert compare(captured, given, grad_enabled=True) == []
 
 
