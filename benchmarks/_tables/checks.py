@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 from benchmarks._step_time.variants import parts
@@ -22,41 +21,26 @@ MUST_DIFFER = "control=dead_"  # in the name of a negative control
 
 
 def equality(results: Results) -> Iterator[Row]:
-    """Yield one row per kind of comparison: the number of cases equal to eager, and the commits."""
+    """Yield one row per kind of comparison and machine: the number of cases equal to eager, and the commits.
+
+    Of several results of a case on the same machine, the one in the first file counts.
+    """
     yield "what", "layouts", "GPUs", "equal", "others", "commit"
-    commits: dict[Row, list[str]] = {}
-    for *row, measured in _comparisons(results):
-        commits.setdefault(tuple(row), []).append(measured)
-    for same, measured_at in commits.items():
-        yield *same, ", ".join(measured_at)
-
-
-def _comparisons(results: Results) -> Iterator[Row]:
-    """Yield one row per kind of comparison and commit, with cases counted over all files."""
-    runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    rows: dict[tuple[str, str], dict[tuple[str, str], tuple[str, str]]] = {}
     for found in results:
-        if "results" in found:
-            runs.setdefault((gpus(found), found["commit"]), []).append(found)
-    for (machine, measured), shares in runs.items():
-        groups: dict[tuple[str, str], Counter] = {}
-        layouts: dict[tuple[str, str], set[str]] = {}
-        for case in chain.from_iterable(share["results"] for share in shares):
-            group = case["tests"], case.get("engine", "native")
-            groups.setdefault(group, Counter())[_outcome(case)] += 1
-            layouts.setdefault(group, set()).add(case.get("layout", "data parallel"))
-        for (tests, engine), counts in sorted(groups.items()):
-            layout = "; ".join(sorted(layouts[tests, engine]))
-            for long, short in _LAYOUTS.items():
-                layout = layout.replace(long, short)
-            others = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if outcome != "equal")
-            cases = counts.total() - counts["must differ"]
-            yield (
-                *(f"`{tests}`{ENGINES[engine]}", layout, machine),
-                *(f"{counts['equal']} of {cases}", others, measured),
-            )
-        left = sum(share.get("cases", len(share["results"])) - len(share["results"]) for share in shares)
-        if left > 0:
-            yield "not run", "", machine, "", f"{left} cases", measured
+        for case in found.get("results", ()):
+            what = f"`{case['tests']}`{ENGINES[case.get('engine', 'native')]}"
+            layout = case.get("layout", "data parallel")
+            cases = rows.setdefault((gpus(found), what), {})
+            cases.setdefault((layout, case["case"]), (_outcome(case), found["commit"]))
+    for (machine, what), cases in sorted(rows.items()):
+        layouts = "; ".join(sorted({layout for layout, _ in cases}))
+        for long, short in _LAYOUTS.items():
+            layouts = layouts.replace(long, short)
+        counts = Counter(outcome for outcome, _ in cases.values())
+        others = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if outcome != "equal")
+        equal = f"{counts['equal']} of {counts.total() - counts['must differ']}"
+        yield what, layouts, machine, equal, others, ", ".join(dict.fromkeys(commit for _, commit in cases.values()))
     for found in results:
         for each in found.get("comparisons", ()):
             yield (

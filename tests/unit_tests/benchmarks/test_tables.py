@@ -46,20 +46,14 @@ def test_launches_show_median_and_range():
     assert row["graphs / compute alone"] == "1.50"
 
 
-def test_equality_counts_negative_controls_separately():
+def test_equality_counts_each_case_once():
     case = {"tests": "test_a", "engine": "native", "differences": [], "error": "", "case": "dtype=bf16"}
-    other = case | {"tests": "test_b", "engine": "transformer_engine", "layout": "tensor parallel"}
-    dead = case | {"case": "dtype=bf16 control=dead_replay", "differences": ["loss"]}
-    found = {"results": [case, case | {"differences": ["loss"]}, dead, other | {"error": "no"}, other], "cases": 7}
-    one, two, left = cells("equality", found)
-    assert (one["what"], one["equal"], one["others"]) == (
-        "`test_a`",
-        "1 of 2",
-        "1 differ, 1 must differ",
-    )
+    other = case | {"tests": "test_b", "engine": "transformer_engine", "layout": "tensor parallel", "error": "no"}
+    dead, differs = (case | {"case": name, "differences": ["loss"]} for name in ("control=dead_replay", "dtype=fp16"))
+    one, two = cells("equality", {"results": [case, dead, other]}, {"results": [differs, dead, other | {"error": ""}]})
+    assert (one["what"], one["equal"], one["others"]) == ("`test_a`", "1 of 2", "1 must differ, 1 differ")
     assert (two["what"], two["layouts"]) == ("`test_b`, TransformerEngine's engine", "tensor parallel")
-    assert two["others"] == "1 failed"
-    assert (left["what"], left["others"]) == ("not run", "2 cases")
+    assert (two["equal"], two["others"]) == ("0 of 1", "1 failed")
 
 
 def test_soaks_and_faults_count_successes():
