@@ -1,16 +1,12 @@
 """Test that ``--cuda-graph-report`` on GPUs lists graphs and memory."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests.support.pretraining.pretrain import BATCH, FLAGS, GRAPHS, SCRIPT
-from tests.support.ranks.forked_ranks import OWN
 from tests.support.trainings.gpus import GPUS
-from tests.support.trainings.launch import TIMEOUT
+from tests.support.trainings.launch import torchrun
 
 LAYERS = 3  # number of layers in FLAGS
 FLAGS_ON_GPUS = f"""
@@ -23,26 +19,7 @@ FLAGS_ON_GPUS = f"""
 def report(tmp_path_factory):
     """Return the report of a run with one graph per layer."""
     folder = tmp_path_factory.mktemp("report")
-    done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(GPUS),
-                str(SCRIPT),
-            ),
-            *FLAGS_ON_GPUS.split(),
-            *("--cuda-graph-report", str(folder)),
-        ],
-        env=os.environ | OWN,
-        timeout=TIMEOUT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = torchrun(SCRIPT, [*FLAGS_ON_GPUS.split(), "--cuda-graph-report", str(folder)], GPUS)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return json.loads((folder / "capture.json").read_text())
 

@@ -46,7 +46,7 @@ from tests.support.trainings.training import Trace, Training, train
 LIMIT = 60.0  # seconds
 STEPS_BETWEEN = 25  # attempts between steps
 SMALL: dict[str, Any] = {"hidden": 16, "sequence": 8, "micro_batch": 1, "dropout": 0.1, "warmup": 10}
-SMALL |= {"num_attention_heads": 2}
+SMALL |= {"layers": 2, "num_attention_heads": 2}
 
 
 class InjectedError(RuntimeError):
@@ -258,17 +258,11 @@ class Attempts:
             self.problems.append({"steps": self.steps, "found": everywhere})
 
 
-def run(
-    case: Case,
-    kinds: list[str],
-    stride: int,
-    write: Callable[[dict[str, Any]], None],
-) -> None:
+def run(case: Case, stride: int, write: Callable[[dict[str, Any]], None]) -> None:
     """Attempt captures with faults.
 
     Args:
         case: The case to train.
-        kinds: Keys of ``KINDS``.
         stride: Distance between fault indices; starts at stride // 2.
         write: Callback that receives the results so far.
     """
@@ -301,7 +295,7 @@ def run(
             }
         )
 
-    for kind in kinds:
+    for kind in KINDS:
         names = attempts.places(captured_only=kind == "host sync")
         places[kind] = len(names)
         for number, at in enumerate(range(stride // 2, len(names), stride)):
@@ -328,8 +322,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
     parser.add_argument("--stride", type=int, default=1, help="distance between faults")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of faults")
-    parser.add_argument("--layers", type=int, default=2, help="layers of the model")
     parser.add_argument("--case", type=json.loads, default={}, help="JSON: further arguments of Case.of")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
@@ -357,8 +349,8 @@ def main() -> None:
             write_results(args.output, command=command, gpus=dist.get_world_size(), results=list(done.values()))
 
     for holds in args.holds:
-        case = Case.of(SMALL | {"layers": args.layers, "holds": holds} | args.case)
-        run(case, args.kinds, args.stride, write)
+        case = Case.of(SMALL | {"holds": holds} | args.case)
+        run(case, args.stride, write)
     for result in done.values():
         attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())
         print(f"{result['case']}: {passed} of {attempts}, slowest {result['slowest_seconds']} s", flush=True)

@@ -41,7 +41,7 @@ def launch(
     Returns:
         The completed process with its output, and the available results in the order of the cases.
     """
-    done = _torchrun(COMPARE, [*_write(cases, folder), *options], ranks, environment)
+    done = torchrun(COMPARE, [*_write(cases, folder), *options], ranks, environment)
     return done, _read(folder)
 
 
@@ -65,15 +65,16 @@ def _run(
 ) -> tuple[int, str]:
     """Run ``script`` on ``ranks`` new processes; return the exit status and the end of the output."""
     if torch.cuda.is_available():
-        done = _torchrun(script, arguments, ranks, environment)
+        done = torchrun(script, arguments, ranks, environment)
         return done.returncode, done.stdout[-3000:] + done.stderr[:6000] + done.stderr[-6000:]
     forked = ForkedRanks([str(script), *arguments], folder / "log", ranks, environment)
     return forked.ended(TIMEOUT), forked.log_tail()
 
 
-def _torchrun(
-    script: Path, arguments: Sequence[str], ranks: int, environment: dict[str, str] | None
+def torchrun(
+    script: Path, arguments: Sequence[str], ranks: int, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess:
+    """Run ``script`` on ``ranks`` processes of torchrun."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
         [*launcher, str(script), *arguments],

@@ -1,18 +1,16 @@
 """Release and restore the graphs of a model in training, and print memory and times of each rank as JSON lines.
 
     torchrun --nproc-per-node 1 tests/support/trainings/release_memory.py
-    torchrun --nproc-per-node 2 tests/support/trainings/release_memory.py --holds layer --profile
+    torchrun --nproc-per-node 2 tests/support/trainings/release_memory.py --holds layer
 
 Measures memory after ``release``: before the first capture, and after each of several captures with steps and an
 evaluation. ``blocks`` counts, by size, the blocks that were not allocated at the first measurement.
 """
 
 import argparse
-import cProfile
 import gc
 import json
 import os
-import pstats
 import sys
 import time
 from collections import Counter
@@ -48,9 +46,6 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--holds", choices=("model", "decoder", "layer"), default="model", help="scope of a graph")
-    parser.add_argument(
-        "--profile", action="store_true", help="print the functions that the last restore spends time in"
-    )
     args = parser.parse_args()
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -58,11 +53,11 @@ def main() -> None:
     parallel_state.initialize_model_parallel()
     training = Training(Case.of({**(ON_CPU if on_cpu else A), "dtype": "bf16", "holds": args.holds}), graphs=True)
     with torch.cuda.stream(training.stream):
-        measure(training, args.profile)
+        measure(training)
     dist.destroy_process_group()
 
 
-def measure(training: Training, profile: bool) -> None:
+def measure(training: Training) -> None:
     """Capture, train, evaluate and release in cycles."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -85,15 +80,9 @@ def measure(training: Training, profile: bool) -> None:
         allocated = torch.cuda.memory_allocated()
         seconds = {"release": timed(helper.release)}
         new = {str(size): count for size, count in (blocks() - first).items()}
-        profiler = cProfile.Profile()
-        if profile and cycle == CYCLES - 1:
-            profiler.enable()
         report(
             f"released {cycle + 1}", {"before": allocated, "blocks": new, "restore": timed(helper.restore), **seconds}
         )
-        profiler.disable()
-        if profile and cycle == CYCLES - 1 and dist.get_rank() == 0:
-            pstats.Stats(profiler).sort_stats("cumulative").print_stats(45)
     training.step()
     helper.delete_cuda_graphs()
 

@@ -64,11 +64,11 @@ class Model(torch.nn.Module):
         use_graphable_rng()
         self.before = torch.nn.Linear(HIDDEN, HIDDEN)
         make = {
-            "layer": lambda: Layer(1, graphs, pipeline, dropout=0.5, cuda_graph_warmup_steps=1),
-            "parts": lambda: Parts(graphs, pipeline),
-            "gap": Gap,
+            "layer": lambda number: Layer(number, graphs, pipeline, dropout=0.5, cuda_graph_warmup_steps=1),
+            "parts": lambda number: Parts(graphs, pipeline),
+            "gap": lambda number: Gap(),
         }
-        self.layers = torch.nn.ModuleList(make[kind]() for kind in kinds)
+        self.layers = torch.nn.ModuleList(make[kind](number) for number, kind in enumerate(kinds, 1))
 
     def forward(self, x, scale):
         x = self.before(x)
@@ -153,25 +153,12 @@ def test_other_schedule_equals_eager_or_is_refused(recorded, later):
 class TestPipeline:
     """Test pipelines, where each micro-batch in flight has its own runners."""
 
-    def run(self, graphs, order, steps=3, dropout=0.5, later=None):
-        model = stack(graphs=graphs, pipeline=2, dropout=dropout)
-        trace = []
-        for step in range(steps):
-            waiting = []
-            for microbatch, kind in enumerate(order if step == 0 or later is None else later):
-                if kind == "F":
-                    waiting.append(model(batch(step, microbatch)).square().mean())
-                else:
-                    loss = waiting.pop(0)
-                    loss.backward()
-                    trace.append(loss.item())
-            create_cudagraphs()
-            trace += [param.grad.tolist() for param in model.parameters()]
-        return trace, model
+    def run(self, graphs, order, later=None):
+        """Train three layers with ``order`` in the first step and ``later`` in two more; return the trace."""
+        return train(["layer"] * 3, [order, *[later or order] * 2], graphs, pipeline=2, shares_scale=False)
 
     def test_accepts_fewer_microbatches(self):
-        graphed, _ = self.run(True, "FFBFBFBB", later="FFBB")
-        assert graphed == self.run(False, "FFBFBFBB", later="FFBB")[0]
+        assert self.run(True, "FFBFBFBB", later="FFBB") == self.run(False, "FFBFBFBB", later="FFBB")
 
     def test_refuses_more_microbatches_in_flight(self):
         with pytest.raises(RuntimeError, match=r"(?s)--global-batch-size.*it waits for its backward pass"):
@@ -182,7 +169,13 @@ class TestPipeline:
             self.run(True, "FFBFBB", later="FFFBBB")
 
     def test_microbatches_reuse_static_memory(self):
-        _, model = self.run(True, "FFBFBFBFBB")
+        model, waiting = stack(pipeline=2), []
+        for microbatch, kind in enumerate("FFBFBFBFBB"):
+            if kind == "F":
+                waiting.append(model(batch(0, microbatch)).square().mean())
+            else:
+                waiting.pop(0).backward()
+        create_cudagraphs()
         first = model.layers[0].cudagraph_manager.cudagraph_runners
         assert len(first) == 5
         # inputs of two micro-batches in flight and, during the backward pass of one, its output gradient
