@@ -1,20 +1,17 @@
 """Extend ``RerunStateMachine`` to restore graph RNG states and to decide on reruns without synchronizing the GPU."""
 
-import logging
 from collections import abc
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from megatron.core._rank_utils import log_single_rank
 from megatron.core.token_bounds import token_bounds
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .host_agreement import agreement_of_all_ranks
 
 _upstream: Any = extend(__name__)
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # megatron-core's names
 
@@ -48,8 +45,9 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         bounded = bool(token_bounds) and self.mode == _upstream.RerunMode.VALIDATE_RESULTS
         runs = False
         if bounded and self.state == _upstream.RerunState.INITIAL_RUN:
-            flags = [token_bounds.overflowed(), self.rerun_requested]
-            runs, self._agreed = cast(tuple[bool, ...], self._reduce_any(flags))
+            flags = [token_bounds.exceeded(), self.rerun_requested]
+            exceeded, self._agreed = cast(tuple[bool, ...], self._reduce_any(flags))
+            runs = token_bounds.needs_rerun(exceeded)
         if runs:
             self._start_again(data_iterator)
         else:
@@ -102,8 +100,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         self.validation_counts.clear()
         self.rerun_requested, self._agreed = False, None
         self.failed_validation_call = self.initial_result = None
-        if message := token_bounds.lift():
-            log_single_rank(logger, logging.WARNING, message)
+        token_bounds.lift()
 
     def _reduce_any(self, value: bool | list[bool]) -> bool | tuple[bool, ...]:
         if self._agreed is not None:  # already reduced together with the overflow flag

@@ -1,33 +1,41 @@
-"""Limit the tokens that ranks send each other (--moe-alltoall-capacity-factor), and rerun steps that exceed the limit.
+"""Limit the tokens that ranks send each other in CUDA graphs (--moe-alltoall-capacity-factor).
 
-``RerunStateMachine`` makes all ranks rerun such a step without the limit before the optimizer step: no token is
-dropped. With CUDA graphs, the limit applies from the capture on, so that the router can balance its load first.
+``RerunStateMachine`` makes all ranks rerun a step that exceeds the limit, eagerly and without it, before the optimizer
+step: no token is dropped. Steps without graphs are not limited, and capture waits for a step within the limit.
 """
 
+import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
+from megatron.core._rank_utils import log_single_rank
+
+logger = logging.getLogger(__name__)
+
 
 class TokenBounds:
-    """Owns the token limits of all MoE layers in this process, and an overflow flag on the GPU for each step.
+    """Decides whether token limits apply, and owns a flag on the GPU that a rank sent more tokens in this step.
 
-    ``copy_to_host`` starts copying the flag after the last forward pass, and ``overflowed`` waits only for that copy,
+    ``copy_to_host`` starts copying the flag after the last forward pass, and ``exceeded`` waits only for that copy,
     so that the backward pass can run in the meantime.
 
     Attributes:
-        in_force: Whether the limits apply now: in steps that can be rerun, and while their graphs are captured.
+        in_force: Whether the limits apply now: while graphs are captured, and in first runs of steps with graphs.
+        helpers: Objects whose ``graphs_created`` returns whether graphs with limits exist.
     """
 
     def __init__(self) -> None:
         self._routers: WeakSet[Any] = WeakSet()
+        self.helpers: WeakSet[Any] = WeakSet()
         self._saved: dict[Any, torch.Tensor] = {}
         self._suspension: ExitStack | None = None  # while the limits are lifted
-        self._steps = self._repeated = 0  # counted steps with limits, and reruns
-        self.in_force = self._applies = self._begun = self._is_copied = False
+        self._steps = self._repeated = self._waited = 0  # steps with limits, reruns, deferred captures
+        self._load = 0.0
+        self.in_force = self._exceeded = self._begun = self._is_copied = False
 
     def __bool__(self) -> bool:
         return bool(self._routers)
@@ -38,34 +46,33 @@ class TokenBounds:
             self._too_small = torch.zeros(1, dtype=torch.bool, device=torch.cuda.current_device())
             self._on_host = torch.zeros(1, dtype=torch.bool, device="cpu").pin_memory()
             self._copied = torch.cuda.Event()
-            self._applies = router.config.cuda_graph_impl == "none"
+            self._factor: float = router.config.moe_alltoall_capacity_factor
         self._routers.add(router)
 
     def clear(self) -> None:
-        """Remove all routers."""
+        """Remove all routers and helpers."""
         self.end()
         self._routers.clear()
-        self._saved, self._steps, self._repeated = {}, 0, 0
+        self.helpers.clear()
+        self._saved, self._exceeded = {}, False
+        self._steps = self._repeated = self._waited = 0
 
     def note(self, too_many: torch.Tensor) -> None:
         """Set the overflow flag on the GPU if any element of ``too_many`` (bool) is True."""
         self._too_small.logical_or_(too_many.any())
 
+    def note_load(self, load: float) -> None:
+        """Record the largest number of tokens that a rank sent another, as a multiple of an even share."""
+        if self._begun:
+            self._load = max(self._load, load)
+
     def begin(self) -> None:
         """Begin the first run of a step."""
         self.end()  # the last step may have ended with an exception
-        self.in_force, self._begun, self._is_copied = self._applies, True, False
+        self.in_force = any(helper.graphs_created() for helper in self.helpers)
+        self._begun, self._is_copied, self._load = True, False, 0.0
         self._steps += self.in_force
         self._too_small.zero_()
-
-    @contextmanager
-    def of_captures(self) -> Iterator[None]:
-        """Context manager for capturing training graphs: apply the limits within it and in later steps."""
-        before, self.in_force, self._applies = self.in_force, True, True
-        try:
-            yield
-        finally:
-            self.in_force = before
 
     def copy_to_host(self) -> None:
         """Start copying the overflow flag to the host.
@@ -84,31 +91,50 @@ class TokenBounds:
         self._copied.record()
         self._is_copied = True
 
-    def overflowed(self) -> bool:
-        """Wait for the copy, and return whether this rank exceeded a limit."""
+    def exceeded(self) -> bool:
+        """Wait for the copy, and return whether this rank sent more tokens than a limit, in force or not."""
         if not self._is_copied:  # the schedule has its own ``backward_step``
             self.copy_to_host()
         self._copied.synchronize()
         return bool(self._on_host)
 
-    def lift(self) -> str:
-        """Lift the limits and suspend replays until ``end``; return a log message, often empty."""
+    def needs_rerun(self, exceeded: bool) -> bool:
+        """Return whether to rerun the step, given whether any rank ``exceeded`` a limit."""
+        self._exceeded = exceeded
+        return exceeded and self.in_force
+
+    def defers_capture(self) -> bool:
+        """Return whether the last step exceeded a limit, and log the load sometimes. All ranks must call this."""
+        if not self._exceeded:
+            return False
+        self._waited += 1
+        if _is_logged(self._waited):
+            load = torch.tensor(self._load, device="cuda")
+            torch.distributed.all_reduce(load, torch.distributed.ReduceOp.MAX)
+            text = (
+                f"CUDA graphs are not captured yet: a rank sent another rank {load:.2f} times an even share of tokens. "
+                f"Training is eager until a step stays within --moe-alltoall-capacity-factor {self._factor:g}: if this "
+                "takes long, raise the factor. This message is logged after 1, 10, 100, ... such steps"
+            )
+            log_single_rank(logger, logging.WARNING, text)
+        return True
+
+    def lift(self) -> None:
+        """Lift the limits and suspend replays until ``end``."""
         from megatron.core.transformer._cuda_graphs.snapshot import replays  # imports this module
 
         self.in_force, self._suspension = False, ExitStack()
         self._suspension.enter_context(replays.suspended("the step is rerun with room for all tokens"))
-        self._too_small.zero_()
-        self._on_host.zero_()
         self._repeated += 1
-        if str(self._repeated).strip("0") != "1":
-            return ""
-        factor = max(router.config.moe_alltoall_capacity_factor for router in self._routers)
-        return (
+        if not _is_logged(self._repeated):
+            return
+        text = (
             "The step is rerun eagerly with room for all tokens: a rank sent another rank more tokens than "
-            f"--moe-alltoall-capacity-factor {factor:g} allows. No token is dropped. {self._repeated} of {self._steps} "
-            "steps have been rerun. If steps stay slow, raise the factor, or --cuda-graph-warmup-steps until loads "
-            "are balanced. This message is logged after 1, 10, 100, ... reruns"
+            f"--moe-alltoall-capacity-factor {self._factor:g} allows. No token is dropped. {self._repeated} of "
+            f"{self._steps} steps have been rerun. If steps stay slow, raise the factor. This message is logged after "
+            "1, 10, 100, ... reruns"
         )
+        log_single_rank(logger, logging.WARNING, text)
 
     def end(self) -> None:
         """End the step, and resume replays."""
@@ -146,6 +172,10 @@ class TokenBounds:
         for name, value in MTPLossLoggingHelper.tracker.items():
             if isinstance(value, torch.Tensor):
                 yield ("mtp", name), value
+
+
+def _is_logged(number: int) -> bool:
+    return str(number).strip("0") == "1"
 
 
 token_bounds = TokenBounds()

@@ -1,4 +1,4 @@
-"""Test that steps that exceed the bound on tokens sent between ranks are rerun from unchanged state.
+"""Test that capture waits for steps within the token limit, and that later steps that exceed it are rerun.
 
 Two CPU ranks with two of four experts each, dropout, router statistics, expert bias and two micro-batches. A rank
 overflows when all its tokens go to the experts of one rank, twice an even share.
@@ -21,7 +21,7 @@ FLAGS = f"""
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
     --moe-router-enable-expert-bias --moe-router-score-function sigmoid --eval-iters 1 --eval-interval 3
 """
-OVERFLOWS = {1: [0, 1], 4: [1], 5: [0], 6: [0, 1]}  # before and after the capture
+OVERFLOWS = {1: [0, 1], 2: [1], 4: [1], 5: [0], 6: [0, 1]}  # step 2 defers the capture until step 3 has ended
 ALWAYS = 0.9  # capacity factor below an even share
 GRAPHS = f"--cuda-graph-warmup-steps {WARMUP}"
 KINDS = {
@@ -37,6 +37,7 @@ KINDS = {
 # The second rank overflows in one step, the last rank in the next; neither shares all groups with the others.
 LAYOUTS = {
     "data parallel experts": (4, ""),
+    "expert parallel": (4, "--expert-model-parallel-size 4"),
     "hybrid sharding": (4, "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
     "optim": (2, "--data-parallel-sharding-strategy optim"),
 }
@@ -45,7 +46,7 @@ LOGGED = r"(?:lm loss|load_balancing_loss|z_loss|validation loss at iteration.*l
 
 
 class Run:
-    """Trains once; holds the compared values, the log, the overflow results of each step, and the routers' buffers."""
+    """Trains once; holds the compared values, the log, the overflow flags of each run, and the routers' buffers."""
 
     def __init__(self, folder, flags, overflows, graphs, ranks=2):
         with pytest.MonkeyPatch.context() as patches:
@@ -79,26 +80,25 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("kind", mostly_long(KINDS, "model"))
 def test_overflowing_steps_run_again(run, kind):
     bounded = run(1.9, kind)
-    captured = STEPS + 1 if "eager" in kind else WARMUP if "warm" not in kind else 0
-    unbounded = 0 if "eager" in kind else captured  # steps
+    captured = STEPS + 1 if "eager" in kind else WARMUP + 1 if "warm" not in kind else 0
     expected = [
-        [[step, rank in ranks] for rank in range(2)] if first else [[step, False]] * 2
+        [[step, rank in OVERFLOWS.get(step, [])] for rank in range(2)]
         for step in range(1, STEPS + 1)
-        for ranks in [OVERFLOWS.get(step, []) if step > unbounded else []]
-        for first in ([True, False] if ranks else [True])
+        for _ in range(2 if step in OVERFLOWS and step > captured else 1)
     ]
     assert [[*each] for each in bounded.answers] == expected
     assert bounded.found == run(None, "eager").found
-    assert bounded.log.count("raise the factor") == 1
+    assert ("Evaluation runs eagerly, because --moe" in bounded.log) == (kind in ("model", "no warm-up", "on devices"))
+    assert bounded.log.count("steps have been rerun") == (captured < STEPS)
+    assert re.findall(r"sent another rank (\S+) times", bounded.log) == ["2.00"] * (captured == WARMUP + 1)
     assert [step["graphs"] > 0 for step in bounded.steps] == [step > captured for step in range(1, STEPS + 1)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["eager", "model"])
-def test_evaluation_loses_no_token_if_all_steps_overflow(run, kind):
+@pytest.mark.parametrize(("kind", "runs"), [("model", 1), ("no warm-up", 2)])
+def test_no_token_is_lost_if_all_steps_overflow(run, kind, runs):
     bounded = run(ALWAYS, kind, {})
-    answers = bounded.answers[0 if kind == "eager" else WARMUP :]
-    assert all(any(found for _, found in each) for each in answers[::2])
+    assert [any(found for _, found in each) for each in bounded.answers] == [True] * runs * STEPS
     assert bounded.found == run(None, "eager", {}).found
 
 
@@ -112,6 +112,6 @@ def test_overflow_on_one_rank_repeats_the_step_on_all(tmp_path, layout):
     found = Run(tmp_path / "graphs", bounded, overflows, True, ranks)
     assert [step for (step, _), *_ in found.answers] == [1, 2, 3, 4, 4, 5, 5, 6, 7]
     assert [[rank for rank, (_, answer) in enumerate(each) if answer] for each in found.answers] == [
-        *([], [], [], [1], [], [ranks - 1], [], [], [])
+        *([], [], [], [1], [1], [ranks - 1], [ranks - 1], [], [])
     ]
     assert found.found == expected.found

@@ -58,6 +58,7 @@ from ._cuda_graphs.te.capture_state import (
     CAPTURES_USED_UP,
     NO_LAYERS,
     RELEASED,
+    UNBALANCED,
     CaptureState,
     GraphUse,
 )
@@ -193,6 +194,8 @@ class TECudaGraphHelper:
         self._recaptures = Recaptures(self.stage)
         self._captures = self._replays_before = 0  # successful captures; replays of deleted graphs
         make_workspaces()  # before the first pass
+        if self._role.language:
+            token_bounds.helpers.add(self)
 
     def _discover_layers(self) -> None:
         """Set the megatron-core attributes that list the layers to capture. Subclasses may select other layers.
@@ -256,7 +259,9 @@ class TECudaGraphHelper:
         return self.before_step()
 
     def before_step(self) -> bool:
-        """Log the previous step, and recapture if needed. Call this on all ranks before each step.
+        """Log the previous step, and capture or recapture if needed. Call this on all ranks before each step.
+
+        If ``create_cudagraphs`` deferred the capture, it happens after the first step within the token limit.
 
         A recapture deletes the graphs, zeroes gradients, and restores layer hooks under ``DistributedDataParallel``. It
         happens if
@@ -282,6 +287,9 @@ class TECudaGraphHelper:
         graphs.adopt_rng_states()
         if graphs.microbatches not in (None, get_num_microbatches()):
             self._change_microbatches(get_num_microbatches())
+        elif graphs.eager_because == UNBALANCED:
+            if not token_bounds.defers_capture():
+                self._recapture()
         elif graphs.shapes is not None:
             shape = graphs.shapes.before_step(get_num_microbatches())
             if shape is not None:
@@ -355,6 +363,8 @@ class TECudaGraphHelper:
         Without pipeline stages, nothing is captured if training ran two forward passes before their backward passes:
         the reason is logged, and training continues eagerly.
 
+        If the last step exceeded ``--moe-alltoall-capacity-factor``, ``before_step`` captures later.
+
         Gradients are zero afterwards. If the whole model was captured, the next evaluation captures a forward graph
         (see ``capture_for_evaluation``). A capture that fails on one rank fails on all: hooks, parameters, RNG states
         and capture flags are restored, all graphs are freed, and the model can train eagerly.
@@ -373,6 +383,9 @@ class TECudaGraphHelper:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
+        if self._role.language and not self._captures and token_bounds.defers_capture():
+            self._state.eager_because = UNBALANCED
+            return
         try:
             self._capture_largest()
             return
@@ -423,13 +436,15 @@ class TECudaGraphHelper:
         offloads = self.config.fine_grained_activation_offloading
         try:
             start_time = self._start_capturing()
-            with reuse_across_streams(), token_bounds.of_captures():
+            with reuse_across_streams():
+                token_bounds.in_force = True
                 yield start_time
         except BaseException:
             if offloads:
                 offload_interface().enable_offload()  # warm-up disables it
             raise
         finally:
+            token_bounds.in_force = False
             _set_capture_end()
             if offloads:
                 offload_interface().reset()

@@ -1,7 +1,7 @@
 """Run ``examples/pretrain_gpt.py``, routing all tokens of some ranks to the first rank's experts in some steps.
 
-OVERFLOWS is JSON that maps steps, from 1, to ranks. Each rank appends JSON lines to NOTES_PATH.RANK: each step and
-whether it overflowed, then checksums of its routers' buffers.
+OVERFLOWS is JSON that maps steps, from 1, to ranks. Each rank appends JSON lines to NOTES_PATH.RANK: after each
+run, the step and whether it overflowed; then checksums of its routers' buffers.
 """
 
 import json
@@ -28,7 +28,7 @@ def main():
     overflowing = {int(number): ranks for number, ranks in json.loads(os.environ["OVERFLOWS"]).items()}
     rank = int(os.environ["RANK"])
     routers: list[TopKRouter] = []
-    train_step, overflowed = training.train_step, TokenBounds.overflowed
+    train_step, exceeded = training.train_step, TokenBounds.exceeded
 
     def train_step_of_biased_routers(forward_step, data, model, *args, iteration, **kwargs):
         global step
@@ -43,14 +43,14 @@ def main():
         return result
 
     def noted(bounds):
-        found = overflowed(bounds)
+        found = exceeded(bounds)
         note(step, found)
         return found
 
     sys.path.insert(0, str(SCRIPT.parent))
     with (
         mock.patch.object(training, "train_step", train_step_of_biased_routers),
-        mock.patch.object(TokenBounds, "overflowed", noted),
+        mock.patch.object(TokenBounds, "exceeded", noted),
     ):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     note([value.double().sum().item().hex() for router in routers for _, value in sorted(router.named_buffers())])

@@ -1,5 +1,6 @@
 """Test token bounds: the overflow flag, saved statistics, and repeated steps."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 class Router(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.config = SimpleNamespace(moe_alltoall_capacity_factor=FACTOR, cuda_graph_impl="none")
+        self.config = SimpleNamespace(moe_alltoall_capacity_factor=FACTOR)
         self.register_buffer("tokens", torch.arange(4.0))
 
 
@@ -27,11 +28,17 @@ def router():
 
 
 @pytest.fixture
-def bounds(router):
+def helper():
+    return mock.Mock()  # graphs exist
+
+
+@pytest.fixture
+def bounds(router, helper):
     from megatron.core import token_bounds
 
     made = token_bounds.TokenBounds()
     made.add(router)
+    made.helpers.add(helper)
     with mock.patch.object(token_bounds, "token_bounds", made):
         yield made
 
@@ -58,54 +65,58 @@ def run(bounds, *microbatches):
 def test_overflow_of_a_microbatch_is_read_after_the_step(bounds, microbatches):
     bounds.begin()
     run(bounds, *microbatches)
-    assert bounds.overflowed()
+    assert bounds.exceeded()
     bounds.end()
     bounds.begin()
     run(bounds, False)
-    assert not bounds.overflowed()
+    assert not bounds.exceeded()
 
 
-def test_exception_does_not_suspend_the_next_step(bounds, router):
-    bounds.begin()
-    bounds.lift()
-    bounds.begin()
-    assert not replays.suspended_by
-    assert bounds.in_force
-
-
-def test_another_training_clears_the_bounds(bounds, router):
+def test_next_step_or_training_ends_a_suspension(bounds):
     from megatron.core import rerun_state_machine
 
-    bounds.begin()
-    bounds.lift()
+    for _ in range(2):  # the first step ends with an exception
+        bounds.begin()
+        assert bounds.in_force and not replays.suspended_by
+        bounds.lift()
     with mock.patch.object(rerun_state_machine, "token_bounds", bounds):
         rerun_state_machine.RerunStateMachine()
     assert not bounds and not bounds.in_force
     assert not replays.suspended_by
 
 
-def test_captures_and_later_steps_are_bounded(bounds, router):
-    bounds.clear()
-    router.config.cuda_graph_impl = "transformer_engine"
-    bounds.add(router)
-    bounds.begin()
-    assert not bounds.in_force
-    run(bounds, False)  # needs no limit
-    bounds.end()
-    with bounds.of_captures():
-        assert bounds.in_force
-    assert not bounds.in_force
-    bounds.begin()
-    assert bounds.in_force
+def test_capture_is_deferred_until_a_step_fits(machine, bounds, helper, caplog):
+    helper.graphs_created.return_value = False
+    for number in range(11):
+        assert machine.should_run_forward_backward(None)
+        assert not bounds.in_force
+        for load in (3.14159 - number, 0.5):
+            bounds.note_load(load)
+        run(bounds, number < 10)
+        assert not machine.should_run_forward_backward(None)
+        bounds.note_load(7.0)  # evaluation
+        assert bounds.defers_capture() is (number < 10)
+    assert [re.findall(r"rank (\S+) times.* 1.25: .*raise", text) for text in caplog.messages] == [["3.14"], ["0.50"]]
 
 
-def test_repeated_steps_are_reported_at_powers_of_ten(bounds):
-    messages = []
-    for _ in range(101):
-        bounds.begin()
-        messages.append(bounds.lift())
-    assert [number for number, message in enumerate(messages, 1) if message] == [1, 10, 100]
-    assert "10 of 10 steps have been rerun" in messages[9]
+@pytest.mark.parametrize(
+    ("factor", "in_force", "rows_per_peer", "exceeded"),
+    [(1.5, False, 5, False), (1.0, False, 5, True), (1.5, True, 6, False), (1.0, True, 4, True)],
+)
+def test_only_graphs_limit_rows(bounds, monkeypatch, factor, in_force, rows_per_peer, exceeded):
+    from megatron.core.transformer.moe import token_dispatcher
+
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    monkeypatch.setattr(token_dispatcher, "token_bounds", bounds)
+    monkeypatch.setattr(dispatcher.__base__, "token_dispatch", lambda _, *rows: rows)
+    sender = object.__new__(dispatcher)
+    vars(sender).update(config=mock.Mock(moe_alltoall_capacity_factor=factor, moe_router_topk=2), num_local_experts=2)
+    vars(sender).update(ep_size=2, ep_group=None, input_splits=torch.tensor([5, 3]))
+    sender.num_global_tokens_per_local_expert = torch.tensor([[3, 2], [2, 1]])
+    bounds.begin()
+    bounds.in_force = in_force
+    rows, _ = sender.token_dispatch(torch.ones(8, 4), torch.ones(8))
+    assert (len(rows), bounds.exceeded()) == (2 * rows_per_peer, exceeded)
 
 
 def test_loop_without_repeated_steps_is_refused(bounds):
@@ -139,7 +150,7 @@ def test_statistics_are_restored_in_place(bounds, router):
 
 
 def test_overflowing_step_repeats_with_room_for_all(machine, bounds, router, caplog):
-    for _ in range(2):
+    for _ in range(11):
         assert machine.should_run_forward_backward(None)
         assert bounds.in_force
         run(bounds, True)
@@ -151,7 +162,8 @@ def test_overflowing_step_repeats_with_room_for_all(machine, bounds, router, cap
         assert not machine.should_run_forward_backward(None)
         assert not replays.suspended_by
         assert machine.should_checkpoint_and_exit() == (False, False, 0)
-    assert len([text for text in caplog.messages if "--moe-alltoall-capacity-factor 1.25" in text]) == 1
+    messages = [re.findall(r" 1.25 allows.* (\d+ of \d+) steps have been rerun", text) for text in caplog.messages]
+    assert messages == [["1 of 1"], ["10 of 10"]]
 
 
 def test_wrong_result_counts_in_the_repeated_step_only(machine, bounds, router):

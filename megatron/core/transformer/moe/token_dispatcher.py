@@ -45,8 +45,9 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     """Extends megatron-core's all-to-all dispatcher to send a fixed number of rows to each peer.
 
-    This number is the maximum that a peer's experts can receive, or ``capacity_of_peer`` in steps that can be rerun. If
-    a peer has more rows, results are undefined and ``token_bounds`` sets its overflow flag.
+    This number is the maximum that a peer's experts can receive. With a capacity factor it is the largest number that
+    any rank has for a peer, which the host reads, or the limit where it is in force (``token_bounds``); if a peer has
+    more rows than the limit, the overflow flag is set, and results are undefined where the limit is in force.
     """
 
     input_splits: Any
@@ -69,21 +70,27 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         """Send rows ``[tokens * top-k, hidden]`` and probabilities, sorted by expert, to the experts' ranks.
 
         Returns:
-            Rows and probabilities for this rank's experts, ``[ranks * capacity_of_peer, ...]``, sorted by source rank,
+            Rows and probabilities for this rank's experts, ``[ranks * rows per peer, ...]``, sorted by source rank,
             then expert, with each rank's unused rows last.
         """
         rows, probs = permutated_local_input_tokens, permuted_probs
         if grouped_tensor(self.config) and self.ep_size > 1:
             top_k, experts = self.config.moe_router_topk, self.num_local_experts
-            factor = self._capacity_factor()
+            factor = alltoall_capacity_factor(self.config) if token_bounds else None
             capacity = capacity_of_peer(len(rows), top_k, experts, self.ep_size, factor)
             sent = self.input_splits.unsqueeze(1)
             received = self.num_global_tokens_per_local_expert if experts > 1 else self.output_splits.unsqueeze(1)
             self._keep_for_this_stream(sent, received)
             if factor is not None:
                 token_bounds.note(sent > capacity)
-                sent, received = cut(sent, capacity), cut(received, capacity)
-                self.tokens_per_expert = received.sum(0)
+                if token_bounds.in_force:
+                    sent, received = cut(sent, capacity), cut(received, capacity)
+                    self.tokens_per_expert = received.sum(0)
+                else:
+                    most = sent.max()
+                    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.ep_group)
+                    capacity = int(most)
+                    token_bounds.note_load(capacity * self.ep_size / len(rows))
             self._sent = places(sent, capacity, len(rows))
             self._received = places(received, capacity, self.ep_size * capacity)
             self.input_splits = self.output_splits = None  # equal splits
@@ -118,9 +125,6 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         """Keep the memory of tensors of other streams until the current stream has used them."""
         for tensor in tensors if self.config.overlap_moe_expert_parallel_comm else ():
             tensor.record_stream(torch.cuda.current_stream())
-
-    def _capacity_factor(self) -> float | None:
-        return alltoall_capacity_factor(self.config) if token_bounds and token_bounds.in_force else None
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None):
         if grouped_tensor(self.config):

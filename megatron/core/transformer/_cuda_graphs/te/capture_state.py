@@ -25,7 +25,7 @@ from .training_calls import TrainingCalls
 # Reasons for eager steps, used as scalar names.
 BEFORE_CAPTURE, OTHER_INPUTS, RELEASED = "before-capture", "other-inputs", "released"
 NO_LAYERS, CAPTURE_FAILED, CAPTURES_USED_UP = "no-layers", "capture-failed", "captures-used-up"
-INTERLEAVED_PASSES, RECOMPUTED_LAYERS = "interleaved-passes", "recomputed-layers"
+INTERLEAVED_PASSES, RECOMPUTED_LAYERS, UNBALANCED = "interleaved-passes", "recomputed-layers", "unbalanced-experts"
 
 
 class Holds(Enum):

@@ -18,6 +18,7 @@ import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
 
 from ..agreement import CaptureAgreement, warn_of_failure
@@ -27,6 +28,7 @@ from ..engine.plan import Plan, unordered_plan
 from ..engine.quantization import RecordedQuantization
 from ..errors import CaptureFailedError
 from ..evaluation_mode import may_replay_evaluation
+from ..flags.options import FACTOR_FLAG
 from ..hooks import has_other_hooks
 from ..inputs import ADVICE, OFFSETS, DefaultInputs, from_static_offsets, unpack
 from ..layer_graph import ATTENTION_INPUTS
@@ -547,6 +549,8 @@ def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args:
     with agreement.together(undo):
         hooked = any(has_other_hooks(module) for layer in chunk.layers for module in layer.modules())
         reason = "layers, or modules in them, have third-party hooks" if hooked else call_blocker(model, given)
+        if token_bounds:
+            reason = f"{FACTOR_FLAG} limits graphs, and only training steps can be rerun without the limit"
         if refused := agreement.objections({"evaluation": reason})["evaluation"]:
             return refused
         tokens, sequences = shape_of(model, given) or (0, 0)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core.token_bounds import TokenBounds
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
@@ -332,6 +333,15 @@ def test_attributes_follow_a_recapture(longer):
     capturing.create_cudagraphs()
     assert capturing.before_step()
     assert (capturing.graphs_created(), capturing.seq_length, capturing.micro_batch_size) == (True, 64, 2)
+
+
+def test_deferred_capture_waits_for_a_fitting_step(one_stage, monkeypatch):
+    answers = iter([True, True, False, False])
+    monkeypatch.setattr(TokenBounds, "defers_capture", lambda _: next(answers))
+    capturing = helper_of()
+    capturing.create_cudagraphs()
+    seen = [(capturing.before_step(), capturing.graphs_created(), capturing.eager_reason()) for _ in range(2)]
+    assert seen == [(True, False, "unbalanced-experts"), (True, True, "")]
 
 
 def test_failed_recapture_for_a_shape_is_an_error(longer):
