@@ -340,7 +340,7 @@ def test_deferred_capture_waits_for_a_fitting_step(one_stage, monkeypatch):
     monkeypatch.setattr(TokenBounds, "defers_capture", lambda _: next(answers))
     capturing = helper_of()
     capturing.create_cudagraphs()
-    seen = [(capturing.before_step(), capturing.graphs_created(), capturing.eager_reason()) for _ in range(2)]
+    seen = [(capturing.capture_finished(), capturing.graphs_created(), capturing.eager_reason()) for _ in range(2)]
     assert seen == [(True, False, "unbalanced-experts"), (True, True, "")]
 
 
@@ -372,9 +372,3 @@ def test_recapture_after_a_failed_recapture(two_stages):
         assert capturing.before_step()
         seen.append((capturing.graphs_created(), capturing.eager_reason()))
     assert seen == [(False, "capture-failed")] * 2 + [(True, "")]
-
-
-def test_capture_finished_prepares_a_step(one_stage, monkeypatch):
-    monkeypatch.setattr(TECudaGraphHelper, "before_step", lambda self: (self, "prepared"))
-    capturing = helper_of()
-    assert capturing.capture_finished() == (capturing, "prepared")
