@@ -363,8 +363,8 @@ row names it. A flag without a row is passed through untested.
   model that one graph can hold: the whole `model`, single `layers`, or `parts` of layers
   ([Guide](guide.md#choose-how-much-one-graph-holds)). `CPU` (the CPU backend), `H100` and `H200` show where this was
   verified: `yes`, only for the listed values, or not at all.
-- **refused**: an error before training, with the text in the last column, where `…` is the flag. All refused flags of a
-  job are listed.
+- **refused**: an error before training, with the text in the last column, where `…` is the flag or the whole first
+  column. All refused flags of a job are listed.
 - **no effect**, **not tried**: a warning with that text.
 - **fails**: fails or trains wrongly under Megatron-FSDP, with and without graphs; not checked.
 
@@ -412,8 +412,9 @@ def _lines(row: Line, hardware: tuple[set[str], ...]) -> Iterator[tuple[tuple[st
     for item, condition in items:
         flag, shown = item.split()[0], f"{item} {condition}".strip()
         words = row.words if item == first or not row.words else f"see {first.split()[0]}"
-        if words.startswith(flag):
-            words = f"…{words.removeprefix(flag)}"
+        for repeated in (shown, flag):
+            if words.startswith(repeated):
+                words = f"…{words.removeprefix(repeated)}"
         if isinstance(row, Working):
             found = [verified_values(item, facts) for facts in hardware]
             found[0] = "yes" if row.shown.startswith("tests/integration_tests/") else found[0]

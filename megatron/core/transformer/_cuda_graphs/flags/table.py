@@ -179,6 +179,13 @@ _REFUSED = [
         "--moe-router-load-balancing-type",
     ),
     _refused(
+        "--moe-routing-trace-path with the router in graphs",
+        lambda o: o.get("moe_routing_trace_path") and o.has_experts and o.graphs("moe", "moe_router"),
+        "--moe-routing-trace-path records routing in hooks, which replays do not run: leave moe, moe_router and "
+        "moe_preprocess out of --cuda-graph-modules",
+        sharding=None,
+    ),
+    _refused(
         "--mlp-chunks-for-training with --cuda-graph-modules moe_router",
         lambda o: o.several("mlp_chunks_for_training") and o.has_experts and "moe_router" in o.modules,
         "--mlp-chunks-for-training routes each chunk separately, but a graph of moe_router ends after the first "
