@@ -51,7 +51,7 @@ def compared(runs: list[Result], reference: Result | None) -> dict[str, Any]:
     """Compare the runs of a variant with ``reference``.
 
     Returns:
-        Numbers of ``runs``, ``equal`` runs and distinct ``results``; ``differences`` and errors.
+        The numbers of ``runs``, ``equal`` runs and distinct ``results``, and the ``differences``, including errors.
     """
     errors = [run["error"] for run in runs if "error" in run]
     trained = [steps_of(run) for run in runs if "error" not in run]

@@ -5,7 +5,7 @@
 For each of ``--configurations``, runs ``examples/pretrain_gpt.py`` under Megatron-FSDP three times: eagerly; with
 graphs and checkpoints up to ``--resume-from``; and from that checkpoint to the end in new processes. Compares the loss
 and gradient norm of every step. The JSON has both runs' hashes, the differing steps and reserved MiB per step;
-``flat`` is true if no memory was reserved in the second half of a run. The exit code is 1 if steps differ, are missing
+``flat`` is true if no run reserved memory in its second half. The exit code is 1 if steps differ, are missing
 or ran eagerly, if memory grew, or if a run failed.
 
 Independent runs are concurrent if there are enough GPUs, or with ``--at-once``. Results are written after each

@@ -26,7 +26,7 @@ type Blocks = dict[str, list[tuple[float, float]]]  # start and end of each bloc
 
 
 def blocks(events: Iterable[dict[str, Any]], pixel: float = 0.05) -> Blocks:
-    """Return the second step of a trace, with blocks closer than ``pixel`` milliseconds merged.
+    """Return the blocks of a trace's second step by lane; blocks closer than ``pixel`` milliseconds are merged.
 
     Args:
         events: Chrome trace events, ``ts`` and ``dur`` in microseconds.

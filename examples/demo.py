@@ -154,7 +154,7 @@ def train(setup: Setup, name: str, flags: str, steps: int, data: Path, output: P
 
 
 def excerpt(log: Path) -> str:
-    """Return the last lines of uncaught exceptions in a log, or of the log if there are none."""
+    """Return the last lines of the tracebacks in a log; without any, the last lines of the log."""
     lines = log.read_text(errors="replace").splitlines()
     exceptions = [line for line in lines if line.startswith("[rank")]
     return "\n".join((exceptions or lines)[-LOG_LINES:])

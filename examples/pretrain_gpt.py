@@ -220,11 +220,11 @@ def main() -> None:
     for name in LEFT_TO_MEGATRON_LM:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
-            raise SystemExit(f"This example does not support {flag}: use Megatron-LM's own pretrain_gpt.py.")
+            raise SystemExit(f"{flag} is not supported by this example: use Megatron-LM's own pretrain_gpt.py")
     for name in ONE_ROW if getattr(args, "dataloader_inter_document_masking", False) else ():
         if getattr(args, name) != 1:
             flag = "--" + name.replace("_", "-")
-            raise SystemExit(f"--dataloader-inter-document-masking needs {flag} 1 in this example.")
+            raise SystemExit(f"--dataloader-inter-document-masking needs {flag} 1, got {getattr(args, name)}: set it")
     model_config = hybrid_config_from_args(args) if is_hybrid_model(args) else gpt_config_from_args(args)
     path = os.environ.get("STEP_METRICS_PATH")
     if path:

@@ -7,9 +7,9 @@ Without a GPU, run it on the CPU backend:
 
     torchrun --nproc-per-node 2 -m megatron_fsdp_cuda_graphs.cpu_backend examples/rl_loop.py
 
-Each iteration frees the graphs and moves the optimizer to the host, another engine generates sequences with the current
-weights, a policy and a frozen reference model compute log-probabilities, and the policy trains on the sequences for
-several epochs. The reward of a sequence is the share of even tokens.
+Each iteration first frees the graphs, moves the optimizer to the host, and generates sequences in a different engine
+with the current weights. Then the policy and a frozen reference model compute log-probabilities, and the policy trains
+on the sequences for several epochs. The reward of a sequence is the share of even tokens.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Run several training jobs at a time in new processes."""
+"""Run several training jobs concurrently, in new processes."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def gpus() -> list[str]:
 
 
 class Trainings:
-    """Runs several training jobs at a time, on separate GPUs if there are enough.
+    """Runs several training jobs concurrently, on separate GPUs if there are enough.
 
     Args:
         ranks: Number of processes per job.

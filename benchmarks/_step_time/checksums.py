@@ -33,7 +33,7 @@ class Checksums:
         return chunks, optimizer, *others
 
     def after_step(self, step: int) -> None:
-        """Do nothing; part of the interface of ``StepProfile``."""
+        """Do nothing. Called like ``StepProfile.after_step``."""
 
     def found(self) -> list[dict[str, int]]:
         """Return the checksums of each step, keyed by ``rank RANK: NAME``."""

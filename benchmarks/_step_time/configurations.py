@@ -69,7 +69,7 @@ class Configuration:
         flags: Flags common to all variants.
         graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
         expert_parallel: Expert-parallel size; 1 for a dense model.
-        has_dynamic_shapes: Whether ungrouped experts have shapes that the host must read during a step.
+        has_dynamic_shapes: Whether the host must read the token counts of ungrouped experts in each step.
     """
 
     name: str

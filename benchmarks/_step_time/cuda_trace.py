@@ -11,7 +11,7 @@ from typing import Any
 
 API = {"cuda_runtime", "cuda_driver"}
 GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
-# API calls that block the host. Long copies also do: their memory is not pinned.
+# API calls that block the host. Long copies also block, because their memory is not pinned.
 WAITING = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cuCtxSynchronize"}
 COPY = "cudaMemcpyAsync"
 WAITING_COPY_MICROSECONDS = 200.0

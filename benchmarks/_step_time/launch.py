@@ -67,7 +67,7 @@ def _launch(
     show: Callable[[Run, Result], None],
     environment: dict[str, str],
 ) -> list[Run]:
-    """Train ``runs`` in one launch, and return the remaining runs after a failure."""
+    """Train ``runs`` in one launch, and return the runs that a failure left untrained."""
     plan, results = log.with_suffix(".plan.json"), log.with_suffix(".results.jsonl")
     plan.write_text(json.dumps([asdict(run) for run in runs]))
     results.write_text("")

@@ -11,7 +11,7 @@ FULL_ITERATION, EAGER, ALONE = "full_iteration", "eager", "compute_alone"
 
 
 def equal_steps(numbers: Sequence[Any], reference: Sequence[Any]) -> int:
-    """Return the number of steps before the first with a different loss or gradient norm."""
+    """Return the number of steps before the first difference in loss or gradient norm."""
     same = 0
     for mine, theirs in zip(numbers, reference, strict=False):
         if mine != theirs:

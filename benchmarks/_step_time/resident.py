@@ -19,7 +19,7 @@ class _Done:
 
 @contextmanager
 def without_collectives() -> Iterator[None]:
-    """Disable all-gathers of parameters and reductions of gradients while in this context.
+    """While in this context, disable all-gathers of parameters and reductions of gradients.
 
     Requires the sharding strategy ``optim``, with which each rank holds all parameters and gradients. With several
     ranks, parameters in other ranks' shards keep their initial values, so only the first loss is correct.

@@ -38,7 +38,7 @@ class Variant:
         flags: Flags of ``megatron.training``.
         environment: Variables set during the run; see ``Run.process_environment`` for variables read earlier.
         references: Variants that must be bit-identical to this one; only the first that ran is compared.
-        one_graph: Whether a graph holds all passes of a step.
+        one_graph: Whether one graph holds all passes of a step.
         communicates: Whether to gather parameters and reduce gradients (``resident.without_collectives``).
         checks_losses: Whether to check each micro-batch's loss, Megatron's default.
         fuses_gradients: Whether to fuse weight gradients. The worker provides the tests' stub of Apex's extension,

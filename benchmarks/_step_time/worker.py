@@ -107,7 +107,7 @@ class Worker:
             os.environ.update(before)
 
     def _memory(self) -> dict[str, int]:
-        """Return current and peak reserved and allocated MiB, and the MiB in pools of graphs."""
+        """Return the MiB of reserved and allocated memory, now and at their peaks, and of graph pools."""
         torch.cuda.synchronize()
         names = ("max_memory_reserved", "memory_reserved", "max_memory_allocated", "memory_allocated")
         found = {f"{name.replace('memory_', '')}_mib": getattr(torch.cuda, name)() // 2**20 for name in names}

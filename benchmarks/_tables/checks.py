@@ -23,7 +23,7 @@ MUST_DIFFER = "control=dead_"  # in the name of a negative control
 def equality(results: Results) -> Iterator[Row]:
     """Yield one row per kind of comparison and machine: the number of cases equal to eager, and the commits.
 
-    Of several results of a case on the same machine, the one in the first file counts.
+    If a machine has several results of a case, the first file counts.
     """
     yield "what", "layouts", "GPUs", "equal", "others", "commit"
     rows: dict[tuple[str, str], dict[tuple[str, str], tuple[str, str]]] = {}
@@ -90,7 +90,7 @@ def soaks(results: Results) -> Iterator[Row]:
 
 
 def repeated(results: Results) -> Iterator[Row]:
-    """Yield one row per model and outcome, listing its variants without common flags."""
+    """Yield one row per model and outcome. It lists the variants with this outcome, without their common flags."""
     yield "model", "GPUs", "mode", "equal runs", "distinct results", "commit"
     modes: dict[Row, list[str]] = {}
     for found in results:

@@ -94,7 +94,7 @@ def levers(results: Results) -> Iterator[Row]:
 
 
 def _settings(variant: str) -> str:
-    """Return the settings of a variant."""
+    """Return the settings that a variant adds, in words or as flags."""
     name, variables, flags = parts(variant)
     quoted = [_SETTINGS.get(word, f"`{word}`") for word in (*variables, *flags)]
     optimizer = ["`--optimizer-cuda-graph`"] * ("+optimizer" in name)
@@ -144,7 +144,7 @@ def kinds(results: Results) -> Iterator[Row]:
 
 
 def growth(results: Results) -> Iterator[Row]:
-    """Yield step times by number of layers and micro-batches."""
+    """Yield step times by the numbers of layers and micro-batches."""
     yield (
         *(
             "layers",

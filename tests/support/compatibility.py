@@ -375,7 +375,7 @@ row names it. A flag without a row is passed through untested.
 """
 Line = Row | Working | Failing
 ROWS: tuple[Line, ...] = (*WORKING, *TABLE, *FAILING)
-STATUSES = ("works", *(verdict.value for verdict in Verdict), "fails")  # in this order for one flag
+STATUSES = ("works", *(verdict.value for verdict in Verdict), "fails")  # order of the rows of one flag
 _CONDITION = re.compile(r" (?=with |without |and )")
 _NEXT_FLAG = re.compile(r",? (?:or )?(?=--)")
 

@@ -32,7 +32,7 @@ def installed() -> Path:
 
 
 def linked_core(folder: Path) -> Path:
-    """Create the links under ``folder`` and return it."""
+    """Create the links under ``folder``, and return ``folder``."""
     for package in ("core", "training"):
         shutil.copytree(
             installed() / "megatron" / package,
@@ -44,7 +44,7 @@ def linked_core(folder: Path) -> Path:
 
 
 def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
-    """Replace a link with an edited copy; ``edits`` are pairs of old text, which must occur, and new text."""
+    """Replace a link with an edited copy; ``edits``: pairs of old and new text. The old text must occur."""
     path = folder / name
     text = path.read_text()
     for old, new in edits:

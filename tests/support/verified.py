@@ -1,4 +1,4 @@
-"""Find the flags of benchmark results that were bit-identical to eager training, by hardware.
+"""Find the flags that results of benchmarks verified as bit-identical to eager training, by hardware.
 
 A fact is a flag, or a flag and one value: ``--fp16``, ``--fp8-recipe delayed``, ``--cuda-graph-modules not given``.
 """

@@ -1,4 +1,4 @@
-"""Emulate TransformerEngine 2.20: delayed and current scaling, and cached weights."""
+"""Emulate the FP8 of TransformerEngine 2.20: delayed and current scaling, and cached weights."""
 
 import sys
 from collections.abc import Iterator
@@ -256,7 +256,7 @@ def _modules() -> dict[str, Any]:
 
 
 def installed(monkeypatch) -> ModuleType:
-    """Install the stand-in and return its ``transformer_engine.pytorch.graph``."""
+    """Install the emulation and return its ``transformer_engine.pytorch.graph``."""
     modules = _modules()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -279,7 +279,7 @@ class _InMegatron(QuantizedProduct):
 
 
 def quantize_linear_layers(model: torch.nn.Module) -> None:
-    """Quantize all linear layers in the layers of ``model``."""
+    """Quantize all linear modules in the transformer layers of ``model``."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     of_layers = [part for name in ("decoder", "mtp") for part in getattr(model, name, torch.nn.Module()).modules()]
@@ -293,7 +293,7 @@ def quantize_linear_layers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def in_megatron() -> Iterator[None]:
-    """While in this context, replace TransformerEngine's quantization in Megatron with this one."""
+    """While in this context, use this emulation in Megatron."""
     from megatron.core import fp8_utils, parallel_state, recompute
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401  # checks the version of TransformerEngine
     from megatron.core.models.hybrid import hybrid_block

@@ -1,8 +1,8 @@
 """Train with sets of flags that together cover every pair of compatible rows of the flag table.
 
-A feature is a row of the table, or ``job`` for anything else. It sets flags of ``pretrain.py`` (``True`` for a flag
-without a value) or removes them (``False``). ``pairs.json`` contains sets of features with their numbers of ranks; any
-two compatible features share a set. Add a new feature to the sets that it is compatible with.
+A feature is named after a row of the table, or ``job: ...`` without one. It sets flags of ``pretrain.py`` (``True`` for
+a flag without a value) or removes them (``False``). ``pairs.json`` contains sets of features with their numbers of
+ranks; any two compatible features share a set. Add a new feature to all sets that it is compatible with.
 """
 
 import json
@@ -124,7 +124,7 @@ FEATURES: dict[str, Setting] = {
     "positions: learned": {"--position-embedding-type": "learned_absolute"},
     "positions: none": {"--position-embedding-type": "none"},
     "hybrid models": {
-        "--hybrid-layer-pattern": "M*-M*-",  # every kind in both stages
+        "--hybrid-layer-pattern": "M*-M*-",  # every kind of layer in both stages
         "--spec": "tests.support.layers.hybrid_spec local",
         "--num-layers": False,
         "--num-experts": False,

@@ -26,16 +26,16 @@ class Case:
         unbalanced: Bias the router to send all tokens to the first experts.
         wrapper: ``fsdp`` (Megatron-FSDP), ``ddp`` (DistributedDataParallel) or ``fsdp2`` (torch's FSDP2).
         virtual: Model chunks per pipeline stage; None without interleaving.
-        passes: Forward passes per micro-batch, all before the backward passes.
+        passes: Number of forward passes per micro-batch; all precede its backward passes.
         microbatches_later: Number of micro-batches, starting with the second step after capture; 0 for no change.
         sequences_later, micro_batches_later: Sequence lengths and micro-batch sizes to cycle through from the second
             step after capture on, each for ``turn`` steps; empty for no change.
         later_on_one_rank: Change shapes on the last data-parallel rank only.
         masked_step: The only step whose attention mask hides more than the causal mask; None to use the causal
             mask in every step.
-        released: Step that trains eagerly, with graphs released; they are restored after it. Before and after the step,
-            the optimizer moves to the host and back, and the model evaluates. Before the step after next, weights under
-            Megatron-FSDP are overwritten in place. None to keep the graphs.
+        released: Step for which the graphs are released and after which they are restored; None to keep them. Before
+            and after it, the optimizer moves to the host and back, and the model evaluates. Two steps later, weights
+            under Megatron-FSDP are first overwritten in place.
         evaluates: Evaluate after the step that follows capture; ``often`` to evaluate also before and after capture
             and after each step.
         evaluated_sequence: Sequence length in evaluation; 0 to use the training sequence length.

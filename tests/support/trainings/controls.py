@@ -1,4 +1,4 @@
-"""Capture with one part broken, which a comparison must detect, or in unusual but supported ways."""
+"""Define captures with one broken part, which a comparison must detect, and unusual but supported captures."""
 
 import os
 import re
@@ -21,7 +21,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {}
 
 
 def control(function: Callable[[Training], None]) -> Callable[[Training], None]:
-    """Register a control, which runs in place of ``create_cudagraphs``."""
+    """Register a control, to be called in place of ``create_cudagraphs``."""
     CONTROLS[function.__name__] = function
     return function
 
@@ -63,13 +63,13 @@ def _keep_hooks(module, outside_only=False):
 
 @control
 def no_post_backward_sentinel(training: Training) -> None:
-    """Remove the sentinel of FSDP's forward-pre wrapper."""
+    """Capture without the sentinel that marks Megatron-FSDP's forward-pre hook."""
     _capture_without(training, training.layers[0]._forward_pre_hooks, "_cuda_graph_backward_handler")
 
 
 @control
 def no_pre_backward_sentinel(training: Training) -> None:
-    """Remove the sentinel of FSDP's forward wrapper."""
+    """Capture without the sentinel that marks Megatron-FSDP's forward hook."""
     _capture_without(training, training.layers[0]._forward_hooks, "_cuda_graph_backward_pre_handler")
 
 
@@ -378,7 +378,7 @@ def failed_language_capture(training: Training) -> None:
 
 @control
 def beside_a_larger_model(training: Training) -> None:
-    """Capture, then train a larger model, one step per forward pass of the first one, and capture it later."""
+    """Capture, then train a larger model, one step per forward pass of the first, and capture it after its warm-up."""
     case = replace(training.case, hidden=2 * training.case.hidden)
     training.helper.create_cudagraphs()
     other = Training(case, graphs=True)

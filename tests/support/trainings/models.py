@@ -188,7 +188,7 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
 
 
 def parameters_of(model: torch.nn.Module, names: str) -> list[torch.nn.Parameter]:
-    """Return the parameters whose names match the regular expression ``names`` anywhere; none if it is empty."""
+    """Return the parameters whose names contain a match of the regular expression ``names``; none if it is empty."""
     return [param for name, param in model.named_parameters() if names and re.search(names, name)]
 
 

@@ -109,7 +109,7 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Train the jobs of a launch and return the results; after a crash, missing ones or the last are errors."""
+    """Train the jobs of a launch and return their results; a crash is the error of missing ones, or of the last."""
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)

@@ -33,9 +33,9 @@ VOCABULARY, LENGTH, PROMPT, LAYERS = 64, 24, 6, 3
 
 
 def decode(q, k_cache, v_cache, k, v, cache_seqlens, **options: Any) -> torch.Tensor:
-    """Compute flash-attn's ``flash_attn_with_kvcache`` for one new token, ``[batch, 1, heads, size]``.
+    """Replace flash-attn's ``flash_attn_with_kvcache`` for one new token per sequence, ``[batch, 1, heads, size]``.
 
-    Write ``k`` and ``v`` into the caches, ``[batch, length, heads, size]``, at ``cache_seqlens``, ``[batch]``.
+    Writes ``k`` and ``v`` to the caches, ``[batch, length, heads, size]``, at positions ``cache_seqlens``, ``[batch]``.
     """
     place = cache_seqlens.long().view(-1, 1, 1, 1).expand_as(k)
     k_cache.scatter_(1, place, k)
@@ -72,7 +72,7 @@ def new_model(graphs: bool) -> torch.nn.Module:
 
 
 def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, int, int]:
-    """Generate with these batch sizes; return tokens with logit sums, and the numbers of graphs and shared inputs."""
+    """Generate one batch per size; return tokens with logit sums, and the numbers of graphs and shared inputs."""
     model = new_model(graphs)
     found = []
     contexts = {size: StaticInferenceContext(size, LENGTH) for size in set(batches)}

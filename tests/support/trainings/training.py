@@ -261,7 +261,7 @@ class Training:
             self._gather_in_hooks(True)
 
     def before_step(self) -> bool:
-        """Call the helper before a step, like megatron.training."""
+        """Call the helper's ``before_step``, like megatron.training."""
         self._set_microbatches(len(self.losses))
         with torch.cuda.stream(self.stream):
             finished: bool = self.helper.before_step()
