@@ -30,6 +30,6 @@ def test_every_layer_has_graphs(report):
         assert part["graphs"] == {"forward": 1, "backward": 1, "weight-gradient": 0}
 
 
-def test_pools(report):
+def test_pool_holds_all_graphs(report):
     (pool,) = report["pools"]
     assert pool["graphs"] == 2 * LAYERS and pool["bytes"] > 0

@@ -15,5 +15,5 @@ def output():
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
-def test_collective(output, case):
+def test_collective_works_on_two_ranks(output, case):
     assert f"passed: {case}\n" in output, output[-3000:]

@@ -57,7 +57,7 @@ def test_uninstall_restores_torch():
 
 
 @pytest.mark.parametrize(("variable", "threads"), [("", "1"), ("4,2", "4")])
-def test_number_of_threads(variable, threads):
+def test_number_of_threads_follows_the_variable(variable, threads):
     done = python(
         "-c",
         "import torch\nfrom threading import Thread\n"

@@ -61,7 +61,7 @@ def test_run_without_graphs_fails(runs, tmp_path, capsys):
     assert "graphed captured no graphs" in capsys.readouterr().out
 
 
-def test_nan_fails(runs):
+def test_nan_fails_the_comparison(runs):
     from demo_report import failures
 
     eager, graphed = runs({2: {"loss": math.nan}})

@@ -65,11 +65,11 @@ class TestWhyOff:
         monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
 
     @pytest.mark.parametrize("value", ["0", "False"])
-    def test_switch(self, monkeypatch, value):
+    def test_switched_off_patch_is_reported(self, monkeypatch, value):
         monkeypatch.setenv(overlay.SWITCH, value)
         assert doctor.why_off() == f"MEGATRON_FSDP_CUDA_GRAPHS={value} turns the patch off. Unset it."
 
-    def test_untested_megatron_core(self, monkeypatch):
+    def test_untested_megatron_core_is_reported(self, monkeypatch):
         monkeypatch.setattr(overlay, "find_core", lambda: overlay.Core("0.20.0", "somewhere"))
         assert "found 0.20.0 at somewhere. It is left unpatched. Install megatron-core==0.19.2" in doctor.why_off()
 
@@ -78,19 +78,19 @@ class TestWhyOff:
         assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in doctor.why_off()
         assert "megatron_fsdp_cuda_graphs.overlay.activate()" in doctor.why_off()
 
-    def test_missing_entry_point(self, monkeypatch):
+    def test_missing_entry_point_is_reported(self, monkeypatch):
         monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
         assert "entry point that turns the patch on is not installed" in doctor.why_off()
 
 
 class TestReport:
-    def test_complete_environment(self, ready):
+    def test_complete_environment_can_use_graphs(self, ready):
         report = doctor.examine()
         assert (report.missing, report.limits) == ([], [])
         assert str(report).endswith("Graphs under Megatron-FSDP can work here.")
         assert ("GPUs", "2 x H200") in report.facts
 
-    def test_missing_gpu(self, ready, monkeypatch):
+    def test_missing_gpu_is_reported(self, ready, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         report = doctor.examine()
         assert [text.split(".")[0] for text in report.missing] == ["No GPU is visible to torch"]
@@ -101,7 +101,7 @@ class TestReport:
         assert not report.missing
         assert "--transformer-impl local" in report.limits[0]
 
-    def test_disabled_patch(self, ready, monkeypatch):
+    def test_disabled_patch_is_reported(self, ready, monkeypatch):
         monkeypatch.setattr(overlay, "is_active", lambda: False)
         monkeypatch.setenv(overlay.SWITCH, "0")
         assert doctor.examine().missing == [doctor.why_off()]
@@ -113,7 +113,7 @@ class TestReport:
         assert not report.missing
         assert "found 0.20.0 at somewhere" in report.limits[0]
 
-    def test_missing_megatron_core(self, ready, monkeypatch):
+    def test_missing_megatron_core_is_reported(self, ready, monkeypatch):
         monkeypatch.setattr(overlay, "find_core", lambda: None)
         assert doctor.examine().missing == ["megatron-core is not installed. Install megatron-core==0.19.2."]
 
@@ -125,7 +125,7 @@ class TestReport:
         assert not doctor.examine().missing
 
     @pytest.mark.parametrize(("gpus", "code"), [(2, 0), (0, 1)])
-    def test_exit_code(self, ready, monkeypatch, capsys, gpus, code):
+    def test_exit_code_follows_the_verdict(self, ready, monkeypatch, capsys, gpus, code):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         assert doctor.main() == code
         assert "Graphs under Megatron-FSDP can" in capsys.readouterr().out

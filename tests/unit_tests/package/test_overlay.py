@@ -235,7 +235,7 @@ class TestInspection:
             ("capture", True, 'def capture(linear: "Linear"): ...'),
         ],
     )
-    def test_source_and_file(self, inspected, name, ours, source):
+    def test_inspect_finds_source_and_file(self, inspected, name, ours, source):
         code = f"""
             import inspect
             from megatron.core import layers

@@ -157,11 +157,11 @@ class TestSwitch:
             (["0", "false", "No", "OFF", "0 ", " False"], False),
         ],
     )
-    def test_spellings(self, sandbox, values, active):
+    def test_switch_accepts_several_spellings(self, sandbox, values, active):
         done = [sandbox.run("-c", self.IS_ACTIVE, MEGATRON_FSDP_CUDA_GRAPHS=value) for value in values]
         assert [(run.stdout, run.stderr) for run in done] == [(f"{active}\n", "")] * len(values)
 
-    def test_unknown_value_warns(self, sandbox):
+    def test_unknown_switch_value_warns(self, sandbox):
         code = f"{self.IS_ACTIVE}\nfrom megatron_fsdp_cuda_graphs.overlay import activate; activate()"
         done = sandbox.run("-W", "error", "-c", code, MEGATRON_FSDP_CUDA_GRAPHS="maybe")
         assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

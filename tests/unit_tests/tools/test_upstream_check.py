@@ -24,7 +24,7 @@ def test_installed_version_breaks_nothing(other, capsys):
     assert checked(other, capsys) == (0, "0 would break, 0 to review\n")
 
 
-def test_breaking_changes(other, capsys):
+def test_breaking_changes_are_reported(other, capsys):
     change(
         other,
         FSDP,
@@ -49,7 +49,7 @@ def test_breaking_changes(other, capsys):
     assert "cuda_graphs.is_graph_capturing" not in text
 
 
-def test_changes_to_review(other, capsys):
+def test_changes_to_review_are_listed(other, capsys):
     forward = "def forward(self, *inputs, **kwargs):"
     change(other, FSDP, (forward, forward.replace("*inputs", "*inputs, step") + "\n        1 + 1"))
     change(other, REPLACED, ("def is_graph_capturing", "def is_new(): ...\ndef is_graph_capturing"))

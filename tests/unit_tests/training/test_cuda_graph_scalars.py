@@ -94,7 +94,7 @@ def test_values_of_an_interval_add_up(loop):
     assert writer.values["eager-steps/before-capture"] == [(2, 2), (4, 1), (6, 0)]
 
 
-def test_iteration_counts_once(loop):
+def test_iteration_is_counted_once(loop):
     training, writer = loop()
     training.train(1)
     training.scalars(training.helper)

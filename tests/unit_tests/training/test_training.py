@@ -20,7 +20,7 @@ class AddedUp(Exception):
 
 
 class Args:
-    """Training arguments; reading ``timing_log_level``, after the losses are accumulated, ends the call."""
+    """Training arguments that raise ``AddedUp`` when ``timing_log_level`` is read, after losses are accumulated."""
 
     tensorboard_log_interval = 2
 

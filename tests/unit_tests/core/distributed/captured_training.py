@@ -12,7 +12,7 @@ from tests.support.trainings.training import Trace, Training
 from .fsdp_variants import Variant, run_backward, small
 
 FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
-WARMED_UP = 10  # assumed earlier steps, so that capture warms up only once
+WARMED_UP = 10  # number of earlier steps that capture assumes, so that it warms up only once
 
 
 def graphed(holds: str | None = "decoder", **changes) -> Case:
@@ -120,7 +120,7 @@ def in_use(fsdp: torch.nn.Module) -> list[dict]:
 
 @contextmanager
 def occupied(fsdp: torch.nn.Module, kind: str) -> Iterator[None]:
-    """While in this context, half of the double buffer is in use; ``kind``: attribute of a parameter group."""
+    """While in this context, occupy half of the double buffer; ``kind``: attribute of a parameter group."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     idle = getattr(group, kind).temporary_bucket_allocator.idle_buffer
     idle.remove((0, 0))

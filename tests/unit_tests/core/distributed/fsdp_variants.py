@@ -16,7 +16,7 @@ SMALL = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3}
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of the model of ``case``.
+    """A case with additional arguments for its model, wrapper and configurations.
 
     Attributes:
         case: Sizes, dtype, sharding strategy and other settings.

@@ -1,7 +1,7 @@
 """Test the reduction of gradients that several autograd passes accumulate.
 
-``--overlap-moe-expert-parallel-comm`` uses such a schedule: the embedding and a tied output layer have separate
-autograd passes. A reduction before the last pass would read memory that this pass writes.
+With ``--overlap-moe-expert-parallel-comm``, the embedding and a tied output layer have separate autograd passes, which
+add to one gradient. A reduction before the last pass would read memory that this pass writes.
 """
 
 from unittest import mock

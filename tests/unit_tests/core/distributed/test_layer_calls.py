@@ -43,7 +43,7 @@ def unusual(model):
 
 
 def trained(per_graph, called, reads, error=None):
-    """Train a step with ``called`` and ``reads``, then a normal one; after a capture unless ``per_graph`` is None."""
+    """Train a step with ``called`` and ``reads``, then a normal step; capture first unless ``per_graph`` is None."""
     case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)
     training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
     try:

@@ -162,7 +162,7 @@ ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder
 
 
 def gathered(fsdp, gather):
-    """Gather the buckets outside units, call ``gather``, release all, and return the unit buckets it gathered."""
+    """Gather the buckets outside units, call ``gather``, release all, and return the unit buckets that it gathered."""
     groups, status = fsdp.param_and_grad_buffer.parameter_groups, fsdp.all_gather_pipeline.bucket_status
     for group in groups:
         if group.fsdp_unit_id is None:
@@ -194,7 +194,7 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
 
 
 def has_sinks(variant):
-    """Return whether collectives are recorded; assert that layer graphs have gradient owners exactly then."""
+    """Return whether collectives are recorded; assert that layer graphs have gradient owners only in that case."""
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
     with fsdp.graphs.layer_capture(layers):

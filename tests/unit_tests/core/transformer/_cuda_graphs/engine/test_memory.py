@@ -56,7 +56,7 @@ def captured(pool, make):
 
 @pytest.mark.usefixtures("cpu_backend")
 class TestPoolMemory:
-    def test_owns_tensors_of_its_graphs_only(self):
+    def test_pool_owns_tensors_of_its_graphs_only(self):
         before = torch.ones(3, device="cuda")
         graph, made = captured(torch.cuda.graph_pool_handle(), lambda: (before * 2, before.view(3, 1)))
         after = torch.ones(3, device="cuda")
@@ -67,7 +67,7 @@ class TestPoolMemory:
         assert memory.owned([made[0], other, later]) == {storage_address(made[0]), storage_address(later)}
 
     @pytest.mark.parametrize(("number", "is_passed"), [(256, True), (257, False)])
-    def test_passes_small_pool_numbers_only(self, monkeypatch, number, is_passed):
+    def test_only_small_pool_numbers_are_queried(self, monkeypatch, number, is_passed):
         """torch would free pools with larger numbers."""
         asked = []
 

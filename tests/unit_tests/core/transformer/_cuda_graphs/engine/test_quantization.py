@@ -105,7 +105,7 @@ def test_autocast_gets_the_given_arguments(monkeypatch, engine):
     assert given == [expected, expected]  # warm-up and capture
 
 
-def test_refused_replay_leaves_the_reduction_to_the_next():
+def test_reduction_of_a_refused_replay_is_left_to_the_next():
     (graphed,) = capture([Linear()])
     with autocast(enabled=True, recipe="recipe"):
         with pytest.raises(ValueError, match="but called with"):

@@ -71,7 +71,7 @@ def test_unchanged_gradient_outlives_the_next_backward(monkeypatch):
     assert_same_bits([grad], [torch.full_like(grad, 3)])
 
 
-def test_parallel_layers_with_unchanged_gradients():
+def test_unchanged_gradients_of_parallel_layers_are_added():
     layers, slots = captured_shifts([1, -1], 2)
 
     def gradient(first, second):

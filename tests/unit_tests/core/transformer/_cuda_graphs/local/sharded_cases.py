@@ -1,6 +1,6 @@
 """Train layers whose weights are sharded across this rank and a simulated rank, with megatron-core's code.
 
-Stand-ins replace only TransformerEngine's gather and reduction. Their output contains NaN until it is waited for.
+Stand-ins replace only TransformerEngine's gather and reduction. Their outputs contain NaN until ``Work.wait``.
 """
 
 from collections.abc import Callable

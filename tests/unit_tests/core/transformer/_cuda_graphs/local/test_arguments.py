@@ -42,7 +42,7 @@ class TestArgMetadata:
 
 
 class TestTreeMap:
-    def test_maps_nested_containers_and_dataclasses(self):
+    def test_tree_map_maps_containers_and_dataclasses(self):
         tree = (1, [2, {"a": Packed(torch.zeros(1), 3)}], None)
         mapped = tree_map(lambda leaf: "t" if isinstance(leaf, torch.Tensor) else leaf, tree)
         assert mapped[:1] == (1,)

@@ -63,7 +63,7 @@ def test_copy_of_captured_model_trains_like_the_original():
 
 
 class TestManager:
-    def test_leaves_default_stream_until_capture(self):
+    def test_manager_leaves_default_stream_until_capture(self):
         default = torch.cuda.default_stream()
         streams: list = []
         with torch.cuda.stream(default):
@@ -105,7 +105,7 @@ class TestManager:
         model(batch(1)).sum().backward()
         assert not called
 
-    def test_refuses_megatron_fsdp(self):
+    def test_hooks_of_megatron_fsdp_are_refused(self):
         model = stack(count=1)
         model.layers[0].linear.register_forward_pre_hook(runs_outside_graphs(lambda module, args: None))
         with pytest.raises(ValueError, match="--use-megatron-fsdp with --cuda-graph-impl local"):

@@ -27,11 +27,11 @@ def meta(shape=(2, 3)):
 
 
 class TestTensorReusePool:
-    def test_refuses_foreign_tensor(self):
+    def test_foreign_tensor_is_refused(self):
         with pytest.raises(ValueError, match=r"shape \(2, 3\) does not belong to this pool"):
             TensorReusePool().insert(torch.empty(2, 3))
 
-    def test_refuses_second_return(self):
+    def test_second_return_is_refused(self):
         pool = TensorReusePool()
         lent = pool.get(meta())
         pool.insert(lent)
@@ -40,7 +40,7 @@ class TestTensorReusePool:
 
 
 class TestStaticInput:
-    def test_copies_again_if_graphs_write_it(self):
+    def test_input_written_by_graphs_is_copied_again(self):
         static = StaticInput(torch.zeros(2), only_copied_to=False)
         value = torch.ones(2)
         static.put(value, in_use=never)
@@ -48,7 +48,7 @@ class TestStaticInput:
         static.put(value, in_use=never)
         assert static.tensor.tolist() == [1, 1]
 
-    def test_always_copies_inference_tensors(self):
+    def test_inference_tensors_are_always_copied(self):
         static = StaticInput(torch.zeros(2), only_copied_to=True)
         with torch.inference_mode():
             value = torch.ones(2)
@@ -57,7 +57,7 @@ class TestStaticInput:
             static.put(value, in_use=never)
         assert static.tensor.tolist() == [2, 2]
 
-    def test_accepts_another_view_of_its_memory(self):
+    def test_another_view_of_the_memory_is_accepted(self):
         static = StaticInput(torch.arange(4.0).view(2, 2), only_copied_to=True)
         static.put(static.tensor.t(), in_use=never)
         assert static.tensor.tolist() == [[0, 2], [1, 3]]

@@ -39,7 +39,7 @@ def step(model, number, microbatches=1, **kwargs):
 
 
 class TestEvaluation:
-    def test_runs_eagerly(self):
+    def test_evaluation_runs_eagerly(self):
         model, reference = stack(), stack(graphs=False)
         record(model)
         before = eager_calls(model)
@@ -49,7 +49,7 @@ class TestEvaluation:
         assert eager_calls(model) == [count + 3 for count in before]
         replay.assert_not_called()
 
-    def test_before_backward_keeps_activations(self):
+    def test_evaluation_before_backward_keeps_activations(self):
         def run(graphs):
             model, found = stack(graphs=graphs), []
             for number in range(4):

@@ -51,7 +51,7 @@ class TestFailedCapture:
         model.layers[1].linear.register_forward_hook(read)
         return model
 
-    def test_names_layer_and_flag(self, failing):
+    def test_capture_error_names_layer_and_flag(self, failing):
         with pytest.raises(RuntimeError) as error:
             record(failing)
         (note, *_) = [note for note in error.value.__notes__ if "--cuda-graph-impl local" in note]
@@ -94,7 +94,7 @@ class TestFailedCapture:
         assert not cuda_graphs.is_graph_warmup()
         assert CudaGraphManager.global_mempool is None  # torch rejects captures into a pool without graphs
 
-    def test_can_be_retried_after_delete_cuda_graphs(self, failing):
+    def test_failed_capture_can_be_retried_after_deletion(self, failing):
         with pytest.raises(RuntimeError):
             record(failing)
         delete_cuda_graphs()

@@ -157,14 +157,14 @@ class TestPipeline:
         """Train three layers with ``order`` in the first step and ``later`` in two more; return the trace."""
         return train(["layer"] * 3, [order, *[later or order] * 2], graphs, pipeline=2, shares_scale=False)
 
-    def test_accepts_fewer_microbatches(self):
+    def test_fewer_microbatches_equal_eager(self):
         assert self.run(True, "FFBFBFBB", later="FFBB") == self.run(False, "FFBFBFBB", later="FFBB")
 
-    def test_refuses_more_microbatches_in_flight(self):
+    def test_more_microbatches_in_flight_are_refused(self):
         with pytest.raises(RuntimeError, match=r"(?s)--global-batch-size.*it waits for its backward pass"):
             self.run(True, "FFBB", later="FFF")
 
-    def test_refuses_to_overwrite_memory_in_use(self):
+    def test_overwriting_memory_in_use_is_refused(self):
         with pytest.raises(RuntimeError, match=r"layer 3 .* a later replay has overwritten the activations"):
             self.run(True, "FFBFBB", later="FFFBBB")
 

@@ -144,7 +144,7 @@ class TestUnusualTrainings:
         self.compare(run)
 
     @pytest.mark.parametrize("how", ["transposed", "expanded", "sliced"])
-    def test_strided_output(self, how):
+    def test_strided_outputs_equal_eager(self, how):
         class Strided(Layer):
             def forward(self, hidden_states, *args, **kwargs):
                 out, _ = super().forward(hidden_states, *args, **kwargs)

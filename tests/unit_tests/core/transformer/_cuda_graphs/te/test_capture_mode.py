@@ -32,20 +32,20 @@ def fail():
 
 @pytest.mark.usefixtures("one_stage")
 class TestCaptureMode:
-    def test_is_on_during_capture_only(self):
+    def test_capture_mode_is_on_during_capture_only(self):
         during = []
         capturing = helper_of(lambda: during.append(is_graph_capturing()))
         capturing.create_cudagraphs()
         assert during == [True]
         assert state(capturing) == {"capturing": False, "graphs": True, "finished": True, "resets": 1}
 
-    def test_is_off_after_failed_capture(self):
+    def test_capture_mode_is_off_after_a_failed_capture(self):
         capturing = helper_of(fail)
         with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
-    def test_is_off_if_ranks_cannot_agree(self, monkeypatch):
+    def test_capture_mode_is_off_if_ranks_cannot_agree(self, monkeypatch):
         def no_store(groups, **which):
             raise Failure
 

@@ -56,7 +56,7 @@ def test_eager_layer_has_its_reason(layer, modules, why):
     assert parts(layer, modules=modules)[f"layer {layer.layer_number} ({type(layer).__name__})"] == why
 
 
-def test_reason_against_the_whole_model():
+def test_report_lists_why_the_model_is_not_captured():
     assert parts(graphs=graphs_of(not_model="it has two chunks"))["the model as a whole"] == "it has two chunks"
     assert "the model as a whole" not in parts()
 

@@ -186,7 +186,7 @@ def test_each_slot_has_its_own_mrope_table():
         "latent attention has its own",
     ],
 )
-def test_no_rotary_table(config, layer, chunk):
+def test_other_layers_get_no_rotary_table(config, layer, chunk):
     assert list(layer_inputs(**config).make(layer, chunk)[1]) == ["attention_mask"]
 
 
