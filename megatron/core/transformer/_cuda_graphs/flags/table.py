@@ -131,6 +131,16 @@ def _captures_single_layers(options: Options) -> bool:
     return bool(not sharded or options.modules or str(options.get("cuda_graph_layers_per_graph")) == "1")
 
 
+def _recomputes_random_numbers(options: Options) -> bool:
+    """Return whether recomputed modules draw random numbers."""
+    routing = options.any("moe_input_jitter_eps", "moe_router_force_load_balancing")
+    routing |= options.get("moe_router_force_biased") is not None  # 0 also draws
+    dropout = options.any("attention_dropout")
+    if options.recomputes_layers:
+        return routing or dropout or options.any("hidden_dropout")
+    return (routing and options.recomputes("moe")) or (dropout and options.recomputes("core_attn"))
+
+
 _REFUSED = [
     _refused(
         "--fsdp-double-buffer not given",
@@ -200,11 +210,14 @@ _REFUSED = [
         sharding=None,
     ),
     _refused(
-        "--recompute-granularity full with dropout or --moe-input-jitter-eps",
-        lambda o: o.recomputes_layers and o.any("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"),
-        "--recompute-granularity full with dropout or --moe-input-jitter-eps recomputes layers with different random "
-        "numbers, because megatron-core does not restore the generators that graphs use: set --hidden-dropout 0 and "
-        "--attention-dropout 0, and leave out --moe-input-jitter-eps",
+        "--recompute-granularity, --recompute-modules with dropout or random routing in recomputed modules",
+        _recomputes_random_numbers,
+        "--recompute-granularity and --recompute-modules repeat dropout and random routing with different numbers, "
+        "because megatron-core does not restore the generators that graphs use: recompute other modules, or set "
+        "--hidden-dropout 0 and --attention-dropout 0 and leave out --moe-input-jitter-eps, "
+        "--moe-router-force-load-balancing and --moe-router-force-biased",
+        graphs=("transformer_engine", "local"),
+        sharding=None,
     ),
     _refused(
         "--overlap-moe-expert-parallel-comm",
@@ -307,8 +320,8 @@ EXPERT_ROWS = [
     _grouped(
         "with --fp8-format, --fp4-format or --fp16",
         lambda o: o.any("fp8", "fp4", "fp16"),
-        "multiplies in bf16, because no FP8 recipe provides the E4M3 format with one scale per row that torch's "
-        "grouped FP8 products need on Hopper: leave out --fp8-format, --fp4-format and --fp16",
+        "multiplies in bf16, because no FP8 recipe has the row scales that torch's grouped FP8 products need: leave "
+        "out --fp8-format, --fp4-format and --fp16",
     ),
     _grouped(
         "with sizes not divisible by 8",

@@ -40,6 +40,7 @@ from tests.support.compatibility import (
     PACKED,
     PADDED,
     ROWS,
+    SELECTIVE,
     TORCH,
     WORKING,
     command_line,
@@ -53,6 +54,7 @@ ROOT = Path(__file__).parents[5]
 UNSHARDED = "!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format"
 WHOLE_OVERLAP = "--overlap-moe-expert-parallel-comm with DistributedDataParallel and whole layers"
 RECOMPUTED_ALONE = "--recompute-granularity full with graphs per layer"
+REDRAWN = "--recompute-granularity, --recompute-modules with dropout or random routing in recomputed modules"
 TRACED_ROUTER = "--moe-routing-trace-path with the router in graphs"
 _EXAMPLES = [
     ("--fsdp-double-buffer not given", "!fsdp-double-buffer"),
@@ -76,7 +78,7 @@ _EXAMPLES = [
         f"{MOE} --cuda-graph-modules moe_router --mlp-chunks-for-training 2",
     ),
     (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-layers-per-graph 1"),
-    ("--recompute-granularity full with dropout or --moe-input-jitter-eps", f"{FULL} --hidden-dropout 0.1"),
+    (REDRAWN, f"{SELECTIVE} core_attn --attention-dropout 0.1 --cuda-graph-modules mlp"),
     ("--overlap-moe-expert-parallel-comm", f"{MOE} --cuda-graph-modules attn {OVERLAP}"),
     (
         WHOLE_OVERLAP,
@@ -133,6 +135,7 @@ _EXAMPLES = [
     ("--use-torch-fsdp2 with --save or --load", f"{UNSHARDED} {TORCH} --load checkpoints"),
 ]
 EXAMPLES = dict(_EXAMPLES)
+FOR_ALL = {WHOLE_OVERLAP, RECOMPUTED_ALONE, REDRAWN, TRACED_ROUTER}  # also for models that are not sharded
 # megatron-core's validation of these flags needs TransformerEngine.
 NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", "--qk-clip, --log-max-attention-logit with attention in graphs"}
 LATER_CORE = "--megatron-fsdp-version 2"
@@ -286,12 +289,27 @@ def test_full_recomputation_needs_a_graph_of_all_layers(flags, refused):
     assert (RECOMPUTED_ALONE in [row.flags for row in rows]) == refused
 
 
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        (f"{FULL} --hidden-dropout 0.1", True),
+        (f"{FULL} --moe-router-force-biased 0.1", True),
+        (f"{SELECTIVE} moe --moe-router-force-load-balancing", True),
+        (f"{SELECTIVE} moe --moe-input-jitter-eps 0.1 {UNSHARDED}", True),
+        (f"{SELECTIVE} moe --hidden-dropout 0.1 --attention-dropout 0.1", False),
+        (f"{SELECTIVE} core_attn --hidden-dropout 0.1 --moe-input-jitter-eps 0.1", False),
+    ],
+)
+def test_recomputed_modules_must_not_draw_numbers(flags, refused):
+    assert (REDRAWN in [row.flags for row in rows_of(Options(parsed(flags)))]) == refused
+
+
 def test_unsharded_models_match_few_rows():
     for name in EXAMPLES:
         args = parsed(EXAMPLES[name])
         args.use_megatron_fsdp = args.use_torch_fsdp2 = False
         args.cuda_graph_layers_per_graph = None
-        assert {row.flags for row in rows_of(Options(args))} <= {WHOLE_OVERLAP, RECOMPUTED_ALONE, TRACED_ROUTER}, name
+        assert {row.flags for row in rows_of(Options(args))} <= FOR_ALL, name
     assert refusal(Namespace()) == []
 
 
@@ -406,7 +424,7 @@ def configs(**changes: Any) -> Options:
     [
         ({}, None),
         ({"num_moe_experts": 4}, "--num-experts with whole"),
-        ({"recompute_granularity": "full", "hidden_dropout": 0.1}, "--recompute-granularity full with dropout"),
+        ({"recompute_granularity": "full", "hidden_dropout": 0.1}, REDRAWN),
         ({"cuda_graph_warmup_steps": -1}, "--cuda-graph-warmup-steps below 0"),
     ],
 )
