@@ -9,7 +9,7 @@ from tests.support.ranks.run_ranks import lines_of, on_two_ranks
 from tests.support.sample import asked, mostly_long
 
 from . import ranks_fsdp_parity
-from .parity_variants import VARIANTS
+from .ranks_fsdp_parity import VARIANTS
 
 QUICK = ("fine-grained hooks", "experts", "delayed weight gradients", "hybrid, sharded outside too")
 

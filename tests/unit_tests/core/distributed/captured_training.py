@@ -111,6 +111,15 @@ def compared(case: Case, between: Callable[[CapturedTraining], None] = lambda tr
     return graphs
 
 
+def short_batch(training: Training, step: int) -> tuple[torch.Tensor, ...]:
+    """Return tokens, positions, mask and labels with half the sequence length, which match no graph."""
+    batch = next(training._batches(step))
+    half = training.case.sequence // 2
+    mask = batch.mask[..., :half, :half].contiguous()
+    tokens, positions, labels = (each[:, :half].contiguous() for each in (batch.tokens, batch.positions, batch.labels))
+    return tokens, positions, mask, labels
+
+
 def in_use(fsdp: torch.nn.Module) -> list[dict]:
     """Return the buffers in use in the pools for parameters and for gradients."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)

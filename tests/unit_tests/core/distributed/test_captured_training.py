@@ -22,7 +22,7 @@ from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_s
 from tests.support.sample import each_once
 from tests.support.trainings.training import train
 
-from .captured_training import CapturedTraining, captured, compared, graphed, in_use, occupied, trained
+from .captured_training import CapturedTraining, captured, compared, graphed, in_use, occupied, short_batch, trained
 from .fsdp_variants import Variant
 
 pytestmark = pytest.mark.sampled
@@ -143,7 +143,8 @@ def evaluate_in_turn(training):
     (chunk,) = training.chunks
     batch = next(training._batches(9))
     whole = batch.tokens, batch.positions, batch.mask, batch.labels
-    orders = [(whole, short_batch(training)), (short_batch(training), whole, whole), (short_batch(training),), (whole,)]
+    short = short_batch(training, 7)
+    orders = [(whole, short), (short, whole, whole), (short,), (whole,)]
     chunk.eval()
     with torch.cuda.stream(training.stream), torch.no_grad():
         for *given, labels in orders[len(training.losses) % 4]:
@@ -201,14 +202,6 @@ def test_training_and_capture_continue_after_a_failed_capture(one_rank, in_backw
     graphs = trained(case, True, between=fail_and_capture, steps=3)
     assert eager.differences(graphs) == []
     assert graphs.replays == REPLAYS[holds]
-
-
-def short_batch(training):
-    """Return a batch with half the sequence length, which matches no graph."""
-    batch = next(training._batches(7))
-    half = training.case.sequence // 2
-    mask = batch.mask[..., :half, :half].contiguous()
-    return *(tensor[:, :half].contiguous() for tensor in (batch.tokens, batch.positions)), mask, batch.labels[:, :half]
 
 
 def test_losses_outlive_the_next_replay(one_rank):
