@@ -13,16 +13,11 @@ TIMEOUT = 600  # seconds
 
 
 def on_two_ranks(script: str, *arguments: str) -> CompletedProcess:
-    """Run ``script`` on two ranks; see ``on_ranks``."""
-    return on_ranks(2, script, *arguments)
-
-
-def on_ranks(count: int, script: str, *arguments: str) -> CompletedProcess:
-    """Run ``script``, a path relative to the repository root; stdout and stderr contain the output of all ranks."""
+    """Run ``script``, a path relative to the repository root; stdout and stderr contain the output of both ranks."""
     command = [str(ROOT / script), *arguments]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        ranks = ForkedRanks(command, log, count, {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"})
+        ranks = ForkedRanks(command, log, 2, {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"})
         status = ranks.ended(TIMEOUT)
         written = log.read_text(errors="replace")
     return CompletedProcess(command, status, written, written)
