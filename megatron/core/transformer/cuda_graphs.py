@@ -411,10 +411,11 @@ class TECudaGraphHelper:
         self._capture()
 
     def _capture(self) -> None:
-        """Capture once. If any rank fails, free the graphs and raise the same error on all ranks."""
+        """Capture once, with grad. If any rank fails, free the graphs and raise the same error on all ranks."""
         stage, graphs = self.stage, self._state
         agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language)
-        with agreement.together(self._drop_graphs), self._capture_mode() as start_time:
+        grad = torch.inference_mode(False)  # also enables grad inside torch.no_grad
+        with grad, agreement.together(self._drop_graphs), self._capture_mode() as start_time:
             shape = self.seq_length, self.micro_batch_size
             graphs.select_scope(agreement)  # stages without layers also vote
             if not stage.layers:

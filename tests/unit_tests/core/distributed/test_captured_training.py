@@ -196,7 +196,7 @@ def test_training_and_capture_continue_after_a_failed_capture(one_rank, in_backw
         assert in_use(training.fsdp) == [{}, {}]
         training.step()
         assert training.replayed == []
-        training.capture(lambda training: training.helper.create_cudagraphs())
+        training.capture(torch.inference_mode()(lambda training: training.helper.create_cudagraphs()))
 
     eager = trained(case, False, steps=4)
     graphs = trained(case, True, between=fail_and_capture, steps=3)

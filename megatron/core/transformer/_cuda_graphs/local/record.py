@@ -47,7 +47,7 @@ class Recording:
         self.rng_states: GraphStates | None = None
 
     def capture(self, record: Sequence[tuple]) -> None:
-        """Warm up all functions, then capture the entries of ``record``.
+        """Warm up all functions, then capture the entries of ``record``, with grad.
 
         Entries are ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``.
 
@@ -55,7 +55,8 @@ class Recording:
             RuntimeError: A pass cannot be captured; ``capturing`` names it.
         """
         runners = [entry[0] for entry in record if entry[1] == "fwd"]
-        with refuse_changed_attributes(runner.module for runner in runners), reuse_across_streams():
+        unchanged = refuse_changed_attributes(runner.module for runner in runners)
+        with torch.inference_mode(False), unchanged, reuse_across_streams():  # also enables grad inside torch.no_grad
             self._warm_up(record)
             release_cached_memory()
             self._capture_passes(record)

@@ -1,5 +1,6 @@
 """Test passes without gradients next to local graphs: evaluation, and log-probabilities in RL training."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -49,14 +50,16 @@ class TestEvaluation:
         assert eager_calls(model) == [count + 3 for count in before]
         replay.assert_not_called()
 
-    def test_evaluation_before_backward_keeps_activations(self):
+    @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+    def test_evaluation_and_capture_without_grad_keep_gradients(self, mode):
         def run(graphs):
             model, found = stack(graphs=graphs), []
             for number in range(4):
                 loss = model(batch(number)).square().mean()
                 found.append(evaluate(model, batch(10 + number)))
                 loss.backward()
-                create_cudagraphs()
+                with mode():
+                    create_cudagraphs()
                 found.append([param.grad.tolist() for param in model.parameters()])
             return found
 
