@@ -61,11 +61,14 @@ def calls_weakly(method: Callable[..., Any]) -> Callable[..., None]:
 
 def must_run_outside(hook: Callable) -> bool:
     """Return whether ``hook`` is marked by ``runs_outside_graphs`` or wraps a handler, as Megatron-FSDP's hooks do."""
-    while not any(hasattr(hook, mark) for mark in (BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, _RUNS_OUTSIDE)):
-        if not isinstance(hook, partial):
-            return False
+    return any(_mark_of(hook, mark) is not None for mark in (BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, _RUNS_OUTSIDE))
+
+
+def _mark_of(hook: Any, mark: str) -> Any:
+    """Return the attribute ``mark`` of ``hook``, or of the function it is a partial of; None if there is none."""
+    while not hasattr(hook, mark) and isinstance(hook, partial):
         hook = hook.func
-    return True
+    return getattr(hook, mark, None)
 
 
 def is_of_ddp(hook: Callable) -> bool:
@@ -148,7 +151,7 @@ class ModuleHooks:
             ("forward_hooks", BACKWARD_PRE_HANDLER, "backward_pre_hooks"),
         ):
             for key, hook in self.saved[f"_{kind}"].items():
-                handler = getattr(hook, sentinel, None)
+                handler = _mark_of(hook, sentinel)
                 if handler is not None:
                     sorted_hooks[kind_of_handler][key] = handler
                 elif must_run_outside(hook):

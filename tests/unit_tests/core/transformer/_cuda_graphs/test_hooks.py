@@ -87,7 +87,7 @@ def test_hooks_keep_torch_order():
 def test_handler_replaces_its_wrapper(sentinel, register, kind_of_plain, kind_of_handler):
     module = torch.nn.Linear(2, 2)
     handler, plain = hook("handler"), marked("plain")
-    register(module, with_sentinel(sentinel, handler))
+    register(module, partial(with_sentinel(sentinel, handler)))
     register(module, plain)
     expected = {kind: [] for kind in HOOK_KINDS} | {kind_of_plain: [plain], kind_of_handler: [handler]}
     assert handed_over(module) == expected
