@@ -239,7 +239,7 @@ class InputSignature:
     """
 
     def __init__(self, owner: str, tensors: Sequence[torch.Tensor], name_of: Callable[[int], str], advice: str = ""):
-        self._owner, self._name_of, self._advice = owner, name_of, advice
+        self._owner, self.name_of, self._advice = owner, name_of, advice
         self._expected = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
 
     def __len__(self) -> int:
@@ -247,7 +247,7 @@ class InputSignature:
 
     def rename(self, owner: str, name_of: Callable[[int], str], advice: str) -> None:
         """Set the names and the advice for errors."""
-        self._owner, self._name_of, self._advice = owner, name_of, advice
+        self._owner, self.name_of, self._advice = owner, name_of, advice
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
         """Return whether the number of ``inputs`` matches and ``check`` would accept them."""
@@ -272,16 +272,16 @@ class InputSignature:
         for index, (given, (shape, dtype, requires_grad)) in enumerate(zip(inputs, self._expected, strict=True)):
             if not isinstance(given, torch.Tensor):
                 raise ArgumentTypeError(
-                    f"{self._owner}: {self._name_of(index)} must be a tensor for a CUDA graph, got {given!r}"
+                    f"{self._owner}: {self.name_of(index)} must be a tensor for a CUDA graph, got {given!r}"
                 )
             if given.shape != shape or given.dtype != dtype:
                 raise ValueError(
-                    f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype}, but called "
+                    f"{self._owner} was captured with {self.name_of(index)} of {tuple(shape)} {dtype}, but called "
                     f"with {tuple(given.shape)} {given.dtype}{self._advice}"
                 )
             if given.requires_grad and not requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{self._owner} was captured with {self._name_of(index)} without requires_grad, but now it "
+                    f"{self._owner} was captured with {self.name_of(index)} without requires_grad, but now it "
                     "requires grad: capture with an input that requires grad, or detach it"
                 )
 

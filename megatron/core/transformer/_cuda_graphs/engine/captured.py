@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
+from ..errors import UnsupportedError
 from ..replacements import TakenForward
 from ..snapshot import InputSignature
 from .capture_time_hooks import CaptureTimeHooks
@@ -28,7 +29,7 @@ from .graph import (
     rebind_buffers,
     refuse_legacy_stream,
 )
-from .memory import PoolMemory, release_cached_memory, storage_address, weak_reference
+from .memory import PoolMemory, release_cached_memory, storage_address, version_of, weak_reference
 from .plan import BufferPool, Lease, Pass, Plan
 from .quantization import Quantization, RecordedQuantization
 
@@ -115,6 +116,7 @@ class GraphedCallable:
             at each replay on the gradients that it returns.
         copies_results: Whether a replay returns copies of outputs and input gradients, which stay valid after the next
             replay.
+        may_write_inputs: Whether ``func`` may write its inputs. Replays write only the static ones.
         allow_unused_input: Whether inputs that require grad may have no gradient.
         retain_graph: Whether backward retains the autograd graph.
         clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones.
@@ -152,6 +154,7 @@ class GraphedCallable:
         hooks: CaptureTimeHooks | None = None,
         holds_hooks: bool = False,
         copies_results: bool = False,
+        may_write_inputs: bool = False,
         allow_unused_input: bool = False,
         retain_graph: bool = False,
         clone_param_grads: bool = True,
@@ -160,11 +163,12 @@ class GraphedCallable:
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self.inputs: tuple[torch.Tensor, ...] = (*args, *kwargs.values())
         self._structure: TreeSpec | None = None  # the structure of nested inputs
+        name_of: Callable[[int], str] = [*map("input {}".format, range(len(args))), *kwargs].__getitem__
         if not all(isinstance(each, torch.Tensor) for each in self.inputs):
             leaves, self._structure = tree_flatten(self.inputs)
-            self.inputs = tuple(leaves)
+            self.inputs, name_of = tuple(leaves), "input {}".format
         self._keywords = tuple(kwargs)
-        self._expected = InputSignature(name, self.inputs, "input {}".format)
+        self._expected = InputSignature(name, self.inputs, name_of)
         self.module = func if module is None and isinstance(func, torch.nn.Module) else module
         self._training = getattr(func, "training", None)
         # If graphs record hooks, parameters may be replaced before capture, and replays return no gradients for them.
@@ -175,7 +179,8 @@ class GraphedCallable:
         self.quantization = quantization
         self._hooks = hooks or CaptureTimeHooks(name, None)
         self._holds_hooks, self._copies_results = holds_hooks, copies_results
-        self._allow_unused_input, self._retain_graph = allow_unused_input, retain_graph
+        self._may_write_inputs, self._allow_unused_input = may_write_inputs, allow_unused_input
+        self._retain_graph = retain_graph
         self._clone_param_grads = clone_param_grads
         self.ran: tuple[torch.nn.Module, ...] | None = None
         self._backward_was_checked = False
@@ -204,7 +209,7 @@ class GraphedCallable:
         self._with_grad: list[int] = []  # indices of inputs with a gradient
         self._copied: list[int] = []  # indices of inputs whose gradients backward returns as copies
         self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []  # static gradient, whether to copy it
-        self._has_leaf = self._ran_eagerly = False
+        self._grad_enabled = self._has_leaf = self._ran_eagerly = False
         self._taken: TakenForward | None = None
 
     def forward(self, capture: Capture | WarmUp) -> None:
@@ -212,8 +217,10 @@ class GraphedCallable:
 
         Raises:
             TypeError: ``func`` returned a value that is neither a tensor nor None.
+            UnsupportedError: ``func`` wrote an input in place.
         """
         graph = capture.new_graph()
+        versions = list(map(version_of, self.inputs))
         self._hooks.run("forward_pre_hooks", self.func, self.args, self.kwargs)
         with (
             self._note_modules_that_run(),
@@ -222,6 +229,12 @@ class GraphedCallable:
             nullcontext() if self.quantization is None else self.quantization.context(),
         ):
             output = self.func(*self.args, **self.kwargs)
+        for index, (tensor, version) in enumerate(zip(self.inputs, versions, strict=True)):
+            if version_of(tensor) != version and not self._may_write_inputs:
+                raise UnsupportedError(
+                    f"{self.name} writes {self._expected.name_of(index)} in place, but a replay would write only its "
+                    "own copy: clone it first"
+                )
         self._hooks.run("forward_hooks", self.func, self.args, output)
         outputs, structure = tree_flatten(output)
         if isinstance(output, torch.Tensor):
@@ -233,8 +246,8 @@ class GraphedCallable:
             if not isinstance(leaf, torch.Tensor | None):
                 raise TypeError(f"{self.name} returned {leaf!r}: return tensors and None only")
         # An output may require grad even under no_grad: pipeline stages of megatron-core set it.
-        with_grad = torch.is_grad_enabled()
-        self.differentiable = tuple(leaf is not None and with_grad and leaf.requires_grad for leaf in outputs)
+        self._grad_enabled = torch.is_grad_enabled()
+        self.differentiable = tuple(leaf is not None and self._grad_enabled and leaf.requires_grad for leaf in outputs)
         self.roots = list(compress(outputs, self.differentiable))
         if self._holds_hooks:  # an edge does not keep an output allocated
             self.roots = list(map(get_gradient_edge, self.roots))
@@ -449,19 +462,20 @@ class GraphedCallable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs on ``args`` and ``kwargs``.
 
-        Keywords absent at capture are ignored, except for ``cuda_graph_stream``, the stream to replay on,
+        Other keywords are ignored if they are not tensors, except for ``cuda_graph_stream``, the stream to replay on,
         ``cuda_graph_event``, the event that ends the replay, and ``is_first_microbatch``, which selects whether to
-        requantize cached weights. A module whose mode (training or evaluation) has changed since capture runs eagerly.
+        requantize cached weights. A module whose mode (training or evaluation) has changed since capture runs eagerly,
+        and so does a call with grad of a callable that was captured without.
 
         Raises:
             RuntimeError: The graphs were reset.
-            TypeError: An input is missing, is not a tensor, or is nested differently than at capture.
+            TypeError: An input is missing, is not a tensor, is nested differently than at capture, or is new.
             ValueError: The shape or dtype of a tensor differs from capture; a tensor requires grad but did not at
                 capture; or ``is_first_microbatch`` is missing.
         """
         eagerly = self._training is not None and self.func.training != self._training  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
-            self._ran_eagerly = eagerly
+            eagerly = self._ran_eagerly = eagerly or not self._grad_enabled
         if eagerly:
             kwargs.pop("cuda_graph_stream", None)
             kwargs.pop("cuda_graph_event", None)
@@ -470,6 +484,9 @@ class GraphedCallable:
             inputs: Sequence[torch.Tensor] = (*args, *[kwargs[key] for key in self._keywords])
         except KeyError as missing:
             raise TypeError(f"{self.name} was captured with the keyword {missing.args[0]!r}: pass it") from None
+        for key in kwargs if len(kwargs) > len(self._keywords) else ():
+            if key not in self._keywords and isinstance(kwargs[key], torch.Tensor):
+                raise TypeError(f"{self.name} was captured without the keyword {key!r}: leave it out, or capture it")
         if self._structure is not None or not self._expected.accepts(inputs):
             inputs = self._match(inputs)
         get = kwargs.get

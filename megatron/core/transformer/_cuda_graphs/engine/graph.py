@@ -4,6 +4,7 @@ import ctypes
 import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -82,7 +83,7 @@ class ReplayOrder:
         round: Number of the current round.
     """
 
-    __slots__ = ("_passes", "last", "round")
+    __slots__ = ("__weakref__", "_passes", "last", "round")
 
     def __init__(self) -> None:
         self.last = -1
@@ -109,13 +110,17 @@ class ReplayOrder:
         if round_of_forward != self.round or (number is not None and number <= self.last):
             raise RuntimeError(
                 f"{name}: a later replay has overwritten the activations of this backward pass. Graphs that were "
-                "captured together share memory: replay them in capture order (skipping some is allowed), and run one "
-                "backward pass before the next forward pass. For several backward passes, capture with "
-                "retain_graph_in_backward=True; for several forward passes in flight, capture the callable once for "
-                "each, with _order and one entry of sample_args per pass."
+                "captured together or into one pool share memory: replay them in capture order (skipping some is "
+                "allowed), and run one backward pass before the next forward pass. For several backward passes, "
+                "capture with retain_graph_in_backward=True; for several forward passes in flight, capture the "
+                "callable once for each, with _order and one entry of sample_args per pass; for activation "
+                "checkpointing around it, use use_reentrant=True."
             )
         if number is not None:
             self.last = number
+
+
+_orders: weakref.WeakValueDictionary[tuple, ReplayOrder] = weakref.WeakValueDictionary()  # by pool
 
 
 class WarmUp:
@@ -137,14 +142,16 @@ class Capture:
     Args:
         pool: A handle from ``torch.cuda.graph_pool_handle``; None for a new pool.
         draws: Whether the recorded work may draw random numbers.
-        order: Replay order, shared by all captures into the pool; None for a new one.
+
+    Attributes:
+        order: Replay order of all graphs of the pool.
     """
 
     phase = "capture"
 
-    def __init__(self, pool: tuple | None, draws: bool = True, order: ReplayOrder | None = None):
-        self.order = ReplayOrder() if order is None else order
+    def __init__(self, pool: tuple | None, draws: bool = True):
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self.order = _orders.setdefault(self.pool, ReplayOrder())
         self._generators = [current_rng_state(), *generator_states()] if draws else []
 
     def new_graph(self) -> torch.cuda.CUDAGraph:

@@ -67,7 +67,8 @@ def make_graphed_callables(
             (TransformerEngine's ``delay_wgrad_compute``). By default, all forward passes, then all backward passes in
             reverse, each followed by its weight gradients.
         _num_layers_per_chunk: Number of callables of each model chunk.
-        pool: Memory pool of the graphs, from ``torch.cuda.graph_pool_handle``.
+        pool: Memory pool of the graphs, from ``torch.cuda.graph_pool_handle``. All graphs of a pool must replay in the
+            order of their capture.
         retain_graph_in_backward: Whether backward retains the autograd graph.
         _reuse_graph_input_output_buffers: Whether graphs share memory as far as the order of replays permits. Static
             inputs of equal shapes and dtypes, and static gradients of outputs, are reused after their last reader;
@@ -91,16 +92,18 @@ def make_graphed_callables(
         gradients, if any.
 
     Raises:
-        ValueError: Lengths, orders or quantization arguments do not match, or a module is listed twice without
-            ``_order``.
+        ValueError: ``modules`` is empty; lengths, orders or quantization arguments do not match; or a module is listed
+            twice without ``_order``.
         TypeError: An entry of ``modules`` is not callable, an input or output is not a tensor, a hook is not callable,
-            ``capture_time_hooks`` are not nested as above, or quantization is enabled for a function.
+            samples or ``capture_time_hooks`` are not nested as above, or quantization is enabled for a function.
         RuntimeError: A module has hooks or trainable buffers; a module or submodule already has graphs; a callable uses
             a parameter that is neither an input nor its module's; autocast caches weights; some modules are in training
-            mode and others in evaluation mode; a hook returned a value; or an operation cannot be captured.
+            mode and others in evaluation mode; a hook returned a value; a callable writes its inputs; or an operation
+            cannot be captured.
 
-    Gradients are computed for a module's inputs and parameters, and only for the inputs of a function. Replays do not
-    detect that a parameter was replaced or unfrozen since capture.
+    Gradients are computed for a module's inputs and parameters, and only for the inputs of a function. Capture with
+    grad enabled for training: calls with grad of a callable that was captured without grad run eagerly. Replays do not
+    detect that a parameter was replaced or unfrozen, or autocast or the mode of a submodule changed, since capture.
 
     Capture restores parameters' ``grad``, buffers, RNG states, garbage collection and TransformerEngine's capture flag.
     A failed capture leaves modules unchanged. Graphs, and modules that replay them, cannot be copied, and gradients of
@@ -110,6 +113,8 @@ def make_graphed_callables(
         raise RuntimeError("autocast would cache weights during capture: use torch.autocast(..., cache_enabled=False)")
     alone = not isinstance(modules, tuple)
     callables: tuple[Callable, ...] = modules if isinstance(modules, tuple) else (modules,)
+    if not callables:
+        raise ValueError("modules is empty: pass at least one callable")
     for func in callables:
         if not callable(func):
             raise TypeError(f"modules must be a callable or a tuple of callables, got {type(func).__name__}: {func!r}")
@@ -206,8 +211,12 @@ def _check_module(name: str, module: torch.nn.Module) -> None:
         raise RuntimeError(f"{name} has a buffer that requires grad: make it a parameter")
 
 
-def _checked(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _checked(name: str, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:
     """Return a callable's sample inputs as a tuple and a dict; raise TypeError for values other than tensors."""
+    if isinstance(args, torch.Tensor):
+        raise TypeError(f"sample_args of {name} is a tensor: pass a tuple of tensors, for example (x,)")
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"sample_kwargs of {name} must be a dict, got {kwargs!r}: pass {{}} for no keywords")
     for key, value in (*enumerate(args), *kwargs.items()):
         for leaf in tree_leaves(value):
             if not isinstance(leaf, torch.Tensor):

@@ -38,6 +38,11 @@ def storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of in-place writes to ``tensor``; -1 for inference tensors, which do not count them."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 class PoolMemory:
     """Memory segments of the graph pool with a given handle, as listed by the allocator.
 

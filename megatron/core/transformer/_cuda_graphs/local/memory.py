@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..engine.graph import record_nothing
-from ..engine.memory import storage_address
+from ..engine.memory import storage_address, version_of
 from ..engine.plan import BufferPool, Lease
 from .arguments import ArgMetadata, metadata_of
 
@@ -124,7 +124,7 @@ class StaticInput:
         here = given.data_ptr() == self.tensor.data_ptr()
         if here and given.stride() == self.tensor.stride():
             return True
-        version = -1 if given.is_inference() else given._version
+        version = version_of(given)
         last = self.given
         if last is not None and last[0]() is given and last[1] == version >= 0:
             return True
@@ -213,13 +213,11 @@ class StaticBuffers:
                 escaping.add(index)
         return escaping
 
-    def input_of(self, tensor: torch.Tensor, is_written: bool) -> StaticInput:
-        """Return the shared ``StaticInput`` for ``tensor``; with ``is_written``, the graph writes to its inputs."""
+    def input_of(self, tensor: torch.Tensor) -> StaticInput:
+        """Return the shared ``StaticInput`` for ``tensor``."""
         address = tensor.data_ptr()
         only_copied_to = self.pool.owns(tensor) and address not in self._gradients
-        static = self._inputs.setdefault(address, StaticInput(tensor.detach(), only_copied_to))
-        static.only_copied_to &= not is_written
-        return static
+        return self._inputs.setdefault(address, StaticInput(tensor.detach(), only_copied_to))
 
     def forget_values(self) -> None:
         """Copy all inputs again in the next step, because optimizers may change tensors without changing versions."""

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron.core.utils import log_single_rank
 
 from .. import state
-from ..engine.graph import ReplayOrder, capture_environment, preserve_tensors, return_to_default_stream
+from ..engine.graph import capture_environment, preserve_tensors, return_to_default_stream
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..engine.quantization import transformer_engine_flag
 from ..engine.rng import GraphStates, make_generators_safe
@@ -35,14 +35,12 @@ class Recording:
     Attributes:
         token: Identifies the recording in tensor metadata, which may outlive it.
         buffers: Static tensors of the graphs.
-        order: Order of the passes.
         capturing: The pass that is being warmed up or captured, for errors.
     """
 
     def __init__(self) -> None:
         self.token = object()
         self.buffers = StaticBuffers()
-        self.order = ReplayOrder()
         self.capturing: str | None = None
         self.rng_states: GraphStates | None = None
 

@@ -176,7 +176,6 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         self.outputs: list[ArgMetadata] = []
         self.shared_params: tuple[torch.Tensor, ...] = ()
         self.params_to_backprop: tuple[torch.Tensor, ...] = ()  # parameters that receive a gradient
-        self._writes_inputs = False
         self._output_addresses: list[int] = []
         self._escaping: set[int] = set()  # indices of input gradients that graphs do not read
         self._unread_outputs: set[int] = set()  # indices of outputs that graphs do not read
@@ -294,16 +293,14 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         buffers = self._recording.buffers
         self.inputs = metas_of(described(args), described(kwargs))
         static = buffers.inputs(self.inputs) if clone_inputs else [t.detach() for t in tensors_of(args, kwargs)]
-        versions = _versions(static)
         self.graphs = graphs = self._new_graphs(static)
         with self._passes(), self._surroundings(), torch.profiler.record_function(f"{self.name} forward for capture"):
-            capture = Capture(self.mempool, order=self._recording.order)  # takes the current generator state
+            capture = Capture(self.mempool)  # takes the current generator state
             graphs.forward(capture)
         if graphs.delays_weight_gradients:
             raise ValueError(
                 f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local: leave it out"
             )
-        self._writes_inputs = versions != _versions(static)
         captured = list(map(ArgMetadata, graphs.outputs))
         self.outputs = captured if outputs is None else metas_of(outputs)
         kinds, recorded = ([(tuple(m.shape), m.dtype) for m in metas] for metas in (captured, self.outputs))
@@ -337,7 +334,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             replaced_attribute(self._having(_ADDED, graphs.params), _ADDED, lambda flag: False),
             torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
-            graphs.backward(Capture(self.mempool, order=self._recording.order), lambda outputs: tuple(grads))
+            graphs.backward(Capture(self.mempool), lambda outputs: tuple(grads))
         if self._output_addresses != [output.data_ptr() for output in outputs]:
             raise ValueError(
                 f"{self.name}: recomputation frees its output and allocates it at another address, but replays read "
@@ -408,7 +405,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         assert graphs is not None
         graphs.static_inputs = [
             (
-                buffers.input_of(tensor, self._writes_inputs),
+                buffers.input_of(tensor),
                 partial(_any_in_flight, tuple(users.get(id(metadata_of(meta)), ()))),
             )
             for meta, tensor in zip(self.inputs, graphs.inputs, strict=True)
@@ -437,6 +434,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             module=self.module,
             owner=self,
             quantization=self.quantization,
+            may_write_inputs=self._recording is _CudagraphGlobalRecord.inference,
             allow_unused_input=True,
             retain_graph=self.retain_graph,
         )
@@ -555,10 +553,6 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
 
 # Set on a parameter once its layer has added its gradient to the main gradient.
 _ADDED = "grad_added_to_main_grad"
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _any_in_flight(runners: Sequence[_CudaGraphRunner]) -> bool:

@@ -94,6 +94,12 @@ REFUSED = {
         *(ValueError, "_reuse_graph_input_output_buffers requires _order"),
         lambda: capture(_reuse_graph_input_output_buffers=True),
     ),
+    "no callables": (ValueError, "modules is empty", lambda: capture(())),
+    "a tensor as sample_args": (TypeError, "sample_args of .* is a tensor", lambda: capture(args=device_tensor(3))),
+    "None as sample_kwargs": (
+        *(TypeError, "sample_kwargs of callable 0 .* must be a dict, got None"),
+        lambda: capture(BOTH, inputs(2), sample_kwargs=(None, {})),
+    ),
     "a list of callables": (TypeError, "a tuple of callables, got list", lambda: capture([double])),
     "a module twice": (ValueError, "a module is given twice: pass _order", twice),
     "a module in a graphed one": (RuntimeError, r"callable 0 \(Sequential\) already has graphs, in L", contains_graphs),
@@ -113,6 +119,10 @@ REFUSED = {
     "a parameter outside": (RuntimeError, r"uses a tensor of shape \(3, 3\)", parameter_outside),
     "an output outside": (RuntimeError, r"uses a tensor of shape \(3,\) that requires grad", output_outside),
     "another module's parameter": (RuntimeError, r"a tensor of shape \(6, 6\)", parameter_of_another_module),
+    "an input written in place": (
+        *(RuntimeError, r"callable 0 \(<lambda>\) writes scale in place, .*: clone it first"),
+        lambda: capture(lambda x, *, scale: x * scale.add_(1), sample_kwargs={"scale": device_tensor(3, grad=False)}),
+    ),
     "a method of a module": (RuntimeError, r"uses a tensor of shape .* capture the module", bound_method),
 }
 

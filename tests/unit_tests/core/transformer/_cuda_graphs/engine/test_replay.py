@@ -178,6 +178,11 @@ def test_evaluation_mode_has_no_backward_graph():
         output.sum().backward()
 
 
+def test_capture_without_grad_keeps_gradients():
+    case = CASES["dropout"]
+    assert_same_bits(train(case, torch.no_grad()(make_graphed_callables)), train(case, None))
+
+
 @pytest.mark.parametrize("with_event", [False, True])
 def test_replay_runs_on_the_given_stream(monkeypatch, with_event):
     graphed = make_graphed_callables(lambda x: x * 2, (device_tensor(3),))
@@ -201,9 +206,11 @@ def test_replay_runs_on_the_given_stream(monkeypatch, with_event):
     assert torch.equal(output, x * 2)
 
 
-def test_other_keywords_are_ignored():
+def test_only_other_keywords_without_tensors_are_ignored():
     graphed = make_graphed_callables(lambda x: x * 2, (device_tensor(3),))
-    assert torch.equal(graphed(device_tensor(3), is_first_microbatch=True), device_tensor(3) * 2)
+    assert torch.equal(graphed(device_tensor(3), is_first_microbatch=True, mask=None), device_tensor(3) * 2)
+    with pytest.raises(TypeError, match=r"callable 0 \(<lambda>\) was captured without the keyword 'mask'"):
+        graphed(device_tensor(3), mask=device_tensor(3))
 
 
 @pytest.fixture

@@ -89,6 +89,13 @@ def test_another_order_of_micro_batches_is_refused():
         gradients(second[-1].sum(), second[0], layers)
 
 
+def test_captures_into_one_pool_share_their_order():
+    pool = torch.cuda.graph_pool_handle()
+    layers = [make_graphed_callables(mlp(0), (device_tensor(4, 6),), pool=pool) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=OVERWRITTEN.format(0)):
+        forward(layers, [0, 1])[-1].sum().backward()
+
+
 def test_second_backward_needs_a_retained_graph():
     layers, (slots,) = captured()
     x, *_, output = forward(slots, range(COUNT))
