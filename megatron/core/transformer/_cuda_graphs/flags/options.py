@@ -113,12 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def give_to_config(args: Any, config: Any) -> None:
     """Copy the flags of this patch from ``args`` to a ``TransformerConfig``."""
     for name in FLAGS:
-        setattr(config, _attribute(name), given(args, name))
+        setattr(config, attribute(name), given(args, name))
 
 
 def given(options: Any, name: str) -> Any:
     """Return the value of one of this patch's flags from parsed flags or a configuration."""
-    return getattr(options, _attribute(name), FLAGS[name].default)
+    return getattr(options, attribute(name), FLAGS[name].default)
 
 
 def goes_on_eagerly(options: Any) -> bool:
@@ -155,7 +155,8 @@ def alltoall_capacity_factor(options: Any) -> float | None:
     return value
 
 
-def _attribute(name: str) -> str:
+def attribute(name: str) -> str:
+    """Return the name of a flag as an attribute of parsed flags and configurations."""
     return name.removeprefix("--").replace("-", "_")
 
 
@@ -192,7 +193,7 @@ class Options:
         """Yield an error message for each invalid flag of this patch. Unused flags are errors in parsed flags only."""
         parsed = self.get("use_megatron_fsdp") is not None and self._sharding is None
         for name, flag in FLAGS.items():
-            value = self.get(_attribute(name), flag.default)
+            value = self.get(attribute(name), flag.default)
             if value is not None and not flag.allowed(value):
                 yield f"{name} must be {flag.words}, got {value}"
             # Eager runs may pad batches for comparison.
@@ -202,7 +203,7 @@ class Options:
                     f"{name} {value} needs --cuda-graph-impl transformer_engine, got {self.implementation}: "
                     "leave it out"
                 )
-        if parsed and self.get(_attribute(LAYERS_FLAG)) and self.sharding != MEGATRON_FSDP:
+        if parsed and self.get(attribute(LAYERS_FLAG)) and self.sharding != MEGATRON_FSDP:
             yield f"{LAYERS_FLAG} needs --use-megatron-fsdp: leave it out"
 
     @property
@@ -266,6 +267,11 @@ class Options:
         """FP8 recipe; empty without FP8."""
         recipe = self.get("fp8_recipe") if self.get("fp8") else None
         return str(getattr(recipe, "value", recipe) or "")
+
+    @property
+    def updates_state(self) -> bool:
+        """Whether every pass updates state that later passes need, so that no pass between replays may run eagerly."""
+        return self.any("fp8", "fp4", "delay_wgrad_compute", "fine_grained_activation_offloading")
 
     @property
     def recomputes_layers(self) -> bool:

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megatron.core.utils import log_single_rank
 
 from ..errors import OptionsError
 from ..hooks import must_run_outside
-from .options import FACTOR_FLAG, GROUPED_FLAG, MEGATRON_FSDP, TORCH_FSDP, WHOLE_MODEL, Options
+from .options import ALL_LAYERS, FACTOR_FLAG, GROUPED_FLAG, MEGATRON_FSDP, TORCH_FSDP, WHOLE_MODEL, Options, attribute
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 # torch reads both names; the second one is older.
@@ -75,21 +76,15 @@ def _no_effect(flags: str, when: Condition, words: str) -> Row:
     return Row(flags, Verdict.NO_EFFECT, words, when)
 
 
-def _grouped(flags: str, when: Condition, words: str) -> Row:
-    """Return a row for ``--moe-use-grouped-tensor``, which applies with and without graphs."""
-    both = f"{GROUPED_FLAG} {flags}"
-    return _refused(both, lambda o: o.grouped_tensor and when(o), f"{GROUPED_FLAG} {words}", graphs=None, sharding=None)
-
-
-def _bounded(flags: str, when: Condition, words: str) -> Row:
-    """Return a row for ``--moe-alltoall-capacity-factor``, which applies with and without graphs."""
+def _experts(flag: str, flags: str, when: Condition, words: str) -> Row:
+    """Return a row for one of this patch's flags of experts, which applies with and without graphs."""
     return _refused(
-        f"{FACTOR_FLAG} {flags}",
-        lambda o: o.get("moe_alltoall_capacity_factor") is not None and when(o),
-        f"{FACTOR_FLAG} {words}",
-        graphs=None,
-        sharding=None,
+        f"{flag} {flags}", lambda o: o.get(attribute(flag)) and when(o), f"{flag} {words}", graphs=None, sharding=None
     )
+
+
+_grouped = partial(_experts, GROUPED_FLAG)
+_bounded = partial(_experts, FACTOR_FLAG)
 
 
 def _needs_token_counts(options: Options) -> bool:
@@ -139,6 +134,18 @@ def _recomputes_random_numbers(options: Options) -> bool:
     if options.recomputes_layers:
         return routing or dropout or options.any("hidden_dropout")
     return (routing and options.recomputes("moe")) or (dropout and options.recomputes("core_attn"))
+
+
+def _keeps_layers_in_graphs(options: Options) -> bool:
+    """Return whether layers have their own graphs and cannot run eagerly between replays."""
+    pipelined = options.stages > 1
+    separate = (
+        _captures_single_layers(options)
+        or (pipelined and options.get("cuda_graph_layers_per_graph") == ALL_LAYERS)
+        or options.quantizes_otherwise
+        or options.get("fine_grained_activation_offloading")
+    )
+    return bool(separate and (pipelined or options.updates_state))
 
 
 _REFUSED = [
@@ -272,6 +279,20 @@ _REFUSED = [
         lambda o: o.any("qk_clip", "log_max_attention_logit") and o.graphs("attn"),
         "--qk-clip and --log-max-attention-logit read values that Python code stores in each pass, but replays do not "
         "run it: leave them out, or set --cuda-graph-modules without attn",
+    ),
+    _refused(
+        "--save-activations-interval, --save-dgrads-interval, --save-tokens-per-expert-interval with graphs per layer",
+        lambda o: (
+            _keeps_layers_in_graphs(o)
+            and (
+                o.any("save_activations_interval", "save_dgrads_interval")
+                or (o.get("save_tokens_per_expert_interval") and o.graphs("moe"))
+            )
+        ),
+        "--save-activations-interval, --save-dgrads-interval and --save-tokens-per-expert-interval add hooks in some "
+        "steps, but layers with their own graphs cannot run eagerly with pipeline stages, FP8, FP4, "
+        "--delay-wgrad-compute or --fine-grained-activation-offloading: leave them out",
+        sharding=None,
     ),
     _refused(
         "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level above 0",

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_on_each_pipeline_stage
 
+from ..flags.options import Options
 from .layers import fsdp_of, language_model_of, single_run_layers
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -90,10 +91,8 @@ class Stage:
 
     @property
     def may_skip_replays(self) -> bool:
-        """Whether passes may run eagerly between replays; False if replays need state that every pass updates."""
-        config = self.config
-        stateful = (config.fp8, config.fp4, config.delay_wgrad_compute, config.fine_grained_activation_offloading)
-        return self.one_graph_serves_all and not any(stateful)
+        """Whether passes may run eagerly between replays."""
+        return self.one_graph_serves_all and not Options(self.config).updates_state
 
     @property
     def may_change_shape(self) -> bool:

@@ -41,6 +41,7 @@ from tests.support.compatibility import (
     PADDED,
     ROWS,
     SELECTIVE,
+    STAGES,
     TORCH,
     WORKING,
     command_line,
@@ -55,6 +56,9 @@ UNSHARDED = "!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format"
 WHOLE_OVERLAP = "--overlap-moe-expert-parallel-comm with DistributedDataParallel and whole layers"
 RECOMPUTED_ALONE = "--recompute-granularity full with graphs per layer"
 REDRAWN = "--recompute-granularity, --recompute-modules with dropout or random routing in recomputed modules"
+SAVED_TENSORS = (
+    "--save-activations-interval, --save-dgrads-interval, --save-tokens-per-expert-interval with graphs per layer"
+)
 TRACED_ROUTER = "--moe-routing-trace-path with the router in graphs"
 _EXAMPLES = [
     ("--fsdp-double-buffer not given", "!fsdp-double-buffer"),
@@ -99,6 +103,7 @@ _EXAMPLES = [
     ),
     ("--cuda-graph-packed-sequences with Mamba layers in graphs", f"{PACKED} --hybrid-layer-pattern *M"),
     ("--qk-clip, --log-max-attention-logit with attention in graphs", "--log-max-attention-logit"),
+    (SAVED_TENSORS, f"{STAGES} --cuda-graph-modules attn --save-dgrads-interval 5"),
     (
         "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level above 0",
         "--optimizer-cuda-graph --fp16",
@@ -135,7 +140,8 @@ _EXAMPLES = [
     ("--use-torch-fsdp2 with --save or --load", f"{UNSHARDED} {TORCH} --load checkpoints"),
 ]
 EXAMPLES = dict(_EXAMPLES)
-FOR_ALL = {WHOLE_OVERLAP, RECOMPUTED_ALONE, REDRAWN, TRACED_ROUTER}  # also for models that are not sharded
+# Rows that also apply to models that are not sharded.
+FOR_ALL = {WHOLE_OVERLAP, RECOMPUTED_ALONE, REDRAWN, SAVED_TENSORS, TRACED_ROUTER}
 # megatron-core's validation of these flags needs TransformerEngine.
 NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", "--qk-clip, --log-max-attention-logit with attention in graphs"}
 LATER_CORE = "--megatron-fsdp-version 2"
@@ -275,18 +281,24 @@ def test_full_iteration_is_checked_under_fsdp2_only(impl):
 
 
 @pytest.mark.parametrize(
-    ("flags", "refused"),
+    ("row", "flags", "refused"),
     [
-        ("", False),
-        ("--cuda-graph-layers-per-graph all", False),
-        ("--cuda-graph-modules attn", True),
-        ("--data-parallel-sharding-strategy optim", True),
-        (UNSHARDED, True),
+        (RECOMPUTED_ALONE, FULL, False),
+        (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-layers-per-graph all", False),
+        (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-modules attn", True),
+        (RECOMPUTED_ALONE, f"{FULL} --data-parallel-sharding-strategy optim", True),
+        (RECOMPUTED_ALONE, f"{FULL} {UNSHARDED}", True),
+        (SAVED_TENSORS, f"{STAGES} --save-dgrads-interval 5", False),
+        (SAVED_TENSORS, f"{STAGES} --save-dgrads-interval 5 --cuda-graph-layers-per-graph all", True),
+        (SAVED_TENSORS, "--save-activations-interval 5 --cuda-graph-layers-per-graph 1", False),
+        (SAVED_TENSORS, "--save-activations-interval 5 --cuda-graph-layers-per-graph 1 --fp8-format hybrid", True),
+        (SAVED_TENSORS, "--save-activations-interval 5 --fp8-format hybrid --fp8-recipe blockwise", True),
+        (SAVED_TENSORS, f"{STAGES} {MOE} --save-tokens-per-expert-interval 5 --cuda-graph-modules moe_router", False),
+        (SAVED_TENSORS, f"{STAGES} {MOE} --save-tokens-per-expert-interval 5 --cuda-graph-modules moe", True),
     ],
 )
-def test_full_recomputation_needs_a_graph_of_all_layers(flags, refused):
-    rows = rows_of(Options(parsed(f"{FULL} {flags}")))
-    assert (RECOMPUTED_ALONE in [row.flags for row in rows]) == refused
+def test_refusals_depend_on_the_content_of_graphs(row, flags, refused):
+    assert (row in [each.flags for each in rows_of(Options(parsed(flags)))]) == refused
 
 
 @pytest.mark.parametrize(
