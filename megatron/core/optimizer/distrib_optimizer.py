@@ -228,6 +228,9 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             if state_dict.get(GROUPS):
                 state_dict[GROUPS] = self._as_own(state_dict[GROUPS])
         super().load_state_dict(state_dict)
+        for group in self.optimizer.param_groups if self.ddp_config.use_megatron_fsdp else ():
+            if isinstance(group.get("lr"), torch.Tensor):  # groups with equal rates share one
+                group["lr"] = group["lr"].clone()
 
     def _as_own(self, groups: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return a checkpoint's ``groups`` with this run's ``capturable`` and type of learning rates."""
