@@ -31,10 +31,12 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         super().__init__(optimizer_step_func, *args, **kwargs)
         optimizer = getattr(optimizer_step_func, "__self__", None)
         sharded = [chunk for chunk in getattr(optimizer, "model_chunks", ()) if chunk.ddp_config.use_megatron_fsdp]
+        self._buffers = [chunk.param_and_grad_buffer for chunk in sharded]
         for chunk in sharded:
             chunk.ddp_config.megatron_fsdp_cuda_graph_mode = True
-            chunk.param_and_grad_buffer.keep_gradients_in_place()
-        self._optimizer, self._told = optimizer, set[str]()
+        for buffer in self._buffers:
+            buffer.keep_gradients_in_place()
+        self._optimizer, self._told, self._released = optimizer, set[str](), False
         self._captured: dict[tuple[str, int], Any] = {}  # read by the captured step; empty if another was captured
         self._sharded = [chunk for chunk in sharded if chunk.ddp_config.fsdp_all_gather_in_start_param_sync]
         for group in getattr(optimizer, "param_groups", ()):
@@ -55,6 +57,19 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
             for chunk in self._sharded:
                 chunk.start_param_sync()
         return result
+
+    def release(self) -> None:
+        """Free the graph and the gradients that it reads; steps run eagerly until ``restore``."""
+        if self._captured:
+            type(self).cuda_graph = type(self).result = None
+            self._captured, self._released = {}, True
+        for buffer in self._buffers:
+            buffer.free_gradients()
+
+    def restore(self) -> None:
+        """Capture the next step if ``release`` has freed the graph."""
+        if self._released:
+            type(self).curr_iteration, self._released = self.cuda_graph_warmup_steps, False
 
     def _read_by_step(self) -> dict[tuple[str, int], Any]:
         """Return the values that the host reads during a step, keyed by name and group; tensors compare by identity."""

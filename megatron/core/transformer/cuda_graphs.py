@@ -537,7 +537,7 @@ class TECudaGraphHelper:
         self._state = self._new_state()
 
     def release(self) -> None:
-        """Free the graphs and Megatron-FSDP's communication buffers, and zero gradients.
+        """Free the graphs of model and optimizers, free Megatron-FSDP's communication buffers, and zero gradients.
 
         All ranks must call this between steps. Until ``restore``, the model runs eagerly and allocates communication
         buffers as needed; calling ``release`` again frees them. Weights, gradient buffers and optimizer states may be
@@ -551,6 +551,8 @@ class TECudaGraphHelper:
         for chunk in self.stage.chunks:
             if chunk.fsdp is not None:
                 chunk.fsdp.graphs.free_buffers()  # waits for reductions
+        for step in self._captured_steps():
+            step.release()
         self._reset_after_capture()
         gc.collect()
         release_cached_memory()
@@ -558,14 +560,23 @@ class TECudaGraphHelper:
     def restore(self) -> None:
         """Capture the graphs that ``release`` freed, for the same shape. All ranks must call this together.
 
-        Gradients are zero afterwards. Does nothing if no graphs were released. ``config.cuda_graph_max_captures`` does
-        not count this capture.
+        The next optimizer step is captured if its graph was freed. Gradients are zero afterwards. Does nothing if no
+        graphs were released. ``config.cuda_graph_max_captures`` does not count this capture.
 
         Raises:
             CaptureFailedError, CaptureInterruptedError: See ``create_cudagraphs``.
         """
         if self._state.eager_because == RELEASED:
             self._recapture(self._state.not_model)
+        for step in self._captured_steps():
+            step.restore()
+
+    def _captured_steps(self) -> list[Any]:
+        """Return the steps of the optimizers that ``--optimizer-cuda-graph`` captures."""
+        from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper  # imports this module
+
+        steps = [getattr(optimizer, "step", None) for optimizer in self.optimizers]
+        return [step for step in steps if isinstance(step, OptimizerCudaGraphWrapper)]
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

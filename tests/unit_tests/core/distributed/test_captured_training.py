@@ -138,6 +138,22 @@ def test_weights_of_a_second_optimizer_step_are_used(one_rank, graphs, case):
     assert expected.differences(trained(case, graphs, stepped_twice)) == []
 
 
+def test_graph_of_the_optimizer_is_freed_until_restore(one_rank):
+    training = CapturedTraining(graphed("layer", optimizer_graph=True, dtype="bf16"))
+    captured = training.optimizer.step
+    captured.cuda_graph_warmup_steps = captured.curr_iteration
+    training.step()
+    grad = weakref.ref(training.optimizer.get_parameters()[0].grad._local_tensor)
+    training.release()
+    assert captured.cuda_graph is None and grad() is None
+    training.step()
+    assert captured.cuda_graph is None
+    training.restore()
+    training.step()
+    assert captured.cuda_graph is not None
+    training.delete()
+
+
 def evaluate_in_turn(training):
     """Evaluate at the training shape and at another one, in an order that differs between steps."""
     (chunk,) = training.chunks

@@ -16,7 +16,13 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-from .optimizer_gradients import GradientStorages, OptimizerGradients, PlannedCopies, copies_of_weights
+from .optimizer_gradients import (
+    GradientStorages,
+    OptimizerGradients,
+    PlannedCopies,
+    copies_of_weights,
+    gradient_name,
+)
 from .unsharded_gradients import UnshardedGradients
 
 _upstream: Any = extend(__name__)
@@ -148,6 +154,13 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def keep_gradients_in_place(self) -> None:
         """Keep the optimizer's gradients attached and in place, because a graph of the optimizer step reads them."""
         self._gradients_in_place, self._gradients = True, None
+
+    def free_gradients(self) -> None:
+        """Detach the optimizer's gradients, even from a graph that read them, and free copies of other dtypes."""
+        for _, param in self.optimizer_named_parameters:
+            setattr(param, gradient_name(self.use_decoupled_grad), None)
+        self.dist_main_grad.clear()
+        self._gradients = None
 
     def gradient_storages(self) -> GradientStorages | None:
         """Return the storages of the optimizer's gradients; None if they are always in use.
