@@ -20,7 +20,7 @@ CASES: list[dict[str, Any]] = [
     {"holds": "model", "optimizer_graph": True, **FIRST_LAYERS},
     {"holds": "model", "dtype": "bf16", "experts": 8, "moe_use_grouped_tensor": True, "frozen": "experts"},
     {"holds": "layer", "wrapper": "ddp", **ADAPTERS},
-    {"holds": "model", "dtype": "bf16", "decoupled_lr": 0.01},
+    {"holds": "model", "dtype": "bf16", "decoupled_lr": 0.01, "thawed": 6, "optimizer_graph": True},
 ]
 
 

@@ -39,7 +39,8 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"modules": PARTS, "frozen": "embedding|linear", **EXPERTS}, 6),
     ({"holds": "layer", "wrapper": "ddp", **ADAPTERS}, 6),
     ({"holds": "layer", "wrapper": "ddp", **FIRST_LAYERS}, 4),
-    ({"holds": "model", "decoupled_lr": 0.01, "dtype": "bf16"}, 2),
+    ({"holds": "model", "decoupled_lr": 0.01, "dtype": "bf16", "thawed": 3}, 2),
+    ({"holds": "layer", "decoupled_lr": 0.01, "optimizer_graph": True, "thawed": 3}, 6),
 ]
 QUICK = CASES[0], CASES[7], CASES[10], CASES[12], CASES[16]
 

@@ -11,9 +11,9 @@ RELEASED = 5
 CASE: dict[str, Any] = {"layers": 3, "hidden": 32, "sequence": 16, "dropout": 0.1, "released": RELEASED, "steps": 8}
 CASES: list[dict[str, Any]] = [
     {"holds": None, "dtype": "bf16", "evaluates": "often"},
-    {"holds": None, "microbatches": 2},
+    {"holds": None, "dtype": "bf16", "microbatches": 2, "optimizer_graph": True, "reloads": True},
     {"dtype": "bf16", "mtp": 1},
-    {"holds": "layer", "dtype": "fp16"},
+    {"holds": "layer", "dtype": "fp16", "reloads": True},
     {"holds": "layer", "experts": 4, "moe_use_grouped_tensor": True},
     {"modules": ["attn"], "evaluates": True},
     {"wrapper": "ddp", "dtype": "bf16", "microbatches": 2},
@@ -43,3 +43,11 @@ def test_pipelines_around_release_are_bit_identical(trained, case):
 def test_hybrid_sharding_around_release_is_bit_identical(trained):
     hybrid = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim", "dtype": "bf16"}
     assert_all_steps_but_one_replay(trained(CASE | hybrid | {"holds": None}, "--instances", "2"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["local", "full_iteration"])
+def test_graphs_without_a_helper_are_captured_again(trained, kind):
+    result = trained(CASE | {kind: True, "wrapper": "ddp", "dtype": "bf16", "warmup": 1})
+    assert_as_eager(result)
+    assert result["graphs"] == 3 or result["step_replays"] == [0, 1, 1, 1, 1, 0, 0, 1]

@@ -36,6 +36,7 @@ class Case:
         released: Step for which the graphs are released and after which they are restored; None to keep them. Before
             and after it, the optimizer moves to the host and back, and the model evaluates. Two steps later, weights
             under Megatron-FSDP are first overwritten in place.
+        reloads: Save a checkpoint before the capture, and load it before the steps before and after ``released``.
         evaluates: Evaluate after the step that follows capture; ``often`` to evaluate also before and after capture
             and after each step.
         evaluated_sequence: Sequence length in evaluation; 0 to use the training sequence length.
@@ -49,6 +50,7 @@ class Case:
         adapters: Rank of adapters on linear layers; all other parameters are frozen. 0 for none.
         frozen: Regular expression of the names of parameters to freeze before wrapping; empty for none.
         frozen_later: Like ``frozen``, for parameters to freeze before the second step.
+        thawed: First step in which the parameters of ``decoupled_lr`` have a learning rate other than 0.
         warmup: Steps before capture; with ``local``, warm-up passes per layer.
         config: Additional attributes of ``TransformerConfig`` and the wrapper's configuration, by name.
     """
@@ -80,6 +82,7 @@ class Case:
     later_on_one_rank: bool = False
     masked_step: int | None = None
     released: int | None = None
+    reloads: bool = False
     evaluates: bool | str = False
     evaluated_sequence: int = 0
     modules: tuple[str, ...] = ()
@@ -92,6 +95,7 @@ class Case:
     adapters: int = 0
     frozen: str = ""
     frozen_later: str = ""
+    thawed: int = 0
     steps: int = 12
     warmup: int = 3
     config: tuple[tuple[str, Any], ...] = ()

@@ -3,6 +3,8 @@
 The code uses ``torch.cuda``: on CPU ranks, install the CPU backend first.
 """
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import checkpoint
 
 from tests.support.layers import small_transformer_engine
 from tests.support.layers.fused_gradients import fused_kernels
@@ -285,6 +288,10 @@ class Training:
                 reduced = self._run_passes(number)
             self.step_replays.append(_number_of(self.replayed, self._graphs()))
             self._read_log()
+            for group in self.optimizer.param_groups:
+                if group.get("max_lr") == self.case.get("decoupled_lr", -1):
+                    rate = group["max_lr"] * (number >= self.case.thawed)
+                    group["lr"] = group["lr"].fill_(rate) if self.case.optimizer_graph else rate
             _, grad_norm, _ = self.optimizer.step()
             # only in the last pipeline stage
             loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
@@ -299,9 +306,15 @@ class Training:
 
     def release(self) -> None:
         """Release the graphs, and move the optimizer to the host and back."""
+        from megatron.core.transformer import cuda_graphs
+
         with torch.cuda.stream(self.stream):
             if self.helper is not None:
                 self.helper.release()
+            elif self.config.cuda_graph_impl == "local":
+                cuda_graphs.delete_cuda_graphs()
+            elif self.config.cuda_graph_impl == "full_iteration":
+                self._passes.reset_cuda_graph()
             if self.case.wrapper != "fsdp2":  # megatron-core would replace parameters that FSDP2 owns
                 self.optimizer.offload_to_cpu()
                 taken = torch.empty(1 << 20, device="cuda")  # forces new addresses on restore
@@ -329,6 +342,25 @@ class Training:
                 for group in chunk.param_and_grad_buffer.parameter_groups:
                     for buffer in filter(None, (group.model_weight_buffer, group.main_weight_buffer)):
                         buffer.data.copy_(buffer.data * 0.5)
+
+    def checkpoint(self, save: bool) -> None:
+        """Save the weights and the optimizer's states, or load the saved ones."""
+        from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+
+        if save:
+            folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+            dist.broadcast_object_list(folder)
+            self.folder = folder[0]
+            self.patches.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        (chunk,), kind = self.chunks, {"distrib_optim_sharding_type": "fsdp_dtensor"}
+        with torch.cuda.stream(self.stream):
+            contents = {"model": chunk.state_dict()}
+            contents["optimizer"] = self.optimizer.sharded_state_dict({}, is_loading=not save, metadata=kind)
+            uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(contents)
+            (checkpoint.save if save else checkpoint.load)(contents, checkpoint_id=self.folder)
+            if not save:
+                chunk.load_state_dict(contents["model"])
+                self.optimizer.load_state_dict(contents["optimizer"])
 
     def _read_log(self) -> None:
         """Read and clear the logged metrics of MoE layers and multi-token prediction."""
@@ -413,6 +445,8 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
                 training.evaluate()
             if case.released == step - 1:
                 training.restore()
+            if case.reloads and (first or case.released in (step - 1, step + 1)):
+                training.checkpoint(save=first)
             if case.released == step - 2 and case.wrapper == "fsdp":
                 training.halve_weights()
             if by_helper and not training.before_step() and first:
