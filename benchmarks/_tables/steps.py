@@ -57,17 +57,18 @@ def launches(results: Results) -> Iterator[Row]:
 
 
 def models(results: Results) -> Iterator[Row]:
-    """Yield one row per configuration: medians, throughput with graphs, and memory relative to eager training."""
+    """Yield one row per configuration: times, throughput with graphs, and memory relative to eager training."""
     yield (
         *("model", "GPUs", "eager (ms)", "graphs (ms)", "full iteration (ms)", "compute alone (ms)"),
         *("tokens/s per GPU", "MFU", "memory / eager", "equal steps", "commit"),
     )
     for found, model, variants in _trained(results):
         eager, graphs = variants["eager"], variants["native"]
+        tokens, tflops = (graphs.get(key) for key in ("tokens_per_second", "tflops"))
         yield (
             *(model, gpus(found)),
             *(_ms(variants.get(name, {})) for name in ("eager", "native", "full_iteration", "compute_alone")),
-            *(str(graphs["tokens_per_second"]), f"{graphs['tflops'] / PEAK_TFLOPS:.0%}"),
+            *(("-", "-") if tflops is None else (str(tokens), f"{tflops / PEAK_TFLOPS:.0%}")),
             f"{graphs['reserved_mib'] / eager['reserved_mib']:.2f}",
             *(f"{graphs['equal_steps']} of {graphs['steps']}", commit(found, graphs)),
         )

@@ -104,18 +104,18 @@ def test_results_page_matches_its_files():
 
 STEPS = "release/step_time_{}_2gpu configurations/{}/{}/{}"
 GROUPED = "earlier/step_time_grouped_2gpu configurations/{}/{}+grouped/{}"
-LLAMA = "earlier/step_time_llama_2gpu configurations/llama-3.2-3b/{}/{}"
+LLAMA_3B = "release/step_time_llama_3b_2gpu configurations/llama-3.2-3b/{}/{}"
+LLAMA_8B = "release/step_time_llama_8b_2gpu configurations/llama-3.1-8b/{}/{}"
 QWEN = "earlier/step_time_qwen_2gpu configurations/qwen3-30b-a3b/{}+grouped/{}"
 # Figures quoted in README, and their sources.
 QUOTED = {
     "144.5": STEPS.format("a_b", "A", "eager", "ms"),
     "40.5": STEPS.format("a_b", "A", "native", "ms"),
     "0.99": STEPS.format("a_b", "A", "native", "ratio_to_full_iteration"),
-    "79.9": STEPS.format("a_b", "B", "eager", "ms"),
-    "5.8": STEPS.format("a_b", "B", "native", "ms"),
-    "0.98": STEPS.format("a_b", "B", "native", "ratio_to_full_iteration"),
-    "241.5": LLAMA.format("eager", "ms"),
-    "222.9": LLAMA.format("native", "ms"),
+    "275.4": LLAMA_3B.format("eager", "ms"),
+    "221.3": LLAMA_3B.format("native", "ms"),
+    "467.9": LLAMA_8B.format("eager", "ms"),
+    "458.3": LLAMA_8B.format("native", "ms"),
     "382.8": QWEN.format("eager", "ms"),
     "158.2": QWEN.format("native", "ms"),
     "216.4": GROUPED.format("D", "eager", "ms"),
@@ -124,8 +124,9 @@ QUOTED = {
     "178.3": STEPS.format("c_d", "D", "eager", "ms"),
 }
 # Ratios of graphs to another variant, by row and column of README's table.
-RATIOS = {(model, -2): (STEPS.format("a_b", model, "{}", "reserved_mib"), "eager") for model in "AB"}
-for name, where in {"D": GROUPED.replace("{}", "D", 1), "Llama-3.2-3B": LLAMA, "Qwen3-30B-A3B": QWEN}.items():
+RATIOS = {("A", -2): (STEPS.format("a_b", "A", "{}", "reserved_mib"), "eager")}
+SIZED = {"Llama-3.2-3B": LLAMA_3B, "Llama-3.1-8B": LLAMA_8B, "Qwen3-30B-A3B": QWEN}
+for name, where in {"D": GROUPED.replace("{}", "D", 1), **SIZED}.items():
     RATIOS[name, -2] = where.format("{}", "reserved_mib"), "eager"
     RATIOS[name, -3] = where.format("{}", "ms"), "full_iteration"
 
