@@ -84,15 +84,41 @@ def hooks_on(module: torch.nn.Module) -> Iterator[Callable]:
 
 def has_other_hooks(module: torch.nn.Module) -> bool:
     """Return whether ``module`` has hooks other than sharding hooks, or global module hooks exist."""
-    own = any(not (must_run_outside(hook) or _is_of_torch_fsdp(hook)) for hook in hooks_on(module))
+    own = any(not (must_run_outside(hook) or _is_of_torch_fsdp(hook) or is_of_ddp(hook)) for hook in hooks_on(module))
     return own or torch.nn.modules.module._has_any_global_hook()
 
 
-def recorded_hooks(root: torch.nn.Module, modules: Mapping[torch.nn.Module, str]) -> list[str]:
-    """Return the names of the submodules of ``root`` whose third-party hooks are recorded in its graph."""
+def refuse_pre_hooks(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise UnsupportedError if one of ``modules`` has a forward-pre hook other than ``DistributedDataParallel``'s."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            if not is_of_ddp(hook):
+                raise UnsupportedError(
+                    f"{type(module).__name__} has a forward-pre hook ({hook!r}), which a CUDA graph does not run. "
+                    "--cuda-graph-impl local allows only hooks of DistributedDataParallel: remove the hook; with "
+                    "--use-megatron-fsdp use --cuda-graph-impl transformer_engine."
+                )
+
+
+def recorded_hooks(captured: Iterable[tuple[torch.nn.Module | None, Mapping[torch.nn.Module, str]]]) -> str:
+    """Return a warning about third-party hooks that are recorded in graphs; empty if there are none.
+
+    Args:
+        captured: For each graph, the module whose own hooks run around replays, if any, and the captured modules with
+            their names.
+    """
     if torch.nn.modules.module._has_any_global_hook():  # has_other_hooks would be true for every module
-        return []
-    return [name for module, name in modules.items() if module is not root and has_other_hooks(module)]
+        return ""
+    hooked = (
+        name
+        for root, modules in captured
+        for module, name in modules.items()
+        if module is not root and has_other_hooks(module)
+    )
+    names = ", ".join(hooked)
+    return names and (
+        f"hooks of {names} are part of CUDA graphs: replays repeat their work on the GPU but do not call them"
+    )
 
 
 @dataclass(frozen=True)

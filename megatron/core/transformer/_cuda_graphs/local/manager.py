@@ -13,9 +13,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..engine.graph import leave_default_stream
 from ..engine.rng import check_rng_tracker
-from ..errors import NoGraphError, OptionsError, UnsupportedError
+from ..errors import NoGraphError, OptionsError
 from ..flags.table import refuse_fsdp_hooks
-from ..hooks import is_of_ddp
+from ..hooks import refuse_pre_hooks
 from .arguments import described, tensors_of
 from .memory import release_pools
 from .record import _CudagraphGlobalRecord
@@ -104,13 +104,8 @@ class CudaGraphManager(torch.nn.Module):
         Raises:
             UnsupportedError: ``module`` has a different forward-pre hook, which replays would not run.
         """
+        refuse_pre_hooks([module])
         for hook in module._forward_pre_hooks.values():
-            if not is_of_ddp(hook):
-                raise UnsupportedError(
-                    f"{type(module).__name__} has a forward-pre hook ({hook!r}), which a CUDA graph does not run. "
-                    "--cuda-graph-impl local allows only hooks of DistributedDataParallel: remove the hook; with "
-                    "--use-megatron-fsdp use --cuda-graph-impl transformer_engine."
-                )
             hook(module)
 
     def get_cudagraph_runner(

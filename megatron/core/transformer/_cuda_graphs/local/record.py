@@ -18,6 +18,7 @@ from ..engine.graph import capture_environment, preserve_tensors, return_to_defa
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..engine.quantization import transformer_engine_flag
 from ..engine.rng import GraphStates, make_generators_safe
+from ..hooks import recorded_hooks, refuse_pre_hooks
 from ..replacements import between
 from ..snapshot import Snapshot, memory_aspects, module_aspects, named, refuse_changed_attributes
 from .arguments import metadata_of, tensors_of, with_tensors
@@ -26,7 +27,7 @@ from .memory import StaticBuffers
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
-_ADVICE = "undo this, or call delete_cuda_graphs() to record the next step again (--cuda-graph-impl local)"
+_ADVICE = "undo this, or call delete_cuda_graphs() to capture again (--cuda-graph-impl local)"
 
 
 class Recording:
@@ -51,6 +52,7 @@ class Recording:
 
         Raises:
             RuntimeError: A pass cannot be captured; ``capturing`` names it.
+            UnsupportedError: A captured module has a forward-pre hook of a third party.
         """
         runners = [entry[0] for entry in record if entry[1] == "fwd"]
         unchanged = refuse_changed_attributes(runner.module for runner in runners)
@@ -64,16 +66,16 @@ class Recording:
             for known in {id(metadata_of(meta)) for meta in (*runner.inputs, *runner.outputs)}:
                 users[known].append(runner)
         snapshots: dict[Hashable, Snapshot] = {}
-        for function, runner in {runner.function: runner for runner in runners}.items():
-            # A fused MLP runs TransformerEngine's operations on parameters of modules that it does not call.
-            fused = (module for part in runner.parts if hasattr(part, "_fused_impl") for module in part.modules())
-            ran = {runner.module, *runner.parts, *fused}
-            modules = {module: name for module, name in named(runner.module, runner.name).items() if module in ran}
+        captured = {runner.function: (runner, _captured_modules(runner)) for runner in runners}
+        for function, (runner, modules) in captured.items():
+            refuse_pre_hooks(modules)
             snapshots[function] = Snapshot(
                 _ADVICE,
                 *module_aspects(modules, contexts=runner.contexts),
                 *memory_aspects(modules, main_grads=True),
             )
+        if warning := recorded_hooks((None, modules) for _, modules in captured.values()):
+            log_single_rank(logger, logging.WARNING, f"{warning} (--cuda-graph-impl local)")
         for runner in runners:
             runner.finish(snapshots[runner.function], users)
         self.rng_states = GraphStates()
@@ -113,6 +115,14 @@ class Recording:
                 if (previous := last_backward.get(runner.function)) is not None:
                     previous.release_escaping_gradients()
                 last_backward[runner.function] = runner
+
+
+def _captured_modules(runner: Any) -> dict[torch.nn.Module, str]:
+    """Return the modules that ran in the graphs of ``runner``, with their names."""
+    # A fused MLP runs TransformerEngine's operations on parameters of modules that it does not call.
+    fused = (module for part in runner.parts if hasattr(part, "_fused_impl") for module in part.modules())
+    ran = {runner.module, *runner.parts, *fused}
+    return {module: name for module, name in named(runner.module, runner.name).items() if module in ran}
 
 
 class InferenceRecording(Recording):

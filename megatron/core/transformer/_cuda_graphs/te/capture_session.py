@@ -126,12 +126,10 @@ class CaptureSession:
 
     def _warn_of_hooks(self, captured: Iterable[tuple[torch.nn.Module, dict[torch.nn.Module, str]]]) -> None:
         """Warn about third-party hooks in graphs, given each captured module and the names of its submodules."""
-        names = ", ".join(name for root, held in captured for name in recorded_hooks(root, held))
-        if names:
+        if warning := recorded_hooks(captured):
             self.stage.log(
                 logging.WARNING,
-                f"hooks of {names} are part of CUDA graphs: replays repeat their work on the GPU but do not call them. "
-                "Hooks registered after the capture are called, as their layers then run eagerly",
+                f"{warning}. Hooks registered after the capture are called, as their layers then run eagerly",
             )
 
     def _capture_layers(self, input_data: Callable[[], InputData]) -> None:

@@ -48,10 +48,31 @@ def test_change_is_refused_until_it_is_recorded(model, change, named):
     model(batch(2)).sum().backward()
 
 
-def test_parameter_hook_is_refused_at_capture(model):
-    model.layers[0].linear.weight.register_hook(lambda grad: None)
-    with pytest.raises(RuntimeError, match=r"has a hook \(register_hook\), but a CUDA graph would pass it no gradient"):
+@pytest.mark.parametrize(
+    ("register", "message"),
+    [
+        (
+            lambda linear: linear.weight.register_hook,
+            r"has a hook \(register_hook\), but a CUDA graph would pass it no g",
+        ),
+        (lambda linear: linear.register_forward_pre_hook, "Linear has a forward-pre hook"),
+    ],
+)
+def test_hook_is_refused_at_capture(model, register, message):
+    register(model.layers[0].linear)(lambda *given: None)
+    with pytest.raises(RuntimeError, match=message):
         record(model)
+
+
+def test_hooks_in_graphs_are_logged(model, caplog):
+    def of_ddp(*given):
+        return None
+
+    of_ddp.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    model.layers[0].register_forward_pre_hook(of_ddp)
+    model.layers[1].register_forward_hook(lambda *given: None)
+    record(model)
+    assert "hooks of layer 2 (Layer) are part of CUDA graphs" in caplog.text
 
 
 def test_new_buffer_is_accepted(model):
