@@ -150,7 +150,8 @@ class InferenceRecording(Recording):
         except BaseException:
             runner.reset()
             raise
-        runner.finish(None, {})
+        addresses = memory_aspects(_captured_modules(runner), main_grads=False)
+        runner.finish(Snapshot(_ADVICE, *addresses), {})
         self.output_addresses |= {output.data_ptr() for output in tensors_of(runner.graphs.outputs) if output.numel()}
 
     def _input_for(self, given: torch.Tensor) -> torch.Tensor:

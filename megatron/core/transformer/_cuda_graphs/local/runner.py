@@ -391,12 +391,13 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             self.graphs.release_gradients()
             self._escaping = set()
 
-    def finish(self, snapshot: Snapshot | None, users: Mapping[int, Sequence["_CudaGraphRunner"]]) -> None:
+    def finish(self, snapshot: Snapshot, users: Mapping[int, Sequence["_CudaGraphRunner"]]) -> None:
         """Prepare for replays after all graphs of the recording have been captured.
 
         Args:
-            snapshot: The state that the graphs depend on; None for inference.
+            snapshot: The state that the graphs depend on.
             users: The runners whose graphs take or return a tensor, keyed by the ``id`` of its buffer metadata.
+                Inference has none.
 
         Raises:
             UnsupportedError: A parameter has a hook that would not receive a gradient.
@@ -412,7 +413,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         ]
         graphs.finish()
         self._snapshot = snapshot
-        if snapshot is not None:
+        if users:
             outputs = enumerate(map(metadata_of, self.outputs))
             self._unread_outputs = {i for i, known in outputs if not known.is_cudagraph_input}
         self.params_to_backprop = graphs.params if graphs.backward_graph is not None else ()

@@ -48,6 +48,13 @@ class TestInference:
                 assert torch.equal(out, layer.forward(batch(step), eager=True)[0])
         assert layer.calls.count == 2 + 1 + 3  # warm-up, capture and comparison
 
+    def test_replaced_weight_is_refused(self):
+        layer = self.inline()
+        layer(batch(0), cache_key="one")
+        layer.linear.weight = torch.nn.Parameter(layer.linear.weight.detach().clone())
+        with pytest.raises(RuntimeError, match=r"changed since capture: the address of weight of layer 1 .*\.linear "):
+            layer(batch(0), cache_key="one")
+
     def test_each_key_has_a_graph(self):
         layer = self.inline(num_warmup_steps=1)
         for size in (2, 3, 2, 3):
