@@ -120,8 +120,6 @@ QUOTED = {
     "158.2": QWEN.format("native", "ms"),
     "216.4": GROUPED.format("D", "eager", "ms"),
     "14.9": GROUPED.format("D", "native", "ms"),
-    "14.8": STEPS.format("c_d", "D", "native+grouped", "ms"),
-    "178.3": STEPS.format("c_d", "D", "eager", "ms"),
 }
 # Ratios of graphs to another variant, by row and column of README's table.
 RATIOS = {("A", -2): (STEPS.format("a_b", "A", "{}", "reserved_mib"), "eager")}
