@@ -91,3 +91,12 @@ def test_zeroing_gradients_resets_the_fused_kernel_flag(ranks, known):
     fsdp.zero_grad_buffer()
     assert all(param.grad_added_to_main_grad is not param.requires_grad for param in fsdp.module.parameters())
     assert any(param.grad_added_to_main_grad for param in fsdp.module.parameters())
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_unfrozen_parameter_is_an_error(ranks, distributed):
+    fsdp = VARIANTS["frozen"].build().module
+    exchange(fsdp, distributed)
+    fsdp.module.embedding.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"requires_grad of \S*word_embeddings\.weight is on"):
+        fsdp.zero_grad_buffer()

@@ -66,13 +66,24 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             raise
 
     def zero_grad_buffer(self) -> None:
-        """Zero all gradients; see megatron-core. Warn if the last backward pass ended with an exception."""
+        """Zero all gradients; see megatron-core. Warn if the last backward pass ended with an exception.
+
+        Raises:
+            ValueError: A parameter was unfrozen after the model was wrapped. Megatron-FSDP would not train it.
+        """
         self.graphs.backward.drop_unfinished()
         swap = self._parameter_swap
         params = self.module.parameters() if swap is None else swap.params(self.is_param_fsdp_distributed)
-        for param in params:
-            if param.requires_grad:
-                param.grad_added_to_main_grad = False
+        trained = [param for param in params if param.requires_grad]
+        for param in trained:
+            param.grad_added_to_main_grad = False
+        if len(trained) > len(trainable := self.graphs.backward.trainable):
+            raw = [getattr(param, "orig_param", param) for param in trained]
+            name = next(self.param_to_name[param] for param in raw if param not in trainable)
+            raise ValueError(
+                f"requires_grad of {name} is on, but Megatron-FSDP does not train it, as it was off when the model was "
+                "wrapped: leave it on there, and set the learning rate to 0 until the parameter should train"
+            )
         self.param_and_grad_buffer.zero_grad()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
