@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Core(NamedTuple):
-    """Version (None if unknown) and ``__init__`` file of a megatron-core."""
+    """A megatron-core that an import could load: its version (None if unknown) and its ``__init__`` file."""
 
     version: str | None
     origin: str
@@ -153,7 +153,7 @@ class OverlayFinder(MetaPathFinder):
 
 
 def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> ModuleSpec | None:
-    """Return megatron-core's spec of the module ``name`` with a loader of class ``kind``; None if it has none."""
+    """Return megatron-core's spec of ``name`` with the loader ``kind(loader, what)``; None if there is no module."""
     spec = copy.copy(ordinary_spec(name, path))
     if spec is None and kind is ExtensionLoader:
         raise ImportError(f"{what} extends {name}, which megatron-core lacks: remove its call of extend", name=name)

@@ -1,7 +1,7 @@
 """Combine flags of all ranks by host messages instead of GPU collectives.
 
-A GPU collective would block the hosts: while the GPU runs a multi-stream graph of a whole backward pass, it may not
-start any other work, even a copy of four bytes, until almost all of the graph has started.
+A GPU collective would block the hosts: while the GPU runs a multi-stream graph of a whole backward pass, it may be
+unable to start any other work, even a copy of four bytes, until almost all of the graph has started.
 """
 
 import sys

@@ -63,7 +63,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         return runs
 
     def validate_result(self, result: Any, rejection_func: abc.Callable[[Any], Any], *args: Any, **kwargs: Any) -> None:
-        """Validate a result; see megatron-core. If possible, check a host copy after the passes instead."""
+        """Validate a result; see megatron-core. If possible, validate a host copy later, after the step's passes."""
         validate = super().validate_result
         if args[1:] or kwargs.get("comparison_func") is not None or not self._can_postpone(result, rejection_func):
             self._validate_postponed()

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenBounds:
-    """Decides whether token limits apply, and owns a flag on the GPU that a rank sent more tokens in this step.
+    """Decides whether token limits apply, and owns the overflow flag: whether this rank exceeded one in this step.
 
     ``copy_to_host`` starts copying the flag after the last forward pass, and ``exceeded`` waits only for that copy,
     so that the backward pass can run in the meantime.
@@ -104,7 +104,10 @@ class TokenBounds:
         return exceeded and self.in_force
 
     def defers_capture(self) -> bool:
-        """Return whether the last step exceeded a limit, and log the load sometimes. All ranks must call this."""
+        """Return whether capture must wait because the last step exceeded a limit. All ranks must call this.
+
+        Log the load after 1, 10, 100, ... such steps.
+        """
         if not self._exceeded:
             return False
         self._waited += 1

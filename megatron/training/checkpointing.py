@@ -28,7 +28,8 @@ _CHUNKS = "_chunks"  # the key of a pipeline stage's chunks in a state dict
 def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any) -> Any:
     """Return this rank's random number generator states by tensor and pipeline rank; see megatron-core.
 
-    When megatron-core loads a Megatron-FSDP model, it passes no groups and would read the states of the first ranks.
+    When megatron-core loads a Megatron-FSDP model, it passes no groups, so all ranks would read the states of tensor
+    and pipeline rank 0.
     """
     tp_group = tp_group or parallel_state.get_tensor_model_parallel_group()
     pp_group = pp_group or parallel_state.get_pipeline_model_parallel_group()

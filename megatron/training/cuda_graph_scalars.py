@@ -30,11 +30,11 @@ class CudaGraphScalars:
         self._replays = 0
 
     def __call__(self, helper: Any, deleting: bool = False) -> None:
-        """Count the last iteration once, and write the scalars at the log interval.
+        """Count the last iteration if it is new, and write the scalars if they are due.
 
         Args:
-            helper: The helper.
-            deleting: Whether its graphs are about to be deleted; if so, write the remaining values.
+            helper: The ``TECudaGraphHelper`` to read counters from.
+            deleting: Whether its graphs are about to be deleted; if so, write all values not written yet.
         """
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
         if tensorboard is None and wandb is None:

@@ -69,7 +69,7 @@ def _refuse_copy_to_host(tensor: torch.Tensor, what: str) -> None:
 
 
 def _drawing(call: Callable, args: tuple, kwargs: dict, on_host: bool) -> Any:
-    """Call a random function with the generator of the host or the device."""
+    """Call a random function with the given generator, else the host's if ``on_host``, else the device's."""
     generator = kwargs.get("generator")
     if isinstance(generator, generators.CudaGenerator):
         with generator.state.loaded():

@@ -47,7 +47,7 @@ _unfinished_sends: defaultdict[tuple[str, int, int], list[Work]] = defaultdict(l
 class HeldWork(Work):
     """A finished collective that copies its results to the outputs at ``wait``.
 
-    In a capture, ``wait`` also joins the stream that launched the collective, because NCCL's stream waits for it.
+    In a capture, the current stream also waits for the stream that launched the collective, as it does with NCCL.
     """
 
     def __init__(self, outputs: Iterable[torch.Tensor] = (), results: Iterable[torch.Tensor] = ()) -> None:
@@ -156,9 +156,9 @@ def _new_group(
 
 @functools.cache
 def _gloo_device(interface: str, process: int) -> Any:
-    """Return the gloo device of a network interface, or the default one, in this process.
+    """Return the gloo device of a network interface; of the default one if ``interface`` is empty.
 
-    All groups share it, because each device has a polling thread.
+    All groups in ``process`` share the device, because each device has a polling thread.
     """
     gloo = dist.ProcessGroupGloo
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
@@ -207,7 +207,7 @@ def _barrier(call: Callable, group=None, async_op=False, device_ids=None) -> Any
 
 
 def _on_cpu_mesh(call: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Replace "cuda" with "cpu" in the arguments."""
+    """Call a function of torch's device meshes with arguments "cuda" replaced by "cpu"."""
     cpu = ["cpu" if isinstance(arg, str) and arg == "cuda" else arg for arg in (*args, *kwargs.values())]
     return call(*cpu[: len(args)], **dict(zip(kwargs, cpu[len(args) :], strict=True)))
 

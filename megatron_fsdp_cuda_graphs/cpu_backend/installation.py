@@ -71,8 +71,8 @@ def uninstall() -> None:
 def leave(code: str | int | None = 0) -> NoReturn:
     """End this process like ``sys.exit(code)``, after joining its threads and running its exit functions.
 
-    Skips the finalization of the interpreter, during which a thread of gloo that frees a tensor aborts the process
-    ("terminate called without an active exception").
+    Skips interpreter finalization: a gloo thread that frees a tensor during it would abort the process ("terminate
+    called without an active exception").
     """
     if isinstance(code, str):
         print(code, file=sys.stderr)

@@ -1,8 +1,8 @@
 """Track host memory, memory pools of graphs, and the addresses that a tape reads and writes.
 
 Tensors of a tape do not own their memory, so a graph keeps no input alive and does not follow ``param.data = other``.
-Each replay checks all addresses. Storages of host memory are marked. Views share the mark, and results of operations
-outside a capture do not. All other storages are device memory.
+Each replay checks all addresses. A mark on a storage makes it host memory, for all views. Results of operations on host
+tensors are marked only during a capture. All unmarked storages are device memory.
 
 On a GPU, a later capture into a pool reuses memory that nothing references. Here memory is never reused. Instead, a
 replay of a later graph of the pool first overwrites such memory with NaN, which exposes late reads.
@@ -125,7 +125,7 @@ class Pool:
         return whole
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Drop references to the bytes of ``storage``, but keep the storage."""
+        """Make the pool's tensors of ``storage`` empty, so that it can be resized; the storage stays alive."""
         for whole in self._owned[storage._cdata]:
             whole.set_(storage, 0, (0,), (1,))
 
@@ -140,7 +140,7 @@ class Pool:
 
 
 def _is_abandoned(key: int, wholes: list[torch.Tensor]) -> bool:
-    """Return whether the storage ``key`` is referenced only by the pool, through the tensors ``wholes``."""
+    """Return whether only ``wholes``, the pool's tensors, reference the storage ``key``."""
     # The count includes the tensors and the Python object of the storage.
     return bool(torch._C._storage_Use_Count(key) <= 1 + len(wholes))
 
@@ -204,8 +204,8 @@ class Block:
         ref: Weak reference to the storage.
         pointer, nbytes: Its address and size.
         raw: Its bytes, a uint8 tensor that does not own them.
-        dtype: Dtype of the first tensor.
-        user: First operator, with the shape and dtype of the tensor, for errors.
+        dtype: Dtype of the tensor that used it first.
+        user: First operator that used it, with the tensor's shape and dtype, for errors.
         is_private: Whether the capture allocated it.
         before: For memory from outside the capture, its bytes before the first write.
         aliases: Tensors of the tape in this memory.
@@ -302,7 +302,7 @@ class AddressBook:
 
     @functools.cached_property
     def _private_tensors(self) -> tuple[list[torch.Tensor], list[int], list[int]]:
-        """Tensors of private memory, their addresses and their indices: the arguments of torch's check of addresses."""
+        """Arguments of torch's address check: tensors of private memory, with their addresses and indices."""
         return list(self._private.values()), [pointer for _, pointer in self._private], list(range(len(self._private)))
 
     def check(self) -> None:

@@ -95,7 +95,7 @@ def waits_for_device(op: Op, args: tuple, kwargs: dict) -> bool:
 def _needs_positions(op: Op, args: tuple) -> bool:
     """Return whether an indexing call converts a mask to positions on the host.
 
-    Writing one value with one mask does not: it is a ``masked_fill``.
+    Writing a single value through a single mask converts nothing: torch calls ``masked_fill``.
     """
     masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks:

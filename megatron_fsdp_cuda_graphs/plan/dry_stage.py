@@ -155,7 +155,7 @@ def _to_meta(device: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_transformer_engine() -> Iterator[None]:
-    """Allow sequence parallelism without Apex, and context parallelism, in Megatron's local layers."""
+    """Make Megatron's local layers accept context parallelism, and sequence parallelism without Apex."""
     with (
         mock.patch.object(WrappedTorchNorm, "__new__", _norm),
         mock.patch.object(DotProductAttention, "__init__", _attention),

@@ -54,7 +54,7 @@ def stage_memory(helper: Any, planned: Planned, args: argparse.Namespace) -> Ite
 
 
 def fsdp_memory(helper: Any, args: argparse.Namespace) -> Counter[str]:
-    """Return the bytes that Megatron-FSDP and the optimizer allocate, keyed by ``KINDS``. All buckets must be free."""
+    """Return the bytes that Megatron-FSDP and the optimizer allocate, keyed by ``KINDS``. No bucket may be in use."""
     found: Counter[str] = Counter()
     for buffer in fsdp_buffers(helper):
         for group in buffer.parameter_groups:

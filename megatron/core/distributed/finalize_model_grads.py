@@ -43,7 +43,7 @@ def _allreduce_embedding_grad(
     """Sum the gradients of an embedding that the first pipeline stage shares with a later one; see megatron-core.
 
     Under Megatron-FSDP both stages shard the embedding identically, in a separate bucket, and their shards are summed.
-    megatron-core would replace the sharded gradient with its local shard, and ignore a decoupled gradient.
+    megatron-core would replace the sharded gradient with its local shard, and would ignore a decoupled gradient.
     """
 
     def gradient_of(module: torch.nn.Module) -> Any:

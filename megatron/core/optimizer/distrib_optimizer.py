@@ -135,7 +135,10 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return bool(config.use_megatron_fsdp and config.data_parallel_sharding_strategy == "no_shard")
 
     def _counted(self, params: list[Any]) -> list[Any]:
-        """Return the parameters to count on this rank. Without sharding, only the first replica counts them."""
+        """Return the parameters whose gradients this rank includes in the norm and in the count of zeros.
+
+        Without sharding, only the first replica includes them.
+        """
         if not self._is_unsharded():
             return params
         first = {expert: dist.get_rank(self._dist_index().get_dp_group(expert)) == 0 for expert in (False, True)}
@@ -202,7 +205,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _init_optimizer_states_with_dummy_values(self) -> None:
         """Create zero states for a checkpoint, unless there are states; see megatron-core.
 
-        megatron-core's step with zero gradients would decay the weights and be counted, even if no checkpoint exists.
+        megatron-core creates them by a step with zero gradients, even if there is no checkpoint to load. This step must
+        not decay weights or advance step counts.
         """
         if any(self.optimizer.state.values()):
             return
@@ -242,7 +246,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return {name: group | captured | {"lr": own_rates[float(group["lr"])]} for name, group in groups.items()}
 
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Copy the model's parameters to the optimizer's after a checkpoint without states; see megatron-core.
+        """Copy the model's parameters to the optimizer's after loading only weights; see megatron-core.
 
         Under Megatron-FSDP this does nothing: checkpoints are loaded into the optimizer's parameters.
         """
@@ -270,7 +274,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             return super().step_with_ready_grads()
 
     def _on_local_shards(self) -> AbstractContextManager[None]:
-        """Return a context that gives the optimizer local shards if the step stays bit-identical."""
+        """Return a context in which the optimizer steps on local shards; an empty one if results could differ."""
         if self.is_stub_optimizer or not self.ddp_config.use_megatron_fsdp:
             return nullcontext()
         if self._local_shards is None or not self._local_shards.current():

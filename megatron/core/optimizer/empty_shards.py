@@ -17,8 +17,9 @@ def state_of_every_parameter(
     """Return ``states`` plus states for parameters with an empty local shard; call this on all ranks that shard them.
 
     States are in the order of the optimizer's parameters, which is the same on all ranks, because megatron-core runs
-    collectives for one state after another. Values that are not sharded (step counts, for example) are copied from
-    another parameter, if necessary on another rank: without gradients they do not advance, and any rank may save them.
+    collectives for one state after another. Without gradients, values that are not sharded (step counts, for
+    example) do not advance, but any rank may save them: they are copied from a different parameter, if necessary of a
+    different rank.
 
     Args:
         optimizer: The optimizer, with ``DTensor`` parameters.
@@ -41,7 +42,7 @@ def _described(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any] | None:
-    """Return ``model``, or if it is None, the ``model`` of another rank that shards ``param``."""
+    """Return ``model``, the result of ``_described``; if it is None, return another rank's that shards ``param``."""
     for dim, placement in enumerate(param.placements):
         if not isinstance(placement, Replicate):
             group = param.device_mesh.get_group(dim)
@@ -52,7 +53,7 @@ def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any]
 
 
 def _like(model: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return the states in ``model``, with dtypes replaced by empty tensors like ``param``."""
+    """Return states for ``param``: an empty tensor for each dtype in ``model``, and copies of its other values."""
     return {
         name: torch.zeros_like(param, dtype=value, requires_grad=False)
         if isinstance(value, torch.dtype)

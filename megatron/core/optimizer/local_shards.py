@@ -34,7 +34,7 @@ class KeptGradients:
     """
 
     def __init__(self, grads: list[Any]):
-        """Store ``grads``, which ``stay`` must accept; None for a parameter without a gradient."""
+        """Store ``grads``, for which ``stay`` must be True; None for a parameter without a gradient."""
         self._grads = grads
         self._present = [grad for grad in grads if grad is not None]
         self._present_local: list[torch.Tensor] = list(map(_LOCAL, self._present))
@@ -70,11 +70,11 @@ class ListedStep(KeptGradients):
     """
 
     def __init__(self, optimizer: Any, params: Sequence[list[torch.Tensor]], grads: list[Any]):
-        """Prepare to record a step of ``optimizer``, which must satisfy ``possible``.
+        """Prepare to record a step of ``optimizer``, for which ``possible`` must be True.
 
         Args:
             params: The local tensors of each group's parameters.
-            grads: The ``DTensor`` gradients of all parameters in this order; ``stay`` must accept them.
+            grads: The ``DTensor`` gradients of all parameters in this order; ``stay`` must be True for them.
         """
         super().__init__(grads)
         self.complete = False
@@ -89,7 +89,7 @@ class ListedStep(KeptGradients):
 
     @staticmethod
     def possible(optimizer: Any) -> bool:
-        """Return whether ``optimizer`` launches like ``FusedAdam``."""
+        """Return whether ``optimizer`` has the kernel launch function of ``FusedAdam``."""
         return LAUNCH in vars(optimizer)
 
     @contextmanager
@@ -286,5 +286,5 @@ def gradients_of(params: Sequence[Any], name: str) -> list[Any]:
 
 
 def stay(grads: Iterable[Any]) -> bool:
-    """Return whether ``OptimizerGradients`` keeps all ``grads`` from step to step; a snapshot then costs no memory."""
+    """Return whether every step reuses all ``grads`` (see ``OptimizerGradients``), so storing them costs no memory."""
     return all(getattr(grad, "stays", False) for grad in grads if grad is not None)

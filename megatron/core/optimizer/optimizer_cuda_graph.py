@@ -24,7 +24,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
     capturable optimizers get learning rates in tensors, because a graph would bake in numbers.
 
     The step runs eagerly while parameters, gradients, states, step hooks or numbers (weight decay, for example) differ
-    from capture, or if another optimizer's step was captured.
+    from capture, or if the captured step belongs to a different optimizer.
     """
 
     def __init__(self, optimizer_step_func: Any, *args: Any, **kwargs: Any):

@@ -1,4 +1,4 @@
-"""Capture work that every step repeats, once its addresses have settled."""
+"""Replay GPU work that is the same in every step, for example gradient clipping."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,9 @@ CAPTURES = 3  # at most; the work runs eagerly if its inputs change again
 
 
 class RepeatedWork:
-    """Recaptures work when its inputs change; runs it eagerly after ``CAPTURES`` captures or a failed one.
+    """Captures GPU work after ``EAGER_STEPS`` steps with equal inputs, and replays it while they are unchanged.
+
+    New inputs are captured again. After ``CAPTURES`` captures, or a failed one, the work runs eagerly.
 
     Attributes:
         replays: Number of replays.
@@ -50,7 +52,7 @@ class RepeatedWork:
         return self._result.clone()
 
     def _capture(self, work: Callable[[], Any]) -> bool:
-        """Capture ``work`` and return whether this succeeded; later failures are not retried."""
+        """Capture ``work`` and return whether this succeeded. After a failure, nothing is captured again."""
         self._captures += 1
         try:
             capture = Capture(None, draws=False)

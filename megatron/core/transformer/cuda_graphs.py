@@ -411,7 +411,7 @@ class TECudaGraphHelper:
         self._capture()
 
     def _capture(self) -> None:
-        """Capture once, with grad. If any rank fails, free the graphs and raise the same error on all ranks."""
+        """Capture once, with grad enabled. If any rank fails, free the graphs and raise the same error on all ranks."""
         stage, graphs = self.stage, self._state
         agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language)
         grad = torch.inference_mode(False)  # also enables grad inside torch.no_grad
@@ -572,7 +572,7 @@ class TECudaGraphHelper:
             step.restore()
 
     def _captured_steps(self) -> list[Any]:
-        """Return the steps of the optimizers that ``--optimizer-cuda-graph`` captures."""
+        """Return the wrappers that ``--optimizer-cuda-graph`` has installed as the optimizers' ``step``."""
         from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper  # imports this module
 
         steps = [getattr(optimizer, "step", None) for optimizer in self.optimizers]
@@ -598,7 +598,7 @@ def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int
 
 
 def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``graph_fn`` to drop the None outputs of layers without context; its attributes are not copied."""
+    """Wrap ``graph_fn`` to drop the None outputs of layers without context, but copy none of its attributes."""
 
     def without_none(*args: Any, **kwargs: Any) -> Any:
         output = graph_fn(*args, **kwargs)

@@ -24,7 +24,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     - A replay goes through ``torch.nn.Module``'s own call, so that the layer's hooks (for example Megatron-FSDP's) run
       before and after it as they do for ``forward``.
     - Static hidden states have the model's dtype instead of bf16.
-    - The graph validates the arguments of a replay, without TransformerEngine.
+    - The graph, not TransformerEngine, validates the arguments of a replay.
     - Under pipeline parallelism, a step with a different number of micro-batches than at capture raises an error.
     - A call that does not match the graphs runs eagerly if possible (see ``LayerGraph.fits``).
     - With ``--cuda-graph-packed-sequences``, attention graphs read the offsets of packed sequences.
@@ -54,7 +54,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             del own["replaying"]
 
     def _tokens(self, hidden_states: torch.Tensor) -> int:
-        """Return the number of tokens on all ranks in a micro-batch of one row, given this rank's ``hidden_states``."""
+        """Return the length of the unsplit sequence; ``hidden_states`` is this rank's part of it."""
         parts: int = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         return len(hidden_states) * parts * int(self.config.context_parallel_size)
 

@@ -47,7 +47,7 @@ def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
 
 
 def _get_hsdp_tp_mesh(outer_fsdp_dp_group, dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
-    """Return a mesh of these ranks in all HSDP replicas: int64 ``[replicas, data parallel, tensor parallel]``."""
+    """Return the meshes of all HSDP replicas as one: int64 ``[replicas, data parallel, tensor parallel]``."""
     return _mesh_of(outer_fsdp_dp_group, dp_cp_group, tp_group)
 
 

@@ -19,8 +19,8 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
     """Extends megatron-core's ``SharedExpertMLP`` to continue after a replay of its first stage.
 
     With ``--moe-shared-expert-overlap``, the forward pass consists of stages around the dispatcher's collectives, and
-    megatron-core enforces their order. The first stage, ``pre_forward_comm``, is part of the ``moe_preprocess`` graph:
-    no stage follows it during capture, and a replay sets its result instead of calling it.
+    megatron-core enforces their order. The first stage, ``pre_forward_comm``, is part of the ``moe_preprocess`` graph.
+    No stage follows it during capture, and a replay sets ``cached_fc1_input``, its result, without calling it.
     """
 
     @property

@@ -45,9 +45,10 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     """Extends megatron-core's all-to-all dispatcher to send a fixed number of rows to each peer.
 
-    This number is the maximum that a peer's experts can receive. With a capacity factor it is the largest number that
-    any rank has for a peer, which the host reads, or the limit where it is in force (``token_bounds``); if a peer has
-    more rows than the limit, the overflow flag is set, and results are undefined where the limit is in force.
+    Without a capacity factor, this number is the maximum that a peer's experts can receive. With one, it is the limit
+    while limits are in force (``token_bounds``), otherwise the largest number of rows that any rank has for a peer,
+    which the host reads. More rows than the limit set the overflow flag; results are undefined if the limit is in
+    force.
     """
 
     input_splits: Any
@@ -122,7 +123,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         return sent.from_buffers(combined) if sent else combined
 
     def _keep_for_this_stream(self, *tensors: torch.Tensor) -> None:
-        """Keep the memory of tensors of other streams until the current stream has used them."""
+        """Keep the memory of ``tensors``, allocated on other streams, until the current stream has used it."""
         for tensor in tensors if self.config.overlap_moe_expert_parallel_comm else ():
             tensor.record_stream(torch.cuda.current_stream())
 

@@ -212,7 +212,7 @@ class FsdpHooks:
         """Open a backward pass that runs embedding, layers and output layer separately; the caller closes it.
 
         A parameter shared by several parts gets a gradient from each, so gradients outside of layers are complete only
-        at the end. An earlier reduction would read an incomplete bucket, and a later one would reduce it again.
+        at the end. Reducing after each part would read incomplete buckets, and reduce gradients repeatedly.
         """
         self.backward.start(caller_ends_it=True)
         self.backward.phase = Phase.IN_PARTS
@@ -239,7 +239,7 @@ class FsdpHooks:
     def attach_after_backward(
         self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """As a forward-pre hook, make autograd call ``handler(module)`` after the backward pass of ``module``."""
+        """Forward pre-hook that makes autograd call ``handler(module)`` after the backward pass of ``module``."""
         if not torch.is_grad_enabled():
             return None
         if self.graphs.runner_of(module).frames_backward:
@@ -250,7 +250,7 @@ class FsdpHooks:
     @torch.compiler.disable
     @runs_outside_graphs
     def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """As a forward hook, make autograd call ``handler(module, grads)`` at the first gradient of ``output``."""
+        """Forward hook that makes autograd call ``handler(module, grads)`` at the first gradient of ``output``."""
         call = partial(handler, module)
         if handler == self.unshard_for_backward:
             runner = self.graphs.runner_of(module)
@@ -278,11 +278,11 @@ _PLAIN = (torch.Tensor, type(None), bool, int, float, str)  # the usual argument
 
 
 def call_after_backward(identity: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Make autograd run the backward pass of ``identity`` after the backward pass of a module with these arguments.
+    """Pass a module's arguments through ``identity``, whose backward pass then runs after the module's.
 
     Returns:
-        The arguments to pass to the module instead, or None if no tensor requires a gradient. Their tensors are outputs
-        of ``identity``, so the module must not modify them in place.
+        The arguments to call the module with, or None if no tensor requires a gradient. Tensors that require one are
+        outputs of ``identity``, so the module must not modify them in place.
     """
     leaves, spec = [*args, *kwargs.values()], None
     if not _are_leaves(leaves):
@@ -299,10 +299,11 @@ def call_after_backward(identity: Callable[..., Any], args: tuple, kwargs: dict)
 
 
 def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
-    """Make autograd call ``handler`` with the gradients at the first gradient of a module's ``output``.
+    """Make autograd call ``handler`` once in backward, as soon as any tensor of a module's ``output`` gets a gradient.
 
     Returns:
-        The output to return instead: views, so that an input returned as an output becomes a separate tensor.
+        Views of ``output`` for the module to return. Without views, an input that it returns unchanged would get the
+        hook.
     """
     if torch.is_tensor(output):
         output = output.view_as(output)
@@ -318,7 +319,7 @@ def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
 
 
 def _are_leaves(values: Sequence[Any]) -> bool:
-    """Return whether no value is a container: traversing containers takes the host many calls."""
+    """Return whether no value is a container, which would be slow to traverse."""
     return all(map(tree_is_leaf, [value for value in values if not isinstance(value, _PLAIN)]))
 
 

@@ -160,7 +160,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def _exchange_parameters(self, distributed: bool, exchange_by_name: Callable[[], None]) -> None:
         """Swap the parameters of all modules to the optimizer's, or to the raw ones.
 
-        megatron-core's method does this once per direction, as it also sets ``__fsdp_param__`` and other attributes.
+        The first swap in each direction calls ``exchange_by_name``, megatron-core's slower method, which also sets
+        ``__fsdp_param__`` and other attributes.
         """
         if self.is_param_fsdp_distributed == distributed:
             return

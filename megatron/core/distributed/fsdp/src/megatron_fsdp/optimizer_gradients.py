@@ -16,7 +16,7 @@ _ALIGNMENT = 128
 
 
 def gradient_name(decoupled: bool) -> str:
-    """Return the gradient attribute of the optimizer's parameters; a decoupled gradient may differ in dtype."""
+    """Return the name of a parameter's gradient attribute; a decoupled gradient may have a different dtype."""
     return "decoupled_grad" if decoupled else "grad"
 
 
@@ -61,7 +61,7 @@ class OptimizerGradients:
         self._are_attached = True
 
     def unmoved(self, buffer: Any) -> bool:
-        """Return whether parameters, main gradients and their views are unchanged."""
+        """Return whether parameters and gradients are the same objects, and main gradients have the same addresses."""
         return (
             self._params is buffer.optimizer_named_parameters
             and self._casts.in_place()

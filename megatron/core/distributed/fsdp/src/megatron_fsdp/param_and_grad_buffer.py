@@ -41,7 +41,7 @@ class _OwnBuffers:
     """Mixin that gives the fixed buffers of an allocator unique names, and frees them with the allocator.
 
     In megatron-core, models share buffers of the same ``name``: a second model would gather its parameters into the
-    first model's buffers, or replace these with larger ones.
+    first model's buffers, or replace the buffers with larger ones.
     """
 
     def __init__(self, name: str, *args: Any, **kwargs: Any):
@@ -338,9 +338,9 @@ class GradReducePipeline(_upstream.GradReducePipeline):
 
     Attributes:
         recorded: The ``RecordedReduction`` of each bucket group, keyed by the group's first bucket.
-        marked: While a backward graph is captured, the events that it records, one after the reduction of each bucket
-            group, in graph order; None if nothing waits for them.
-        replayed: The events of the current backward pass if it is a replay.
+        marked: During a capture under HSDP, the event in the graph after the reduction of each bucket group, in graph
+            order; otherwise None.
+        replayed: The ``marked`` events of the graph that runs the current backward pass; empty in an eager pass.
         order: The order of bucket groups in reductions across HSDP replicas.
     """
 
@@ -388,7 +388,8 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     def reduce_all_across_replicas(self) -> None:
         """Queue the reductions of all buckets across HSDP replicas, after their reductions within each replica.
 
-        After a replayed pass, they overlap with the rest of the replay.
+        In a replayed pass, each waits only for its reduction within the replica, and overlaps with the rest of the
+        replay.
         """
         for group in self.order:
             self._enforce_double_buffer_limit([*group])

@@ -22,7 +22,7 @@ class UnshardedGradients:
     Attributes:
         buckets: The bucket indices of these gradients.
         fused: The parameters whose gradients accumulate in place, if the model has kernels that write to ``main_grad``.
-            Empty with ``no_shard``, which gathers nothing.
+            Empty with ``no_shard``, where parameters are never gathered.
     """
 
     def __init__(self, buffer: Any):
@@ -59,7 +59,10 @@ class UnshardedGradients:
 
     @contextmanager
     def left_in_place(self) -> Iterator[None]:
-        """Context manager in which reductions over a single rank do not add gradients to themselves."""
+        """Disable the gradient communication dtype within the context.
+
+        If it differs, megatron-core's reduction over a single rank adds each gradient to itself.
+        """
         buffer = self._buffer
         policy = buffer.mp_policy
         buffer.mp_policy = replace(policy, grad_comm_dtype=None)

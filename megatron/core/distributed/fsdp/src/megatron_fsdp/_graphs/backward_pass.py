@@ -1,4 +1,4 @@
-"""Run the backward pass of a ``MegatronFSDP``: accumulate gradients in buckets as they complete, then reduce."""
+"""Run the backward pass of a ``MegatronFSDP``: accumulate complete gradients in buckets, then reduce them."""
 
 import warnings
 from collections import defaultdict
@@ -27,7 +27,7 @@ class Gradients:
 
     Attributes:
         awaited: Parameters whose gradients the current backward pass has not handled yet.
-        progress: Progress since the previous step.
+        progress: The furthest stage that a backward pass has reached since the previous step.
         final: Whether the latest backward pass was marked as the last of its step, and thus has reduced all gradients.
     """
 
@@ -38,7 +38,7 @@ class Gradients:
         self.final = False
 
     def reduce_across_replicas(self) -> None:
-        """Reduce across HSDP replicas at the end of a step's last backward pass, if graphs contain whole passes.
+        """Reduce gradients across HSDP replicas at the end of a step, if graphs contain whole passes.
 
         This keeps the order of reductions equal on ranks that replayed the pass and ranks that ran it eagerly.
         """
@@ -179,9 +179,9 @@ class BackwardPass:
     Attributes:
         module_names: The name of each module in the model; filled during hook registration.
         trainable: All parameters that require gradients, in order; filled during hook registration.
-        runners: The runner of each module whose backward pass has begun; for replayed whole passes, their owner.
-        takers: The runner that collects each parameter's gradient; all other gradients are handled immediately.
-        collected: The parameters whose gradients each runner has collected but not handled yet.
+        runners: Maps each module whose backward pass has begun to its runner, or to the replayed ``RecordedPasses``.
+        takers: Maps each parameter to the runner that collects its gradient; other gradients are handled immediately.
+        collected: Maps each runner to the parameters whose gradients it has collected but not handled yet.
     """
 
     def __init__(self, graphs: Any):
@@ -210,7 +210,9 @@ class BackwardPass:
         return self.phase is Phase.EXPECTS_GRADIENTS
 
     def start(self, *, caller_ends_it: bool = False, replayed: bool = False) -> None:
-        """Open the backward pass if closed: await all gradients, and stop forward hooks from prefetching and releasing.
+        """Open the model's backward pass if it is closed.
+
+        Without ``replayed``, await all gradients, and stop forward hooks from prefetching and releasing parameters.
 
         Args:
             caller_ends_it: Whether the caller calls ``finish_backward``. Otherwise autograd does.
@@ -278,7 +280,7 @@ class BackwardPass:
                 )
 
     def end_of_modules(self) -> None:
-        """Clear the state of modules whose backward pass has begun."""
+        """Clear ``runners``, ``takers`` and ``collected`` at the end of the modules' backward passes."""
         self.runners.clear()
         self.takers.clear()
         self.collected.clear()

@@ -179,9 +179,9 @@ def forget(fsdp: Any, buckets: Iterable[int]) -> None:
 
 
 def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> None:
-    """Reduce once in each process group of ``buckets``, because communicators cannot be set up during a capture.
+    """Set up the communicators of ``buckets`` before a capture, with one reduction in each process group.
 
-    The reduced values are stale: the caller zeroes gradients later. Buckets are at the addresses from ``take_places``.
+    This reduces stale gradients, which the caller zeroes later. Buckets are at the addresses from ``take_places``.
 
     Args:
         done: The process groups that have already reduced; updated even if a reduction fails.

@@ -159,7 +159,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
-        """Context manager for gathering ``module`` in an eager pass, in the same order as ranks that replay it."""
+        """Context manager in which an eager pass gathers ``module`` in the same order as a replay on other ranks."""
         if self.holds_model or module not in self.units:
             yield
             return
@@ -201,7 +201,7 @@ class RecordedPasses(GraphOwner):
         self.start_gather()
 
     def before_forward(self) -> None:
-        """Gather the parameters outside of units, and check the addresses of these and of the double buffer.
+        """Gather the parameters outside of units, and check their addresses and the double buffer's.
 
         Raises:
             ChangedSinceCaptureError: An address changed since capture, or the double buffer is in use.
@@ -232,7 +232,10 @@ class RecordedPasses(GraphOwner):
         self._grads.check()
 
     def after_backward(self) -> None:
-        """Mark the units' gradients as reduced and their backward pass as finished, unless the model was replayed."""
+        """Stop awaiting the units' gradients, and set the units to idle.
+
+        Does nothing if the pass replays only the whole model, which awaits no gradients.
+        """
         if self._gradients.awaited or not self.holds_model:
             self._gradients.awaited.difference_update(self._params)
             for unit in self.units.values():  # otherwise the next eager pass would be treated as a recomputation
@@ -279,7 +282,7 @@ class EvaluatedModel(RecordedPasses):
 
 
 def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:
-    """Return aspects that compare the addresses at which ``buffers`` (by name) allocate buckets of ``dtype``.
+    """Return aspects of a snapshot: the addresses at which ``buffers`` (by name) allocate buckets of ``dtype``.
 
     An allocator may choose a different address while other buckets are in use. If all of its memory is unmoved and
     idle, every bucket gets the same address again. With ``dtype`` None, each buffer uses its own dtype.

@@ -116,7 +116,8 @@ class EagerRunner:
     def _collected(self) -> Sequence[torch.nn.Parameter]:
         """Return the parameters whose gradients ``after_backward`` handles together.
 
-        Eager passes do so only if the module also has graphs: other ranks may replay it, and reduce in that order.
+        Eager passes collect gradients only if the module has graphs, to reduce in the same order as a replay on other
+        ranks.
         """
         return self.params if self._backward.expects_gradients and self._graphs.hold(self.module) else ()
 
@@ -263,7 +264,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
 
     @shown_in_profiles
     def after_backward(self) -> None:
-        """Reduce gradients and release parameters; during capture, record fused gradients and free the buckets."""
+        """Reduce gradients and release parameters; during capture, note fused gradients, and free the buckets."""
         if self._graphs.captured is None and self.frames_backward:
             self.gradients_written()
         super().after_backward()
