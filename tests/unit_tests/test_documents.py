@@ -82,7 +82,7 @@ def texts(file: Path) -> Iterator[str]:
 
 
 def unknown_messages(page: str, known: list[str]) -> list[str]:
-    """Return the messages explained on ``page`` with a part that no string in ``known`` contains."""
+    """Return the messages on ``page`` with a part missing from all strings in ``known``; ``…`` separates parts."""
     explained = EXPLAINED.findall(page)
     return [
         message

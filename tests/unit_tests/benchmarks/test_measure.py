@@ -17,7 +17,10 @@ CRASHES = f"{WRITES}; sys.exit(3)"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Return a function that runs ``programs``, keyed by part name, and returns the exit code and the output."""
+    """Return a function that runs measure.py with a part for each name and source in ``programs``.
+
+    The function returns the exit code and the output.
+    """
 
     def run(programs, *given, commit="a1", arguments="GPUS FILE", **options):
         parts = []

@@ -33,9 +33,9 @@ for run in json.load(open(plan)):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Return a function that runs plans with a fake worker and returns the results in order of arrival.
+    """Return a function that runs each flag with a fake worker, and returns run numbers and results as they arrive.
 
-    The flag of a run selects the behavior of the worker.
+    The flag selects the behavior of the worker, for example ``hangs``.
     """
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)

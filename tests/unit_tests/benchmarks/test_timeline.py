@@ -14,7 +14,7 @@ def event(category: str, name: str, start: float, end: float) -> dict:
 
 
 def traced_steps() -> list[dict]:
-    """Return steps of the same work, except that the first one has an additional kernel."""
+    """Return the trace events of identical steps; only the first step has an additional kernel."""
     steps = [
         event(category, name, step * STEP + start, step * STEP + end)
         for step in range(STEPS)

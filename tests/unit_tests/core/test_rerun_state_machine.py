@@ -1,4 +1,4 @@
-"""Test reruns: agreement without the GPU, random numbers, and validation of results after the passes."""
+"""Test reruns of a step: host agreement, random numbers, and validation of results after the passes."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Test the addresses of graphs and the memory of pools."""
+"""Test when graph pools reuse or free memory, and that replays reject memory freed or moved after capture."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Test the effects of captures and replays."""
+"""Test that a capture preserves existing memory, and that its replays are bit-identical to eager."""
 
 import pytest
 import torch

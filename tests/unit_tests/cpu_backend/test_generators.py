@@ -14,7 +14,7 @@ DEVICE = {"device": "cuda"}
 
 @pytest.fixture
 def default():
-    """Yield the default generator of the device, and restore its state object."""
+    """Yield the default generator of the device; restore its state object after the test."""
     generator = torch.cuda.default_generators[0]
     state = generator.graphsafe_get_state()
     yield generator

@@ -37,7 +37,7 @@ GPU_RECIPES = find([], "dgx_h100")
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Return a function that writes recipes and their list."""
+    """Return a function that writes the recipe list and the given ``model_config.yaml`` files."""
 
     def write_files(**files: str) -> None:
         (tmp_path / "lists/h100").mkdir(parents=True)

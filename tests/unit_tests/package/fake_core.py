@@ -43,7 +43,7 @@ PATCHED_LAYERS = """
 
 
 def write(folder: Path, files: Mapping[str, str]) -> Path:
-    """Write ``files`` (relative path to source) under ``folder`` and return it."""
+    """Write ``files`` (relative path to source) under ``folder``, and return ``folder``."""
     for path, source in files.items():
         file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def core_files(version: str = "0.19.2") -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Folders for imports: ``site`` with megatron-core and torch, and ``patch`` with the overlay and its tree."""
+    """Import folders: ``site`` has stubs of megatron-core and torch; ``patch`` is the overlay with patched modules."""
 
     folder: Path
 

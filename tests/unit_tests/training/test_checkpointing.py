@@ -65,7 +65,7 @@ def test_error_names_the_flags_to_add(loads, flag):
 
 
 class Chunk(torch.nn.Module):
-    """A model chunk with one layer of the given number, starting at 1; its names begin with ``module.``."""
+    """A model chunk with one layer; ``number`` is its global number, from 1. Parameter names begin with ``module.``."""
 
     config = types.SimpleNamespace(num_moe_experts=None)
 
@@ -77,7 +77,7 @@ class Chunk(torch.nn.Module):
 
 @pytest.fixture
 def loads_optimizer(loads, monkeypatch, tmp_path):
-    """Return a function that saves an optimizer state dict, unless it is None, and loads it into a different one."""
+    """Return a function that saves the optimizer state dict ``saved`` unless it is None, and loads it into ``into``."""
 
     def run(saved, into):
         if saved is not None:
@@ -143,7 +143,10 @@ def test_checkpoint_without_a_loss_scale_loads(loads_optimizer, caplog, scale):
 
 @pytest.fixture
 def prepared(monkeypatch):
-    """Return a function that prepares a stage's state dict, and returns it and the model passed to megatron-core."""
+    """Return a function that generates and preprocesses the state dict of one pipeline stage.
+
+    The function returns the state dict and the model that megatron-core gets.
+    """
 
     def prepare(chunks, stages=2, bf16=True, **others):
         keys = ["model"] if len(chunks) == 1 else ["model0", "model1"]

@@ -14,7 +14,7 @@ HELPER = "megatron.core.datasets.helpers_cpp"
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Return the list of programs that were run."""
+    """Record calls of ``subprocess.run`` instead of running them; return the list of program names."""
     calls = []
 
     def run(command):
@@ -38,7 +38,7 @@ def test_missing_helper_is_compiled(compilations, monkeypatch):
 
 
 def test_wheel_needs_no_makefile():
-    utils.compile_helpers()  # megatron-core's own would exit here
+    utils.compile_helpers()  # megatron-core's function would exit here
 
 
 def test_other_names_are_unchanged():

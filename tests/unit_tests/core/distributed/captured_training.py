@@ -16,7 +16,7 @@ WARMED_UP = 10  # number of earlier steps that capture assumes, so that it warms
 
 
 def graphed(holds: str | None = "decoder", **changes) -> Case:
-    """Return a case with three layers; ``holds`` is the scope of a graph: ``layer``, ``decoder``, ``model`` or None."""
+    """Return a case with three layers; ``holds`` is the scope of its graphs, or None for the default."""
     return small(layers=3, holds=holds, warmup=WARMED_UP, **changes)
 
 
@@ -129,7 +129,7 @@ def in_use(fsdp: torch.nn.Module) -> list[dict]:
 
 @contextmanager
 def occupied(fsdp: torch.nn.Module, kind: str) -> Iterator[None]:
-    """While in this context, occupy half of the double buffer; ``kind``: attribute of a parameter group."""
+    """While in this context, occupy half of the double buffer of ``kind``, for example ``main_grad_buffer``."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     idle = getattr(group, kind).temporary_bucket_allocator.idle_buffer
     idle.remove((0, 0))

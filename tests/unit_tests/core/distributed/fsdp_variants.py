@@ -19,7 +19,7 @@ class Variant:
     """A case with additional arguments for its model, wrapper and configurations.
 
     Attributes:
-        case: Sizes, dtype, sharding strategy and other settings.
+        case: The model and training configuration.
         config: Arguments of ``TransformerConfig``.
         sharding: Arguments of ``DistributedDataParallelConfig``.
         fsdp: Arguments of ``MegatronFSDP``.
@@ -74,7 +74,7 @@ def small(**changes: Any) -> Case:
 
 
 def _with_our_buffers(kind: Any) -> type:
-    """Return a subclass of megatron-core's ``MegatronFSDP`` that scales unsharded gradients, as our buffer requires."""
+    """Return a subclass of megatron-core's ``MegatronFSDP`` that scales unsharded gradients for our buffer."""
 
     def attach(self: Any) -> None:
         self.param_and_grad_buffer.unsharded_gradients.scale()

@@ -21,7 +21,7 @@ METHODS = {
 
 
 def describe(hook: Callable) -> str:
-    """Return the name of a hook, including the handler that it attaches."""
+    """Return the name of a hook, followed by the name of the handler that it attaches, if any."""
     if isinstance(hook, partial):
         return " ".join(inspect.unwrap(part).__name__ for part in (hook.func, *hook.args))
     function = inspect.unwrap(hook)

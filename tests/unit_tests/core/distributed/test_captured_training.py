@@ -55,7 +55,7 @@ def test_unused_parameters_train_bit_identically(one_rank, holds):
 
 
 def share_weights(model):
-    """Share one weight between the first and third layer, and one bias between the other two."""
+    """Share a weight between the first and third layer, and a bias between the second and third."""
     first, second, third = model.decoder.layers
     third.mlp.linear_fc1.weight = first.mlp.linear_fc1.weight
     third.self_attention.linear_proj.bias = second.self_attention.linear_proj.bias
@@ -312,7 +312,7 @@ def test_moved_buckets_of_the_communication_dtype_are_an_error(one_rank):
 
 
 def test_failure_after_capture_leaves_no_layer_with_graphs(one_rank, monkeypatch):
-    """Layers that got graphs before the failure lose them again."""
+    """The failure occurs after some layers have received graphs."""
     made = []
 
     def second_fails(*args, **kwargs):
@@ -375,7 +375,7 @@ def halve_parameters(training):
 
 
 def halve_shards(training):
-    """Overwrite the shards of the model's weights, and of the optimizer's if it has its own."""
+    """Overwrite the shards of the model's weights, and of the fp32 main weights if they exist."""
     training.fsdp.synchronize_param_gather()  # gathers in flight read them
     for group in training.fsdp.param_and_grad_buffer.parameter_groups:
         for buffer in filter(None, (group.model_weight_buffer, group.main_weight_buffer)):
@@ -443,7 +443,7 @@ def test_gradients_beside_graphs_of_the_model_are_refused(one_rank, before):
 
 
 class TrainsEmbeddingApart(CapturedTraining):
-    """A training run in which a separate backward pass also computes gradients of parameters outside of units."""
+    """A training run with a second backward pass, from a penalty on parameters outside of units."""
 
     def _run_passes(self, *args, **kwargs):
         reduced = super()._run_passes(*args, **kwargs)

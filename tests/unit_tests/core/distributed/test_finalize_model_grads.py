@@ -16,7 +16,7 @@ CONFIG = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_load_bal
 
 
 class Router(torch.nn.Module):
-    """A router with the statistics that it collects during a step."""
+    """A router with statistics of one step."""
 
     def __init__(self):
         super().__init__()

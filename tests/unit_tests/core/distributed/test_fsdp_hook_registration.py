@@ -1,4 +1,4 @@
-"""Test that Megatron-FSDP registers the same hooks as megatron-core, in the same order, with equal flags."""
+"""Test that Megatron-FSDP registers the same hooks as megatron-core, in the same order and with the same options."""
 
 import copy
 import weakref

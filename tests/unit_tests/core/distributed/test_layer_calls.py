@@ -20,7 +20,7 @@ IN_ORDER = (0, 1, 2, 3)
 
 
 def unusual(model):
-    """Make the decoder call the layers ``called`` and add the outputs of the layers ``reads`` to its own output."""
+    """Make the decoder call only layers ``called``, and add the cosine of outputs of layers ``reads`` to its output."""
 
     own_kind: Any = type(model.decoder)
 

@@ -15,7 +15,7 @@ def build(strategy, **sharding):
 
 
 def gathered(fsdp, start, **arguments):
-    """Call ``start``; return the buckets it gathers, and whether modules then have the optimizer's parameters."""
+    """Return the buckets that ``start`` gathers, and whether modules have the optimizer's parameters afterwards."""
     fsdp._replace_param_with_distributed_if_needed()
     fsdp.all_gather_pipeline.reset()
     with mock.patch.object(

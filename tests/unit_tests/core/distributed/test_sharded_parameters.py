@@ -1,4 +1,4 @@
-"""Test that ranks of different pipeline stages do not check each other's DTensors."""
+"""Test that checks of DTensors do not communicate across pipeline stages."""
 
 import pytest
 

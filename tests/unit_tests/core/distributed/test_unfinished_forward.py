@@ -31,7 +31,7 @@ def with_graphs(case):
 
 
 def interrupted_forward(fsdp, case, layer, grad=True):
-    """Run a forward pass that fails in a hook of ``layer``, whether the layer runs eagerly or replays a graph."""
+    """Run a forward pass that fails in a forward-pre hook of ``layer``."""
     handle = fsdp.module.decoder.layers[layer].register_forward_pre_hook(mock.Mock(side_effect=Interruption))
     batch = next(support._batches(case, 0))
     with nullcontext() if grad else torch.no_grad(), pytest.raises(Interruption):

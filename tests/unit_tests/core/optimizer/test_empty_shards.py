@@ -29,7 +29,7 @@ def step(optimizer):
 
 
 def completed(optimizer):
-    """Return the completed states of both parameters by index."""
+    """Return the states of both parameters by index, including those added for the empty shard."""
     numbers = {id(param): number for number, param in enumerate(parameters(optimizer))}
     own = {numbers[id(param)]: state for param, state in optimizer.state.items()}
     return state_of_every_parameter(optimizer, own, lambda param: numbers[id(param)])

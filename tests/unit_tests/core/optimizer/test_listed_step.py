@@ -11,11 +11,11 @@ GROUPS = ((0, 1, 2), (3, 4), (5,))  # the last is empty on this rank
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Stands in for TransformerEngine's ``FusedAdam``: builds lists in each step, and passes parts of them to launches.
+    """Stand-in for TransformerEngine's ``FusedAdam``: each step launches one kernel per ``per_launch`` tensors.
 
     Attributes:
         inspected: Number of parameters that the last step inspected.
-        casts: Whether it passes copies of its states to launches.
+        casts: Whether launches get copies of the optimizer states.
     """
 
     def __init__(self, params, per_launch=1024, casts=False):

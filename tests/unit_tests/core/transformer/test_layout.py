@@ -98,7 +98,7 @@ def _rank(name: str) -> int:
 
 
 def _higher(files: list[str], rank: Callable[[str], int]) -> list[str]:
-    """Return pairs of a file and an imported file of a higher layer."""
+    """Return ``A imports B`` for each file A that imports a file B of a higher layer."""
     return [f"{name} imports {i}" for name in files for i in sorted(_imports(name)) if _rank(i) > rank(name)]
 
 

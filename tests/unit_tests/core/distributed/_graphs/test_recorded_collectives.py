@@ -1,4 +1,4 @@
-"""Test recorded all-gathers and reductions, and the fallback to megatron-core's if a buffer has moved."""
+"""Test recorded all-gathers and reductions, and megatron-core's collectives as the fallback for moved buffers."""
 
 from unittest import mock
 
@@ -43,7 +43,7 @@ def layers(fsdp):
 
 
 def eager(owner, name):
-    """Record calls of a megatron-core or torch function that recorded collectives avoid."""
+    """Record calls of a megatron-core or torch function that runs only for eager collectives."""
     return mock.patch.object(owner, name, wraps=getattr(owner, name))
 
 

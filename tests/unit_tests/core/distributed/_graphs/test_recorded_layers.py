@@ -38,7 +38,7 @@ def test_eager_passes_gather_like_replays(ranks):
         with mock.patch.object(gathers, "async_bucket_gather", wraps=gathers.async_bucket_gather) as gather:
             training.step()
         gathered = [bucket for bucket, _ in (call.args for call in gather.call_args_list)]
-        # The unit after the layers replays its own graph; in backward, its prefetch of the last layer is useless.
+        # The multi-token prediction layer replays its own graph; its prefetch of the last layer in backward is useless.
         of_units = [bucket for bucket in gathered if groups[bucket].fsdp_unit_id is not None]
         assert of_units == [*forward, forward[-1], *reversed(forward)]
 

@@ -11,7 +11,7 @@ from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
 
 
 class Graphed:
-    """A callable like the engine's that records its calls."""
+    """Stand-in for a graphed callable of the engine; records its calls."""
 
     def __init__(self, output: Any = "output"):
         self.output = output

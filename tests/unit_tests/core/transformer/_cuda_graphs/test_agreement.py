@@ -99,7 +99,7 @@ def agreement_of(rank, layout="one group", timeout=LIMIT) -> CaptureAgreement:
 
 
 def join(agreed, where):
-    """Begin the pass ``where`` and vote, as before a collective."""
+    """Begin the pass that errors call ``where``, and vote as before a collective."""
     agreed.begin(where)
     agreed._vote(agreed._of_stage)
 

@@ -44,7 +44,7 @@ def module_with_every_kind():
 
 
 def contents(module):
-    """Return the items of every hook and flag dict of ``module``."""
+    """Return the contents of ``module``'s hook dicts and dicts of hook options (``with_kwargs``, for example)."""
     return {name: list(getattr(module, name).items()) for name in ALL_DICTS}
 
 

@@ -38,7 +38,7 @@ def test_all_is_restored_after_a_failed_replacement():
         value = 1
 
         def __setattr__(self, name, value):
-            raise AssertionError("vars are written")
+            raise AssertionError("__setattr__ was called: write to vars(owner) instead")
 
     class Refusing:
         @property

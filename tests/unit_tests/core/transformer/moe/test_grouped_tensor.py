@@ -1,4 +1,4 @@
-"""Test grouped experts against one matrix product per expert, their memory and unused rows."""
+"""Test grouped experts: results equal to one matrix product per expert, memory, and unused rows."""
 
 from types import SimpleNamespace
 

@@ -145,7 +145,7 @@ def test_eager_pass_computes_weight_gradients_eagerly():
 
 
 class MarkedBias(torch.nn.Module):
-    """Marks its weight and bias as TransformerEngine does, but not ``other``, a parameter of shape ``[6]``.
+    """A linear layer, marked as TransformerEngine marks delayed gradients, times the unmarked parameter ``other``.
 
     The backward pass computes all gradients, as TransformerEngine does for the bias under FP8.
     """

@@ -68,7 +68,7 @@ class TestPoolMemory:
 
     @pytest.mark.parametrize(("number", "is_passed"), [(256, True), (257, False)])
     def test_only_small_pool_numbers_are_queried(self, monkeypatch, number, is_passed):
-        """torch would free pools with larger numbers."""
+        """torch releases the pool's integers once too often; Python never frees integers up to 256."""
         asked = []
 
         def snapshot(mempool_id, include_traces):

@@ -67,7 +67,7 @@ def raise_failure(*unused):
 
 
 def in_capture_only(kind):
-    """Return hooks that raise on their second call: in the capture, after one warm-up pass."""
+    """Return a hook of ``kind`` that raises on its second call, in the capture after one warm-up pass."""
     count = []
 
     def hook(*call):
@@ -127,7 +127,11 @@ FAILURES: dict[str, tuple] = {
 
 
 def failed_capture(body, options, error):
-    """Fail a capture of a module that runs ``body`` and a second one; return the first and its prior state."""
+    """Capture a module that runs ``body`` together with an MLP, and assert that this raises ``error``.
+
+    Returns:
+        The module, and its state before the capture.
+    """
     module, other = torch.nn.Sequential(Forward(body)), mlp()
     torch.nn.Dropout(0.5)(torch.ones(3, device="cuda"))  # advances the generator from its initial state
     for m in module.modules():

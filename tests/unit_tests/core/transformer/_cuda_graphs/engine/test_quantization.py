@@ -133,7 +133,7 @@ def test_replays_register_statistics_of_run_modules():
 
 
 class AttentionOfMegatron(DotProductAttention):
-    """A subclass, as in Megatron."""
+    """A subclass of TransformerEngine's attention, like megatron-core's."""
 
 
 def test_attention_registers_if_the_recipe_quantizes_it():

@@ -44,7 +44,7 @@ class Layer(torch.nn.Module, QuantizedProduct):
 
 
 class Model:
-    """Two layers under autocast, entered by the model if ``around``, otherwise by the caller."""
+    """Two layers under autocast. The model enters autocast if ``around``, otherwise the caller does."""
 
     def __init__(self, recipe="recipe", around=True, caches=True):
         torch.manual_seed(4)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class Owner(GraphOwner):
-    """Records its calls and whether a capture is in progress."""
+    """Records calls of its methods, and whether each pass is captured."""
 
     def __init__(self):
         self.events: list[str] = []

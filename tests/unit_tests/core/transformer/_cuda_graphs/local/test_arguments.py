@@ -1,4 +1,4 @@
-"""Test graph arguments: metadata, traversal and comparison."""
+"""Test the arguments of local graphs: supported types, traversal, and differences from capture."""
 
 import dataclasses
 from types import SimpleNamespace

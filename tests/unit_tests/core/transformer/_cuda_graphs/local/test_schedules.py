@@ -154,7 +154,7 @@ class TestPipeline:
     """Test pipelines, where each micro-batch in flight has its own runners."""
 
     def run(self, graphs, order, later=None):
-        """Train three layers with ``order`` in the first step and ``later`` in two more; return the trace."""
+        """Train for three steps, with ``order`` in the first and ``later`` in the others; return the trace."""
         return train(["layer"] * 3, [order, *[later or order] * 2], graphs, pipeline=2, shares_scale=False)
 
     def test_fewer_microbatches_equal_eager(self):

@@ -73,7 +73,7 @@ class TestTraining:
             def forward(self, *args, **kwargs):
                 out, none = super().forward(*args, **kwargs)
                 if is_graph_capturing() and not is_graph_warmup() and self.layer_number == 2:
-                    raise RuntimeError("no capture of this")
+                    raise RuntimeError("simulated failure")
                 return out, none
 
         eager = train_sharded(sharded_stack(graphs=False))
@@ -81,7 +81,7 @@ class TestTraining:
         failures = iter([True])
 
         def create():
-            with pytest.raises(RuntimeError, match="no capture of this") if next(failures, False) else nullcontext():
+            with pytest.raises(RuntimeError, match="simulated failure") if next(failures, False) else nullcontext():
                 create_cudagraphs()
             assert not gtp._inflight_comm_params
             assert all(layer.first._prefetch_handle is None for layer in model.layers)

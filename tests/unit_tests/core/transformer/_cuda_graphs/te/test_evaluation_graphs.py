@@ -19,7 +19,7 @@ from tests.unit_tests.core.distributed.captured_training import CapturedTraining
 
 pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("side_stream")]
 
-MODEL = "model"  # the part captured in one graph
+MODEL = "model"  # scope of a graph
 PACKED: dict[str, Any] = {"packed": 3, "micro_batch": 1, "positions": "none"}
 
 

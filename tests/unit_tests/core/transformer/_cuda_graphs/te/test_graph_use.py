@@ -20,7 +20,7 @@ from tests.unit_tests.core.distributed.fsdp_variants import small
 
 pytestmark = pytest.mark.usefixtures("side_stream")
 
-FORWARD_REPLAYS = {"decoder": 1, "layer": 3, "model": 1}  # per micro-batch, by the part captured in one graph
+FORWARD_REPLAYS = {"decoder": 1, "layer": 3, "model": 1}  # per micro-batch, by scope of a graph
 MICROBATCHES = 2
 
 

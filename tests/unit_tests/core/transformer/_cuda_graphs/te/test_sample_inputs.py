@@ -21,7 +21,7 @@ from ..pipeline_orders import orders
 
 
 def inputs_of(plan, width_of_callable=lambda index: 1):
-    """Return the inputs of each slot, and the index of the callable for each set of inputs created."""
+    """Return the inputs of each slot, and the callable index of each set of inputs that was created."""
     made = []
 
     def make(index):

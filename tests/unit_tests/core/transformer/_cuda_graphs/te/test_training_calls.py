@@ -137,7 +137,7 @@ class Decoder(torch.nn.Module):
 
 
 class Scaled(torch.nn.Module):
-    """A module that returns its output as is or in a container, depending on the key in ``kinds``."""
+    """A module that scales its weight; ``kind`` selects whether it returns a tensor, a tuple or a dict."""
 
     kinds = {"tensor": lambda out: out, "tuple": lambda out: (None, out), "dict": lambda out: {"losses": [out]}}
 

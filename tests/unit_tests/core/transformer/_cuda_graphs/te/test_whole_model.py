@@ -290,7 +290,7 @@ def hidden(length=SHAPE[1], value=0.0):
 
 @pytest.fixture
 def chunk(monkeypatch):
-    """Return a chunk with graphs for steps of two micro-batches, and the slots of both."""
+    """Return a chunk with graphs for steps of two micro-batches, and the slot of each micro-batch."""
     chunk = Chunk()
     monkeypatch.setattr(te_model, "get_num_microbatches", lambda: chunk.microbatches)
     slots = [Passes({"attention_mask": mask(), "hidden_states": hidden()}) for _ in range(2)]
