@@ -1,10 +1,10 @@
 """Coordinate a capture across ranks: either all ranks capture, or all raise the same error.
 
 A failed rank would leave the others waiting in the next collective. Ranks therefore vote before and after the capture,
-and before each collective that is not recorded. Megatron-FSDP's hooks launch such collectives; during warm-up, so do
-layers under tensor, expert or context parallelism. The first vote selects the part of the model in each graph. Votes go
-through the process groups' store on the host: the device may be busy with a collective, and a capturing stream accepts
-no other work.
+and before each collective that is not recorded. Such collectives come from Megatron-FSDP's hooks and, during warm-up,
+also from layers under tensor, expert or context parallelism. The first vote selects the part of the model in each
+graph. Votes go through the process groups' store on the host: the device may be busy with a collective, and a capturing
+stream accepts no other work.
 """
 
 import json
@@ -91,14 +91,14 @@ class Ballot:
             self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
 
     def vote(self, failure: Failure | None = None, objections: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Vote, and wait until all ranks have voted or one rank has failed; a failure sets ``failure``.
+        """Cast the vote of this rank, and wait until all ranks have voted or one has failed.
 
         Args:
             failure: This rank's failure. It decides the vote immediately.
-            objections: This rank's objections by topic, empty for topics without one. All ranks pass the same topics.
+            objections: Why this rank cannot capture, keyed by topic; empty if it can. All ranks pass the same topics.
 
         Returns:
-            For each topic, one rank's objection; empty if no rank objects.
+            For each topic, why one of the ranks cannot capture; empty if all can.
 
         Raises:
             RuntimeError: Ranks have not voted within the timeout of the group, or the store is gone.
@@ -174,7 +174,7 @@ class CaptureAgreement:
         self._where = "before the first layer"
 
     def begin(self, where: str, phase: str = "") -> None:
-        """Set the pass that errors name: ``where``, and ``phase`` (``forward`` or ``backward``) if there are two."""
+        """Set the pass that errors name: ``where`` and, if it has a forward and a backward phase, ``phase``."""
         self._where = f"{where}, {phase}" if phase else where
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -186,9 +186,9 @@ class CaptureAgreement:
         return kinds
 
     def objections(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return one rank's objection to each topic; empty if no rank objects.
+        """Return, for each topic, why this rank, or else another one, cannot capture; empty if all can.
 
-        All ranks pass the same topics, each with their own objection or an empty string.
+        All ranks pass the same topics. ``own`` maps each topic to this rank's reason, or to an empty string.
 
         Raises:
             CaptureFailedError, CaptureInterruptedError: A rank failed.

@@ -65,7 +65,7 @@ def must_run_outside(hook: Callable) -> bool:
 
 
 def _mark_of(hook: Any, mark: str) -> Any:
-    """Return the attribute ``mark`` of ``hook``, or of the function it is a partial of; None if there is none."""
+    """Return the attribute ``mark`` of ``hook``, or of the function wrapped by a partial ``hook``; None if absent."""
     while not hasattr(hook, mark) and isinstance(hook, partial):
         hook = hook.func
     return getattr(hook, mark, None)
@@ -126,7 +126,7 @@ class ModuleHooks:
     """The hooks of one module before capture.
 
     Attributes:
-        saved: Copies of torch's hook and flag dicts, keyed by name.
+        saved: Copies of the module's dicts of hooks and of hook flags (``with_kwargs``, for example), keyed by name.
     """
 
     module: torch.nn.Module
@@ -155,7 +155,7 @@ class ModuleHooks:
         return cls(module, saved)
 
     def restore(self) -> None:
-        """Restore all hooks in order, with their flags, followed by hooks registered since.
+        """Restore all hooks in order, with their flags. Hooks registered since ``extract`` follow them.
 
         The dicts are refilled, not replaced, because torch's ``RemovableHandle`` refers to the dict object.
         """

@@ -22,7 +22,7 @@ ADVICE = (
 class DefaultInputs:
     """Restores static inputs to their captured values for calls that omit them.
 
-    Graphs with equal captured values share one object, which stores the values on the host.
+    Graphs with equal captured values share one ``DefaultInputs``, which stores the values on the host.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
     """Return replay ``kwargs`` without ``packed_seq_params``, with its offsets added if the graphs read them.
 
     Raises:
-        ArgumentError: ``packed_seq_params`` is missing, or differs from the captured format; names the layer.
+        ArgumentError: ``packed_seq_params`` is missing, or differs from the captured format.
     """
     kwargs = dict(kwargs)
     if reason := unpack(kwargs, seq_length, use):

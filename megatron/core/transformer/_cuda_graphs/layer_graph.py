@@ -42,12 +42,12 @@ class LayerGraph:
         shape: The shape of hidden states at capture; None if passes with different shapes may not run eagerly.
         keywords: Default values of keyword inputs, keyed by name.
         defaults: Restores ``keywords`` after replays with different values; shared by layers with the same mask type.
-        ignored: Keywords that the graphs do not need.
+        ignored: Keywords that calls may pass although the graphs do not read them.
         num_microbatches: The required number of micro-batches per step; None for any number.
         snapshot: State that the graphs depend on, checked before the layer's hooks run.
         gathered: Addresses of parameters and main gradients, checked after the hooks of a step's first micro-batch.
-        may_run_eagerly: Whether passes that do not match the graphs run eagerly. If so, all passes without gradients
-            run eagerly, because replays of routers would count their tokens.
+        may_run_eagerly: Whether passes that do not match the graphs run eagerly. If so, passes without gradients
+            always run eagerly, because replays would add their tokens to the counts of routers.
         eager_passes: Counts passes that run eagerly; shared by all layers.
         packed: How the graphs use packed sequences; None without packed sequences or if attention is not captured.
         runner: Gathers and releases parameters around replays, for Megatron-FSDP's hooks; None without Megatron-FSDP.
@@ -98,9 +98,10 @@ class LayerGraph:
             log_single_rank(logger, logging.WARNING, f"{self.name} was {reason}")
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay on ``args`` and ``kwargs``, and remove the graphs' inputs from ``kwargs``.
+        """Replay on ``args`` and ``kwargs``, and return the output of ``run``.
 
-        If a keyword is missing or None, the graph reads its captured value, for example the causal mask.
+        Inputs of the graphs are removed from ``kwargs``. If one is missing or None, the graph reads its captured value,
+        for example the causal mask.
 
         Raises:
             TypeError: An input is not a tensor.

@@ -55,7 +55,7 @@ def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any
 class TakenForward:
     """Replaces ``module.forward`` until ``end``; the module's hooks still run.
 
-    Graphs replace a module's code only in this way. ``end`` keeps a ``forward`` that the user has set in the meantime.
+    ``end`` keeps a ``forward`` that the user has set in the meantime.
     """
 
     def __init__(self, module: Any, forward: Callable[..., Any]):

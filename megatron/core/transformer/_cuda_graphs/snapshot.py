@@ -2,8 +2,8 @@
 
 A graph holds the operations of one pass and the addresses that they read and write. The operations depend on state that
 eager passes read and replays do not: modes, hooks, ``forward`` functions, parameters, dropout probabilities,
-configurations and torch's contexts. A ``Snapshot`` compares this state, but no tensor values, which replays read
-themselves. ``docs/limits.md`` lists the state that no snapshot covers.
+configurations and torch's contexts. A ``Snapshot`` compares this state. It does not compare tensor values, because
+replays read them. ``docs/limits.md`` lists the state that no snapshot covers.
 """
 
 import math
@@ -107,8 +107,8 @@ class Aspect:
     Args:
         names: The name of each value in messages.
         read: Returns the current values, always in the same order.
-        glance: Returns a cheap value that stays equal as long as the result of ``read`` does; ``read`` by default.
-        then: The values at capture; by default the current ones.
+        glance: Returns a value that is cheap and changes whenever the result of ``read`` does; by default ``read``.
+        then: The values at capture; by default the values at construction.
         show: Formats a number or string for messages; None to omit values.
     """
 
@@ -126,7 +126,10 @@ class Aspect:
         self.seen = glance() if glance else self._then
 
     def changed(self) -> bool:
-        """Return whether a value has changed. Call this only if ``glance()`` differs from ``seen``."""
+        """Return whether a value has changed.
+
+        Call this only if ``glance()`` differs from ``seen``, its last result without changes.
+        """
         if self._read() != self._then and self.change():  # without a Python call per value if nothing has changed
             return True
         self.seen = self.glance()
@@ -181,14 +184,14 @@ class Snapshot:
         return False
 
     def reason(self) -> str:
-        """Return the changes and the remedy."""
+        """Return why a pass must not replay: the changes and the remedy, or why replays are suspended."""
         if replays.suspended_by:
             return replays.suspended_by
         changes = dict.fromkeys(filter(None, (aspect.change() for aspect in self._aspects)))
         return f"changed since capture: {', '.join(changes)}; {self._advice}"
 
     def check(self) -> None:
-        """Raise ChangedSinceCaptureError if there are changes; for passes that cannot run eagerly."""
+        """Raise ChangedSinceCaptureError if ``changed``. Call this before passes that cannot run eagerly."""
         if self.changed():
             raise ChangedSinceCaptureError(self.reason())
 
@@ -223,7 +226,7 @@ def addresses(
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
-    """Return the address of ``tensor``; 0 for None and for tensors without memory of their own (quantized ones)."""
+    """Return the address of ``tensor``; 0 for None, and for quantized tensors that wrap others."""
     try:
         return 0 if tensor is None else tensor.data_ptr()
     except RuntimeError:
@@ -246,7 +249,7 @@ class InputSignature:
         return len(self._expected)
 
     def rename(self, owner: str, name_of: Callable[[int], str], advice: str) -> None:
-        """Set the names and the advice for errors."""
+        """Set the name of the callable, the names of its inputs and the advice in errors."""
         self._owner, self.name_of, self._advice = owner, name_of, advice
 
     def accepts(self, inputs: Sequence[Any]) -> bool:
@@ -328,13 +331,13 @@ def module_aspects(
     parameters: bool = True,
     contexts: Sequence[Any] | None = None,
 ) -> list[Aspect]:
-    """Return aspects for all state of modules and of torch's contexts that passes read.
+    """Return aspects for the state that passes of ``modules`` read, including torch's contexts.
 
     Args:
         modules: The modules that ran in the capture, with their names.
         around: The module whose own hooks run around replays.
         replaced: The module whose ``forward`` replays replace.
-        parameters: Whether modules still have the captured parameters at replay.
+        parameters: Whether to compare parameters; False if hooks replace them between passes.
         contexts: ``contexts_in_force()`` of the captured passes; by default the current value.
     """
     parts: list[_Place] = []
@@ -395,7 +398,7 @@ def memory_aspects(modules: Mapping[torch.nn.Module, str], *, main_grads: bool) 
 
 
 def quantized_aspect(tensors: Callable[[], list[list[torch.Tensor]]]) -> Aspect:
-    """Return an aspect that compares the FP8 tensors of graphs: two lists of statistics, then lists of weights."""
+    """Return an aspect that compares ``RecordedQuantization.tensors`` by identity."""
     names = ["FP8 statistics"] * 2 + ["weights quantized to FP8"] * (len(tensors()) - 2)
     captured = list(map(list, tensors()))
     return Aspect(

@@ -11,8 +11,8 @@ class CaptureTimeHooks:
     """Runs hooks around one callable in warm-up and capture, outside the graph.
 
     Forward-pre hooks accept ``(module, args, kwargs)``, forward hooks ``(module, args, output)``, and backward hooks
-    ``(module)``. Required parameters get these arguments by position; a parameter with a default gets one only if it
-    has the same name.
+    ``(module)``. Arguments are passed by position. Hooks may have fewer parameters; a parameter with a default receives
+    an argument only if both have the same name.
 
     Args:
         hooks: ``{kind: {id: hook}}``, with kinds from ``HOOK_KINDS``; None for no hooks.
@@ -53,7 +53,7 @@ _ARGUMENTS = {"forward_pre_hooks": ("args", "kwargs"), "forward_hooks": ("args",
 
 
 def _argument_count(hook: Callable, names: Sequence[str]) -> int:
-    """Return how many of the arguments ``names`` to pass to ``hook`` after the module."""
+    """Return how many of ``names`` the signature of ``hook`` accepts after the module."""
     try:
         parameters = list(inspect.signature(hook, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):  # some built-in functions have no signature

@@ -50,7 +50,10 @@ class GraphOwner:
     notifies_autograd = True
 
     def running(self, phase: Phase) -> AbstractContextManager[None]:
-        """Return the context for warm-up and capture of a phase. All work in it must join the current stream."""
+        """Return the context for warm-up and capture of a phase.
+
+        On exit, the current stream must wait for all other streams that were used in the context.
+        """
         return nullcontext()
 
     def consume_gradients(self, params: Sequence[torch.Tensor], grads: Grads) -> Grads:
@@ -83,7 +86,7 @@ class GraphOwner:
 
 @dataclass(frozen=True, slots=True)
 class _ReplayOptions:
-    """Options of a replay that does more than launch on the current stream.
+    """Options of a replay on another stream, or with a callback after its backward replay.
 
     Attributes:
         stream: Stream to replay on; None for the current one.
@@ -101,8 +104,8 @@ class GraphedCallable:
 
     After ``capture_passes``, calls accept tensors of the captured shapes and dtypes, and are differentiable. Outputs
     live in graph memory and stay valid until the next replay of a graph that shares this memory. Modifying an output in
-    place may change gradients without an error from autograd. Inputs may alias graph memory, but static inputs must not
-    be passed in a different order.
+    place may change gradients without an error from autograd. Inputs may alias graph memory, but a static input must
+    only be passed in its own position.
 
     Args:
         name: Name for errors and profiles.
@@ -111,9 +114,9 @@ class GraphedCallable:
         owner: Owner of the resources that the graphs use, if any.
         quantization: Quantization settings; None without quantization.
         hooks: Hooks to run around passes in warm-up and capture, outside the graphs.
-        holds_hooks: Whether the graphs record module and parameter hooks, with the collectives and gradient
-            accumulation that they enqueue. Inputs that require grad must then be leaves. Otherwise, parameter hooks run
-            at each replay on the gradients that it returns.
+        holds_hooks: Whether the graphs record the hooks of modules and parameters, including the collectives and
+            gradient accumulation that hooks launch. Inputs that require grad must then be leaves. If False, each replay
+            runs parameter hooks on the gradients that it returns.
         copies_results: Whether a replay returns copies of outputs and input gradients, which stay valid after the next
             replay.
         may_write_inputs: Whether ``func`` may write its inputs. Replays write only the static ones.
@@ -135,8 +138,9 @@ class GraphedCallable:
         forward_graph: The forward graph; None before capture and after ``reset``.
         backward_graph: The backward graph; None if nothing requires grad.
         weight_gradient_graph: The graph of delayed weight gradients; None if backward delays none.
-        order: Checks the order of replays. The numbers of the passes are ``forward_turn`` and ``backward_turn``; the
-            latter is None if the backward pass overwrites nothing.
+        order: Checks the order of replays.
+        forward_turn, backward_turn: The passes' positions in capture order; None for a backward pass that overwrites
+            nothing.
         replays: Number of replays of the forward graph.
         round: Round of the last forward replay, from ``order``.
     """
@@ -340,9 +344,10 @@ class GraphedCallable:
         return grads, ()
 
     def _check_gradients(self, leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Return a context that rejects gradients that replays would lose; later backward passes are not checked.
+        """Return a context that rejects unsupported gradients of the first backward pass.
 
-        These are gradients of tensors outside ``leaves``, and gradients on the legacy default stream.
+        These are gradients of tensors outside ``leaves``, which replays would lose, and gradients accumulated on the
+        legacy default stream, which cannot be captured.
         """
         if self._backward_was_checked:
             return nullcontext()
@@ -385,7 +390,7 @@ class GraphedCallable:
         self.roots = ()
 
     def drop_results(self) -> None:
-        """Release the results of a pass."""
+        """Release outputs, gradients and autograd nodes of a pass."""
         self.detach()
         self.outputs = self.grad_outputs = self.grad_inputs = self.grad_params = ()
 
@@ -395,7 +400,7 @@ class GraphedCallable:
             self.outputs = self._weak(self.outputs)
 
     def release_gradients(self, keep: Collection[int] = ()) -> None:
-        """Let later captures reuse the memory of all gradients, except for the inputs with indices in ``keep``."""
+        """Let later captures reuse the memory of gradients, except for inputs whose index is in ``keep``."""
         weak = self._weak(self.grad_inputs)
         self.grad_inputs = tuple(self.grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
         weak = self._weak(self.grad_params)
@@ -410,7 +415,7 @@ class GraphedCallable:
         return tuple(param for param, grad in zip(self.params, self.grad_params, strict=True) if grad is not None)
 
     def _weak(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
-        """Return weak references to tensors in pool memory, and other tensors unchanged, which keeps them alive."""
+        """Return weak references to tensors in pool memory. Other tensors are returned unchanged and stay alive."""
         if self.forward_graph is None:
             return tuple(tensors)
         if self._memory is None:
@@ -464,12 +469,12 @@ class GraphedCallable:
 
         Other keywords are ignored if they are not tensors, except for ``cuda_graph_stream``, the stream to replay on,
         ``cuda_graph_event``, the event that ends the replay, and ``is_first_microbatch``, which selects whether to
-        requantize cached weights. A module whose mode (training or evaluation) has changed since capture runs eagerly,
-        and so does a call with grad of a callable that was captured without.
+        requantize cached weights. The call runs eagerly if the module's mode (training or evaluation) has changed since
+        capture, or if grad is enabled now but was not at capture.
 
         Raises:
             RuntimeError: The graphs were reset.
-            TypeError: An input is missing, is not a tensor, is nested differently than at capture, or is new.
+            TypeError: An input is missing, is new since capture, is not a tensor, or is nested differently.
             ValueError: The shape or dtype of a tensor differs from capture; a tensor requires grad but did not at
                 capture; or ``is_first_microbatch`` is missing.
         """
@@ -607,8 +612,8 @@ class GraphedCallable:
     def backward_dw(self) -> None:
         """Replay the weight gradients that the last backward pass delayed, if any.
 
-        As in eager mode, modules that do not accumulate into ``main_grad`` set ``grad`` of their parameters, and hooks
-        that follow weight gradients run. Runs eagerly if the last call with grad ran eagerly.
+        As in eager mode, this sets ``grad`` of parameters whose module does not accumulate into ``main_grad``, and runs
+        the modules' weight gradient hooks. It runs eagerly if the last call with grad ran eagerly.
         """
         if self._ran_eagerly:
             self._delayed.compute_eagerly()
@@ -617,13 +622,16 @@ class GraphedCallable:
             self._delayed.hand_out(self._clone_param_grads)
 
     def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
-        """Set the names of the callable and its inputs in errors; ``advice`` ends errors about shapes and dtypes."""
+        """Set the names of the callable and its inputs in errors.
+
+        ``advice`` ends errors about shapes and dtypes.
+        """
         if len(names) == len(self._expected):  # nested inputs are numbered
             self._expected.rename(owner, names.__getitem__, advice)
         self.name = owner
 
     def replace_methods(self, module: torch.nn.Module) -> None:
-        """Replace ``module.forward`` until ``reset``; like TransformerEngine, add ``reset`` and ``backward_dw``."""
+        """Replace ``module.forward`` until ``reset``. As in TransformerEngine, add ``reset`` and ``backward_dw``."""
         self._taken = TakenForward(module, self)
         vars(module).update(reset=self.reset, backward_dw=self.backward_dw)
 
@@ -651,7 +659,7 @@ class GraphedCallable:
 
 
 def _places_of(tensors: Sequence[torch.Tensor | None]) -> _Places:
-    """Return each static tensor with its address and strides, which are slow to look up."""
+    """Return each static tensor with its address and strides, to avoid slow look-ups in replays."""
     return [(each, 0, ()) if each is None else (each, each.data_ptr(), each.stride()) for each in tensors]
 
 
@@ -669,7 +677,7 @@ def _copy_in(places: _Places, given: Sequence[torch.Tensor | None]) -> None:
 
 
 class ReplayNode(torch.autograd.Function):
-    """Autograd function of a replay. Arguments: the ``GraphedCallable``, its options, inputs and parameters."""
+    """Autograd function of a replay. Arguments: the ``GraphedCallable``, the options, inputs, parameters."""
 
     @staticmethod
     def forward(ctx, graphed, options, *inputs):
@@ -749,7 +757,7 @@ def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture 
     lent: dict[int, Lease[tuple[torch.Tensor, ...]]] = {}  # by slot
 
     def lend(slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return static gradients for the outputs of ``slot``; other slots reuse them after their release."""
+        """Return static gradients for ``outputs`` of ``slot``, reusing tensors that another slot has released."""
         key = tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)
         lent[slot] = static_grads.acquire(key, lambda: tuple(map(torch.zeros_like, outputs)))
         return lent[slot].buffers
@@ -808,7 +816,7 @@ class DelayedWeightGradients:
         return bool(self._modules)
 
     def compute(self, recording: AbstractContextManager) -> None:
-        """Compute and store the delayed gradients of the last backward pass; ``grad`` of parameters is unchanged."""
+        """Compute the delayed gradients of the last backward pass within ``recording``, and keep them for replays."""
         # Hide grads, because modules do not replace an existing grad.
         with hide_grads_and_hooks(self._params):
             with recording:
@@ -843,10 +851,10 @@ def _delays_weight_gradients(module: Any) -> bool:
 
 
 def _is_read_later(param: torch.Tensor) -> bool:
-    """Return whether a hook after the delayed weight gradients reads the gradient of ``param``.
+    """Return whether a hook reads the gradient of ``param`` after delayed weight gradients are computed.
 
     TransformerEngine sets ``skip_backward_post_hook`` if its module delays weight gradients. Backward then returns a
-    placeholder, or a bias gradient that the hook reads later, so it is not copied and must stay valid until then.
+    placeholder or a bias gradient. It must not be copied, and must stay valid until the hook has read it.
     """
     return getattr(param, "skip_backward_post_hook", False)
 

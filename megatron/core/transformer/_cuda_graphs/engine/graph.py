@@ -46,9 +46,9 @@ def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:
 
 @contextmanager
 def _never_freed_after_an_error(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Leak ``graph`` if this context, which registers it with generators, raises an exception.
+    """Leak ``graph`` if its registration with generators, in this context, raises an exception.
 
-    Registration allocates memory. If the allocation fails, the graph refers to the generator but not vice versa, and
+    Registration allocates memory. If that fails, the graph refers to the generator but not vice versa, and
     freeing the graph would abort the process.
     """
     try:
@@ -105,7 +105,7 @@ class ReplayOrder:
         """Record a backward replay with the ``number`` of its pass (None if it overwrites nothing).
 
         Raises:
-            RuntimeError: The activations of ``round_of_forward`` have been overwritten; names the callable.
+            RuntimeError: A later replay has overwritten the activations of ``round_of_forward``.
         """
         if round_of_forward != self.round or (number is not None and number <= self.last):
             raise RuntimeError(
@@ -245,8 +245,8 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
 def make_workspaces() -> None:
     """Allocate cuBLAS workspaces for the current stream, in this thread and in autograd's.
 
-    Allocated later, they would permanently split cached blocks of activations: outside of the graph, only eager passes
-    could use the rest. Requesting a handle allocates a workspace without running a matrix product.
+    Allocated later, a workspace could permanently occupy part of a cached block. The block could then not be returned
+    to the device for use by graphs. Requesting a handle allocates a workspace without running a matrix product.
     """
     with torch.enable_grad():
         _GetHandles.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
@@ -275,8 +275,8 @@ LEGACY_STREAM_ADVICE = (
 def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """Context manager that rejects accumulating gradients of ``leaves`` on the legacy default stream.
 
-    Such a backward pass cannot be captured, and warm-up detects it in time: a hook on each leaf records the stream of
-    its AccumulateGrad node. The RuntimeError is raised at the end of the context.
+    Such a backward pass cannot be captured, so the first backward pass in warm-up is checked: a hook on each leaf
+    records the stream of its AccumulateGrad node, and the context raises RuntimeError on exit.
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()

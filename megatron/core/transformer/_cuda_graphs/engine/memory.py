@@ -39,7 +39,7 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place writes to ``tensor``; -1 for inference tensors, which do not count them."""
+    """Return the number of in-place writes to ``tensor``; -1 for inference tensors, whose writes are not counted."""
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -227,7 +227,7 @@ def share_inputs[Inputs](
 
 
 def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:
-    """Return the ``inputs`` of each slot, copying tensors that alias each other if replays would overwrite one.
+    """Return the ``inputs`` of each slot, with copies of aliased tensors that must not share memory in replays.
 
     A tensor that aliases another input of its slot is copied, because a replay may receive two different tensors. A
     tensor that requires grad is also copied if it aliases an input of another slot in use: the forward pass of one slot

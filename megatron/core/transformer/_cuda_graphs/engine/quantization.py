@@ -127,7 +127,7 @@ class Quantization:
     def context(self, graph: bool = True) -> AbstractContextManager:
         """Return the ``autocast`` context for warm-up and capture of the callable.
 
-        With ``graph``, TransformerEngine's work at the end of the outermost context is left to replays.
+        With ``graph``, the outermost context does not update statistics on exit, because replays do.
         """
         return self.graph.autocast(
             enabled=self.enabled,
@@ -159,11 +159,14 @@ class Quantization:
                 self._operations[module] = None
 
     def before_forward(self, is_first_microbatch: Any) -> Callable[[], None] | None:
-        """Prepare a replay of the forward graph; ``is_first_microbatch`` requantizes cached weights.
+        """Prepare the quantization state for a replay of the forward graph.
+
+        Args:
+            is_first_microbatch: Whether to requantize cached weights.
 
         Returns:
-            The reduction to run after the backward replay, for the first module of TransformerEngine's outermost
-            ``autocast`` context; None otherwise.
+            The function to call after the backward replay to update statistics; None if another module has already run
+            in TransformerEngine's outermost ``autocast`` context.
 
         Raises:
             ValueError: Weights are cached and ``is_first_microbatch`` is not a bool.
@@ -194,12 +197,12 @@ class Quantization:
 
 
 class RecordedQuantization:
-    """FP8 quantization of passes recorded exactly as in eager mode, including updates of the statistics.
+    """FP8 quantization in graphs of whole passes. The graphs also update amax histories and scales.
 
-    Replays only set a flag on the device, which selects whether the graphs requantize weights.
+    Before a replay, the host only sets a flag on the device: whether to requantize the weights.
 
     Args:
-        delayed: Whether the recipe uses delayed scaling, the only one with statistics.
+        delayed: Whether the recipe is delayed scaling, the only recipe with statistics.
     """
 
     def __init__(self, quantization: Quantization, module: torch.nn.Module, delayed: bool):
@@ -245,7 +248,7 @@ class RecordedQuantization:
         return self._quantization.context(torch.cuda.is_current_stream_capturing())
 
     def before_forward(self, is_first_microbatch: object = None) -> None:
-        """Make the graphs requantize weights if the modules' flags are set, as in eager mode; ignore the argument."""
+        """Make the graphs requantize weights if the modules' ``is_first_microbatch`` is set; ignore the argument."""
         if self._skips_weights is None or not self._cached:
             return
         is_first = bool(self._cached[0].is_first_microbatch)

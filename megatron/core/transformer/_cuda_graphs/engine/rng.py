@@ -121,8 +121,8 @@ def _is_forked_to(name: str, state: torch.Tensor) -> bool:
     """Return whether a fork to the tracked state ``name`` is open, so that the default generator draws from it.
 
     TransformerEngine's tracker does not record forks, and torch does not expose whether two generators share a state.
-    Equal seeds and offsets imply it, except for the data-parallel state, which Megatron seeds like the default
-    generator: forks to it are not detected.
+    This function therefore compares seeds and offsets. It cannot detect forks to the data-parallel state, which
+    Megatron seeds like the default generator.
     """
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     if hasattr(tracker, "_current_state_name"):

@@ -35,12 +35,12 @@ class Row:
     """A combination of flags and its verdict.
 
     Attributes:
-        flags: The flags and the condition that they share, unique in the table.
+        flags: The flags and the condition on them; unique in the table.
         verdict: Whether the combination is rejected or logged as a warning.
         words: Message for the user: the flag, the reason, the remedy.
         when: Condition on the options.
         graphs: Values of ``--cuda-graph-impl`` that the row applies to; None for all.
-        sharding: The row applies to models sharded by this flag; None for all models.
+        sharding: Flag that shards the models to which the row applies; None for all models.
     """
 
     flags: str
@@ -77,7 +77,7 @@ def _no_effect(flags: str, when: Condition, words: str) -> Row:
 
 
 def _experts(flag: str, flags: str, when: Condition, words: str) -> Row:
-    """Return a row for one of this patch's flags of experts, which applies with and without graphs."""
+    """Return a row that rejects ``flag`` (a flag of this patch for experts) with ``flags``, even without graphs."""
     return _refused(
         f"{flag} {flags}", lambda o: o.get(attribute(flag)) and when(o), f"{flag} {words}", graphs=None, sharding=None
     )

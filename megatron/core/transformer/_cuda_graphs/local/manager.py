@@ -27,8 +27,8 @@ class CudaGraphManager(torch.nn.Module):
     """Runs one module, or one of its methods, with CUDA graphs.
 
     - Training: the first step runs eagerly and is recorded, ``create_cudagraphs`` captures it, and later steps replay.
-    - Inference (a call with ``inference_context``, or ``inline_capture``): the first call of each kind is captured and
-      replayed immediately.
+    - Inference (a call with ``inference_context``, or ``inline_capture``): the first call with each kind of arguments
+      is captured and replayed immediately.
     - Evaluation, and passes without grad that were not part of the recorded step, run eagerly.
 
     Args:
@@ -45,7 +45,7 @@ class CudaGraphManager(torch.nn.Module):
         cudagraph_runners: All runners. Runners without a key process one micro-batch at a time, and are sorted by their
             next use.
         custom_cudagraphs_lookup_table: Runners by the key of their calls.
-        reuse_cudagraphs: Whether all micro-batches use the same graphs, as without pipeline parallelism.
+        reuse_cudagraphs: Whether all micro-batches use the same graphs: True without pipeline parallelism.
         is_first_microbatch: Whether the next call is the first of a step and requantizes weights.
 
     Raises:

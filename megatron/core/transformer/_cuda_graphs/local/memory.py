@@ -160,7 +160,7 @@ class StaticBuffers:
         return tensors
 
     def inputs_read(self, metas: Iterable[ArgMetadata]) -> None:
-        """Release the static inputs for ``metas`` after capturing the last graph of a runner that reads them."""
+        """Release the static inputs for ``metas``; call this after the last graph of a runner is captured."""
         for known in map(metadata_of, metas):
             known.capture_reuse_count -= 1
             if known.capture_reuse_count == 0 and known.fwd_cudagraph_buffer is not None:
@@ -197,8 +197,8 @@ class StaticBuffers:
         """Hold ``grads``, the results of a backward graph, for the backward graphs that will read them in place.
 
         Returns:
-            Indices of the gradients that no graph reads in place. If two inputs share a gradient, graphs read it for
-            only one, because autograd may add to the gradient of the other.
+            Indices of the gradients that no graph reads in place. If two inputs share a gradient tensor, it is
+            read in place for only one input, because autograd may add to the gradient of the other input.
         """
         escaping: set[int] = set()
         lent: set[int] = set()
@@ -220,6 +220,6 @@ class StaticBuffers:
         return self._inputs.setdefault(address, StaticInput(tensor.detach(), only_copied_to))
 
     def forget_values(self) -> None:
-        """Copy all inputs again in the next step, because optimizers may change tensors without changing versions."""
+        """Forget which values were copied, because optimizers may change a tensor without changing its version."""
         for static in self._inputs.values():
             static.given = None

@@ -155,10 +155,10 @@ class InferenceRecording(Recording):
         self.output_addresses |= {output.data_ptr() for output in tensors_of(runner.graphs.outputs) if output.numel()}
 
     def _input_for(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the static input for ``given``: the output of a previous graph, or a separate tensor.
+        """Return the static input for ``given``: an alias if a previous graph returned it, or else a separate tensor.
 
         Graphs captured with the same tensor share its static tensor, because every replay copies its inputs first. If
-        ``given`` was the output of a previous graph, a replay on a different tensor overwrites that output.
+        the static input aliases the output of a previous graph, a replay on another tensor overwrites that output.
         """
         if given.data_ptr() in self.output_addresses:
             return given.detach()
@@ -171,7 +171,7 @@ class InferenceRecording(Recording):
 
 
 def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
-    """Return the states of ``module`` (or of all layers if unknown) that Mamba updates in a static-batching context."""
+    """Return the Mamba states in a static-batching context: of ``module``, or of all layers if it has none there."""
     states = getattr(context, "key_value_memory_dict", {})
     number = getattr(module, "layer_number", None)
     return tensors_of((states[number],) if number in states else tuple(states.values()))
@@ -192,7 +192,7 @@ class _CudagraphGlobalRecord:
     """The first passes of all runners, in execution order.
 
     Graphs share one memory pool, so they must be captured in the order in which they will run: a graph may use memory
-    that earlier graphs have freed. Users may set ``cudagraph_created`` and both records.
+    that earlier graphs have freed. Users may assign ``cudagraph_created`` and the two lists.
 
     Attributes:
         cudagraph_created: Whether the recorded graphs were captured; if so, modules replay.
@@ -280,7 +280,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def _forget_record_without_grad(cls) -> None:
-        """Clear the record if all of its passes ran without grad: graphs would prevent recording a training step."""
+        """Clear the record if all of its passes ran without grad: after their capture, no training step is recorded."""
         runners = {entry[0] for entry in cls.cudagraph_record}
         if all(runner.is_forward_only for runner in runners):
             cls.cudagraph_record = []

@@ -462,7 +462,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             yield
 
     def _having(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return ``params`` and sharded weights that a pass may change, omitting any whose ``attribute`` is None."""
+        """Return ``params`` and sharded weights that a pass may change, if their ``attribute`` is not None."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 

@@ -3,8 +3,8 @@
 megatron-core links these weights in a chain, in order of use. Each use starts the gather of the next weight on a side
 stream, and each backward pass reduces a weight's gradient while it computes the gradient of the previous weight. A
 graph must complete the communication that it starts: at the end of a pass it waits for gathers and reductions and joins
-the side streams. This ensures that the first weight of the next graph is gathered, and that a graph's memory is unused
-after its replay.
+the side streams. The first weight of the next graph is then gathered, and no stream uses the memory of this graph after
+its replay.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,7 +93,7 @@ class ShardedWeights:
         return _unique(weight for leader in leaders for weight in _group_of(leader))
 
     def settle(self) -> None:
-        """Wait for warm-up communication and clear its flags, so that capture starts in the state of a new step."""
+        """Wait for warm-up communication and clear the weights' flags, so that capture starts as a new step does."""
         if self:
             _implementation().wait_async_comms(_CHAIN)
             for stream in self._side_streams():

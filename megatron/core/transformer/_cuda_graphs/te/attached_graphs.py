@@ -29,10 +29,10 @@ def attach_graphs(
     snapshots: Sequence[Snapshot],
     eager_passes: EagerPasses | None,
 ) -> None:
-    """Attach graphs to layers. Replays check parameter addresses, unless Megatron-FSDP does.
+    """Attach graphs to layers. Without Megatron-FSDP, replays also check the addresses of parameters.
 
     Args:
-        layers: The captured layers of each chunk, one for each of ``snapshots``.
+        layers: The captured layers of each chunk; ``snapshots`` has one entry per layer.
         graphs: The engine's callables, one per slot of ``plan``.
         samples: The static inputs of each slot.
         eager_passes: Counts passes with new shapes; None if such passes may not run eagerly.

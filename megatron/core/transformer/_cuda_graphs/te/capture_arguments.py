@@ -126,7 +126,7 @@ def _shares_parameters(model: torch.nn.Module) -> bool:
 
 
 def num_warmup_iterations(config: Any, num_microbatches: int) -> int:
-    """Return the number of warm-up iterations (``num_microbatches`` each) still needed after the training steps."""
+    """Return how many warm-up iterations of ``num_microbatches`` passes are still needed after the eager steps."""
     done = config.cuda_graph_warmup_steps * get_num_microbatches()
     return max(1, math.ceil((WARMUP_ITERATIONS - done) / num_microbatches))
 
@@ -184,7 +184,7 @@ def _captures_weight_gradients(config: Any) -> bool:
 
 
 def _places(layers: Layers, captured: Layers) -> list[int | None]:
-    """Return the index of each of ``layers`` in ``captured``, or None."""
+    """Return, for each of ``layers``, its index in ``captured``; None for layers that are not captured."""
     place = {layer: index for index, layer in enumerate(captured)}
     return [place.get(layer) for layer in layers]
 

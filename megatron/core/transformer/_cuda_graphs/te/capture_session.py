@@ -111,9 +111,9 @@ class CaptureSession:
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Leave capture mode within the context: it would change outputs of several layers and disable their hooks.
+        """Suspend capture mode within the context: it would disable hooks of the layers and change their outputs.
 
-        On exit, restore generators and buffers, because a failed capture may not restore them.
+        On exit, restore generators and buffers of ``modules``, because a failed capture may not restore them.
         """
         self._free_gradients()
         outside = between(state._set_capture_end, state._set_capture_start)

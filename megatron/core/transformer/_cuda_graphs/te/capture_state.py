@@ -113,7 +113,7 @@ def known_class(model: Any) -> type | None:
 def other_method(model: Any) -> str:
     """Return a message that names a method that ``model`` overrides; empty if there is none.
 
-    An override may read state that changes between steps. Checkpointing methods are ignored.
+    An override may read state that changes between steps. Methods named after ``state_dict`` are ignored.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
@@ -202,7 +202,7 @@ class CaptureState:
     Args:
         calls: Observes training calls until the first capture.
         eager_because: Why steps run eagerly.
-        not_model: Why the whole model is not captured by default; empty if there is no reason yet.
+        not_model: Why the whole model must not be captured by default; empty if it may be.
 
     Attributes:
         scope: The captured part of the model; empty before ``select_scope``.

@@ -19,13 +19,13 @@ STEPS = 10
 class ChangedShapes:
     """Detects that all ranks have trained with the same new shape for ``STEPS`` steps.
 
-    Ranks compare shapes every ``STEPS`` steps and read the result one step later, so that the host waits only for the
-    comparison.
+    Ranks compare shapes every ``STEPS`` steps. The comparison runs on a side stream and is read one step later, so the
+    host never waits for the step itself.
 
     Args:
-        passes: The passes that ran eagerly on this rank.
+        passes: Counter of eager passes on this rank, by shape.
         tokens: Captured tokens per sequence on this rank.
-        calls: The number of counted passes per micro-batch.
+        calls: How many passes it counts per micro-batch: one for each forward graph.
         groups: Process groups that together connect all ranks of a pipeline stage.
         num_microbatches: The number of micro-batches in the first step.
         recaptures: Whether recaptures for new shapes are allowed.
@@ -61,7 +61,7 @@ class ChangedShapes:
         return agreed
 
     def _compared(self, shape: tuple[int, int]) -> torch.Tensor:
-        """Return the maxima over all ranks of ``shape`` and ``-shape``."""
+        """Return the maxima over all ranks of ``shape`` and ``-shape``, to compare the shapes of all ranks."""
         tokens, sequences = shape
         with torch.cuda.stream(self._stream):  # does not wait for the step
             bounds = torch.tensor([tokens, sequences, -tokens, -sequences], device="cuda")
@@ -103,7 +103,7 @@ class Recaptures:
         return f", because {CAPTURES_FLAG} {allowed} allows no more captures"
 
     def watch(self, tokens: int, calls: int) -> ChangedShapes:
-        """Return a detector of passes whose shapes differ from the upcoming capture; see ``ChangedShapes``."""
+        """Return a detector of passes that will differ in shape from the next capture; see ``ChangedShapes``."""
         # Pipeline stages would have to agree on the shape, and image shapes do not predict shapes of later steps.
         groups = self._stage.groups
         fits, left = self._stage.role.language and groups.pp.size() == 1, self.are_left()

@@ -125,7 +125,7 @@ def _determine_if_first_last_layer_of_this_vp_chunk(base_module: Any) -> tuple[b
     """Return ``(is_first, is_last)``: the position of the layer ``base_module`` in its model chunk.
 
     Layers not annotated by ``annotate_first_last_layer`` are located by their ``layer_number``. A module without
-    one is a chunk by itself.
+    this attribute counts as the only layer of its chunk.
     """
     if hasattr(base_module, "is_first_layer"):
         return base_module.is_first_layer, base_module.is_last_layer

@@ -198,14 +198,15 @@ class PassGraphs:
 
 
 def _may_replay_evaluation() -> bool:
-    """Return whether evaluation may replay: never during a backward pass, because it could overwrite its memory."""
+    """Return whether evaluation may replay: never during a backward pass, whose memory a replay could overwrite."""
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 
 class ModelGraphs(PassGraphs):
     """Graphs of a language model or a pipeline chunk, from tokens or hidden states to losses or hidden states.
 
-    They match calls with labels (if the model computes losses), in steps with as many micro-batches as at capture.
+    A call matches if it has labels (where the model computes losses) and its step has as many micro-batches as at
+    capture.
     """
 
     def __init__(self, model: Any, slots: Sequence[GraphedCallable], *more: Any, **options: Any):
@@ -267,7 +268,7 @@ class _ReplayedLayers:
     """Replaces all layers in the loop of a decoder's ``forward``.
 
     Attributes:
-        layer_number: The number of the first layer, which decoders read.
+        layer_number: The number of the first layer; the decoder's ``forward`` reads this attribute.
     """
 
     layer_number = 1
@@ -434,7 +435,7 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
 def _around_passes(models: Iterable[Any], kept: list[Any]) -> Iterator[None]:
     """Within the context, append rotary embedding outputs to ``kept``, because their cache may evict them.
 
-    On exit, restore the input tensors of later chunks, which the capturing evaluation call still reads.
+    On exit, restore the input tensors of later chunks: an evaluation call that starts a capture reads them afterwards.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -537,7 +538,10 @@ def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, ar
 
 
 def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> str:
-    """Capture on all ranks, or return one rank's objection. If the capture fails, all ranks raise the same error."""
+    """Capture the evaluation graph on all ranks, or return why a rank cannot.
+
+    If the capture fails, all ranks raise the same error.
+    """
     model, given = training.module, training.by_name(args, kwargs)
     agreement = CaptureAgreement(stage.groups, with_other_stages=False)  # later stages wait for this one's output
 

@@ -64,7 +64,7 @@ def default_kwargs(
     """Return the captured keyword inputs of each slot, which are the defaults of replays.
 
     The engine shares static inputs of the same shape and dtype regardless of their values. If ``layers`` have different
-    attention mask types, return copies, which the engine does not overwrite.
+    attention mask types, the results are therefore copies.
     """
     if len({attention_mask_type(layer) for layer in layers} - {None}) < 2:
         return list(sample_kwargs)

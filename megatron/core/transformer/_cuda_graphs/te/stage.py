@@ -25,7 +25,7 @@ class Role:
 
     Attributes:
         language: Whether this is the language model, which is present on every pipeline stage. Only its helper logs
-            steps, zeroes gradients, captures evaluation and recaptures for new shapes; only its layers receive rotary
+            steps, zeroes gradients, captures evaluation and recaptures for new shapes. Only its layers receive rotary
             embeddings.
         model_of: Returns the model that has the layers, or None, given a wrapped chunk.
         report: The file name of the report, without suffix.

@@ -88,8 +88,8 @@ class TrainingCalls:
         models: The model, or its chunks in a pipeline stage.
 
     Attributes:
-        interleaved: Whether two forward passes have run before their backward passes, as in pipelines. A single graph
-            would have overwritten the activations of the first pass.
+        interleaved: Whether a second forward pass has run before the backward pass of the first, as in pipelines. A
+            single graph would then overwrite the activations of the first pass.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]):
@@ -128,7 +128,7 @@ class TrainingCalls:
 
 
 def call_blocker(model: Any, given: dict[str, Any]) -> str:
-    """Return why a call with ``given`` cannot match graphs of ``model`` of any sequence length; empty if it can."""
+    """Return why no graph of ``model`` can match a call with the arguments ``given``; empty if one can."""
     shape_on_rank = shape_of(model, given)
     if shape_on_rank is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
