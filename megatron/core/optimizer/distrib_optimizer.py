@@ -51,11 +51,9 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         if self.ddp_config.use_megatron_fsdp and not self.is_stub_optimizer:
             for param in self.get_parameters():
                 if not (param.requires_grad and param.orig_param.requires_grad):  # the model may have either
-                    names = {
-                        each: name for chunk in self.model_chunks for each, name in chunk.module.param_to_name.items()
-                    }
+                    name = param._megatron_fsdp_model.param_to_name[param.orig_param]
                     raise ValueError(
-                        f"requires_grad of {names[param.orig_param]} is off, but Megatron-FSDP would still train it: "
+                        f"requires_grad of {name} is off, but Megatron-FSDP would still train it: "
                         "freeze parameters before wrapping the model, or set their learning rate to 0"
                     )
         super().zero_grad(set_to_none)

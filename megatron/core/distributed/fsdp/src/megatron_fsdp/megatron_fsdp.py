@@ -78,8 +78,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         for param in trained:
             param.grad_added_to_main_grad = False
         if len(trained) > len(trainable := self.graphs.backward.trainable):
-            raw = [getattr(param, "orig_param", param) for param in trained]
-            name = next(self.param_to_name[param] for param in raw if param not in trainable)
+            thawed = {getattr(param, "orig_param", param) for param in trained} - trainable.keys()
+            name = self.param_to_name[thawed.pop()]
             raise ValueError(
                 f"requires_grad of {name} is on, but Megatron-FSDP does not train it, as it was off when the model was "
                 "wrapped: leave it on there, and set the learning rate to 0 until the parameter should train"
