@@ -110,7 +110,7 @@ def test_dead_rank_is_named_at_once():
     def run(agreement, rank, gloo):
         agreement.any([False])
         if rank == 0:
-            gone.set()  # its group is destroyed as this returns
+            gone.set()  # returning destroys its group
             return None
         gone.wait(PATIENCE.total_seconds())
         time.sleep(0.3)  # until its socket is closed

@@ -49,7 +49,7 @@ def two_gpus(monkeypatch):
 
 @pytest.fixture
 def patched_core(monkeypatch):
-    """Skip importing the patched modules, which one test covers in a subprocess."""
+    """Skip the import of the patched modules; another test imports them in a subprocess."""
     monkeypatch.setattr(doctor, "_examine_module", lambda name, report: None)
 
 

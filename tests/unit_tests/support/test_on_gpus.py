@@ -14,7 +14,7 @@ NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Return a function that runs cases 0 to 11; ``errors`` maps cases to errors of the first and later attempts."""
+    """Return a function that runs cases 0 to 11; ``errors`` maps a case to its first and later errors."""
 
     def run(errors, *arguments):
         chosen = [Job("test_a", "data parallel", {"n": number}) for number in range(12)]

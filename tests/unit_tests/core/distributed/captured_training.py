@@ -121,7 +121,7 @@ def short_batch(training: Training, step: int) -> tuple[torch.Tensor, ...]:
 
 
 def in_use(fsdp: torch.nn.Module) -> list[dict]:
-    """Return the buffers in use in the pools for parameters and for gradients."""
+    """Return the double buffers in use: first for parameters, then for gradients."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     buffers = group.model_weight_buffer, group.main_grad_buffer
     return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]

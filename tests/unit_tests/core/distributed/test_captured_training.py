@@ -361,21 +361,21 @@ def test_deleting_graphs_frees_all_of_them(one_rank, case):
 
 
 def load_halved_weights(training):
-    """Load weights as from a checkpoint."""
+    """Load halved weights, as from a checkpoint."""
     weights = training.fsdp.state_dict().items()
     halved = {name: each * 0.5 if isinstance(each, torch.Tensor) else each for name, each in weights}
     training.fsdp.load_state_dict(halved)
 
 
 def halve_parameters(training):
-    """Overwrite the optimizer's parameters, and copy them to the model's weights."""
+    """Halve the optimizer's parameters, and copy them to the model's weights."""
     for _, param in training.fsdp.param_and_grad_buffer.optimizer_named_parameters:
         param.detach().copy_(param.detach() * 0.5)
     training.fsdp.install_optimized_model_weights()
 
 
 def halve_shards(training):
-    """Overwrite the shards of the model's weights, and of the fp32 main weights if they exist."""
+    """Halve the shards of the model's weights, and of the fp32 main weights if they exist."""
     training.fsdp.synchronize_param_gather()  # gathers in flight read them
     for group in training.fsdp.param_and_grad_buffer.parameter_groups:
         for buffer in filter(None, (group.model_weight_buffer, group.main_weight_buffer)):

@@ -98,7 +98,7 @@ def test_shared_embedding_gradients_are_reduced_in_place(monkeypatch, attribute)
 def test_gradients_are_reduced_over_ranks_sharing_weights(monkeypatch, sizes, calls):
     from megatron.core import parallel_state
 
-    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # the attribute is a function
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # shadowed by a function
     groups = [None if size is None else SimpleNamespace(size=lambda size=size: size) for size in sizes]
     for name, group in zip(("gtp", "expert_gtp"), groups, strict=True):
         monkeypatch.setattr(parallel_state, f"get_{name}_weight_remat_group", lambda group=group, **kwargs: group)

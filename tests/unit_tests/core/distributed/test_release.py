@@ -1,4 +1,4 @@
-"""Test that ``release`` frees all memory of graphs and communication buffers, on one of four ranks."""
+"""Test that ``release`` frees all memory of graphs and communication buffers of this rank."""
 
 import pytest
 import torch

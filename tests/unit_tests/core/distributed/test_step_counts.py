@@ -1,7 +1,7 @@
 """Test the host costs of a training step with graphs: Megatron-FSDP's Python calls, and launches.
 
-A step is counted from zeroing gradients to the last reduction, without the optimizer. The bounds are slightly above the
-counts.
+Counts start when gradients are zeroed and end after the last reduction. They exclude the optimizer. The bounds are
+slightly above the measured counts.
 """
 
 import sys

@@ -64,7 +64,7 @@ def imported(request):
     """Return the modules loaded by each process, keyed by the module that the process imports first."""
     code = """
 import importlib, json, os, sys
-import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor  # once for all
+import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor  # once for all processes
 for first in sys.argv[1:]:
     if os.fork() == 0:
         importlib.import_module(first)

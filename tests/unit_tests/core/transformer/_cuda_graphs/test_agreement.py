@@ -172,7 +172,7 @@ class TestBallot:
 @pytest.mark.usefixtures("store")
 class TestCaptures:
     def capture(self, layout="one group", fails_on=None, error: BaseException = A_FAULT, objecting=()):
-        """Capture two layers on all ranks; return the objections that all ranks agreed on, or the errors."""
+        """Capture two layers on all ranks; return the reasons that all ranks agreed on, or the errors."""
         undone = []
 
         def run(rank):

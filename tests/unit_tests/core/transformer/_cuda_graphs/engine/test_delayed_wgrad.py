@@ -189,7 +189,7 @@ def test_gradients_of_marked_parameters_outlive_backward():
 
 
 def run_order(order, layers, delaying, graphed):
-    """Run the passes in ``order`` twice with independent chunks; return outputs and gradients."""
+    """Run the passes in ``order`` twice; return outputs and gradients. Each layer has its own input and loss."""
     torch.manual_seed(7)
     modules = [DelayedLinear(True) if chunk in delaying else mlp() for chunk, n in layers.items() for _ in range(n)]
     params = [param for module in modules for param in module.parameters()]

@@ -312,7 +312,7 @@ def test_no_recapture_after_a_failed_capture(two_stages):
 
 
 def failing_at(*failures):
-    """Return a capture function for an engine, which fails at the given 1-based calls."""
+    """Return a capture function that fails at the given calls, counted from 1."""
     calls = itertools.count(1)
 
     def capture():
