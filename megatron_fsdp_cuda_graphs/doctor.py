@@ -123,7 +123,7 @@ def _examine_module(name: str, report: Report) -> None:
         report.missing.append(f"{name} cannot be imported: {type(error).__name__}: {error}")
         return
     if not overlay.is_patched(module):
-        report.missing.append(f"{name} came from {module.__file__}, not from the patch: another import hook is first.")
+        report.missing.append(f"{name} came from {module.__file__}: an import hook other than the patch's runs first.")
 
 
 def _examine_transformer_engine(report: Report) -> None:

@@ -111,8 +111,8 @@ def _load_base_checkpoint(
     except CheckpointException as error:
         raise ValueError(
             f"--load {load_dir} does not fit this run: {error}\nUse the flags of the run that saved it. Add "
-            "--no-load-rng if the RNG states are of other devices or ranks, --no-load-optim if no optimizer was saved, "
-            "and --padded-vocab-size if the vocabulary was padded to a different size."
+            "--no-load-rng if the RNG states belong to other devices or ranks, --no-load-optim if no optimizer was "
+            "saved, and --padded-vocab-size if the vocabulary was padded to a different size."
         ) from error
     if loaded is not None and chunks and len(chunks) > 1:  # megatron-core returns the parameters of only one chunk
         loaded |= {key: requested[key] for key in _model_keys(chunks)}

@@ -110,7 +110,7 @@ def _parts_of_layers(helper: TECudaGraphHelper, scope: CaptureScope) -> Iterator
         layers = [layer for layer in every if module in [each.name for each in _modules_of(layer)]]
         if not layers:
             continue
-        why = nothing or ("" if {*layers} <= {*helper.flattened_callables} else "not all of these can be captured")
+        why = nothing or ("" if {*layers} <= {*helper.flattened_callables} else "not all layers can be captured")
         if not options.graphs(module, *(("moe",) if module.startswith("moe_") else ())):
             why = f"--cuda-graph-modules lacks {module}"
         yield _part(name, len(layers), why)

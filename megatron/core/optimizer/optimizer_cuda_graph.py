@@ -104,7 +104,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         names = [key[0] for key in now if now[key] != self._captured.get(key)]
         reason = "another optimizer's step was captured"
         if self._captured:
-            reason = f"{(names or ['a group'])[0]} changed after capture"
+            reason = f"{(names or ['a parameter group'])[0]} changed after capture"
         if reason not in self._told:
             self._told.add(reason)
             log_single_rank(

@@ -264,7 +264,7 @@ def test_gradients_completed_elsewhere_go_to_autograd(fsdp, mark):
     ("mark", "reason"),
     [
         ("skip_backward_post_hook", "the weight gradient of {} is delayed"),
-        ("_is_shared", "the gradient of {} is completed elsewhere"),
+        ("_is_shared", "the gradient of {} is complete only after backward"),
     ],
 )
 def test_gradients_completed_elsewhere_block_recorded_layers(fsdp, mark, reason):

@@ -81,8 +81,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             thawed = {getattr(param, "orig_param", param) for param in trained} - trainable.keys()
             name = self.param_to_name[thawed.pop()]
             raise ValueError(
-                f"requires_grad of {name} is on, but Megatron-FSDP does not train it, as it was off when the model was "
-                "wrapped: leave it on there, and set the learning rate to 0 until the parameter should train"
+                f"requires_grad of {name} is on, but was off when the model was wrapped, so Megatron-FSDP does not "
+                "train it: leave it on when wrapping, and set the learning rate to 0 until the parameter should train"
             )
         self.param_and_grad_buffer.zero_grad()
 

@@ -331,8 +331,8 @@ class BackwardPass:
         if self.phase is Phase.CLOSED:
             return
         warnings.warn(
-            "Megatron-FSDP: an exception ended the last backward pass. Gradients that were not reduced are dropped; "
-            "the others are in the main gradients, so call zero_grad_buffer() and optimizer.zero_grad() before the "
+            "Megatron-FSDP: an exception ended the last backward pass. Unreduced gradients are dropped, but "
+            "reduced ones remain in the main gradients: call zero_grad_buffer() and optimizer.zero_grad() before the "
             "next step.",
             stacklevel=4,
         )

@@ -31,7 +31,7 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
 _OF_PARAMETERS: Sequence[tuple[Any, str]] = (
     (has_gradient_hooks, "parameter {} has hooks, or several modules share it"),
     (lambda param: getattr(param, "skip_backward_post_hook", False), "the weight gradient of {} is delayed"),
-    (lambda param: getattr(param, "_is_shared", False), "the gradient of {} is completed elsewhere"),
+    (lambda param: getattr(param, "_is_shared", False), "the gradient of {} is complete only after backward"),
 )
 
 
