@@ -1,4 +1,4 @@
-"""Measure all documented figures at one commit, and write them to one folder. Later calls resume.
+"""Measure all documented figures at one commit, and write them to one folder. Later calls skip finished parts.
 
     python benchmarks/measure.py                       # all parts for the GPUs of this machine
     python benchmarks/measure.py --only 'step_time*'   # parts with matching names
@@ -252,10 +252,10 @@ def run(part: Part, file: Path, commit: str, seconds: float, **words: int) -> bo
 
     Args:
         part: The part.
-        file: Its file.
+        file: File for its results.
         commit: The measured commit.
         seconds: Time limit.
-        words: Replacements in its arguments, in addition to ``FILE`` and ``SECONDS``.
+        words: Values of the placeholders in its arguments other than ``FILE`` and ``SECONDS``.
     """
     log = file.parent / "logs" / f"{file.stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)

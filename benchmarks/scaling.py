@@ -3,8 +3,8 @@
     python benchmarks/scaling.py --gpus 2 --output scaling.json
 
 Trains models of configuration B of ``step_time.py`` (hidden 1024, sequence 512; tiny models on the CPU backend, whose
-times are meaningless) in the same processes: each number of layers with the first number of micro-batches, and each
-number of micro-batches with the first number of layers. As in ``step_time.py``, steps must be bit-identical to the
+times are meaningless) in the same processes: each value of ``--layers`` with the first of ``--micro-batches``, and each
+value of ``--micro-batches`` with the first of ``--layers``. As in ``step_time.py``, steps must be bit-identical to the
 reference.
 """
 

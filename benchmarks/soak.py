@@ -4,9 +4,9 @@
 
 For each of ``--configurations``, runs ``examples/pretrain_gpt.py`` under Megatron-FSDP three times: eagerly; with
 graphs and checkpoints up to ``--resume-from``; and from that checkpoint to the end in new processes. Compares the loss
-and gradient norm of every step. The JSON has both runs' hashes, the differing steps and reserved MiB per step;
-``flat`` is true if no run reserved memory in its second half. The exit code is 1 if steps differ, are missing
-or ran eagerly, if memory grew, or if a run failed.
+and gradient norm of every step. The JSON has hashes of the eager and the graphed values, the differing steps, and each
+run's reserved MiB per step; ``flat`` is true if no run reserved more memory in its second half. The exit code is 1
+if steps differ or are missing, if graphs were not used, if memory grew, or if a run failed.
 
 Independent runs are concurrent if there are enough GPUs, or with ``--at-once``. Results are written after each
 configuration, and logs and metrics to a folder next to the JSON.

@@ -8,8 +8,8 @@ The template holds placeholders for tables and figures, with files relative to `
     {{launches: release/step_time_a_b_1gpu release/step_time_c_d_1gpu}}
     {{.1f: release/step_time_a_b_1gpu configurations/A/native/ms}}
 
-A table has the name of a function in ``benchmarks/_tables``. A figure has a format, a file and the path of keys to its
-value, without ``--``; in a list, a key is the variant of an element or its index.
+A table is named after a function in ``benchmarks/_tables``, and followed by files. A figure consists of a format, a
+file and the path of a value in it (see ``figure``).
 """
 
 import argparse
@@ -60,7 +60,8 @@ def figure(name: str, keys: str) -> float:
 
     Args:
         name: The file, relative to ``benchmarks/results`` and without extension.
-        keys: Keys separated by slashes, without ``--``; in a list, a variant or an index.
+        keys: Path into the JSON, for example ``configurations/C/native/ms``. Omit ``--`` from keys. A list element is
+            selected by its ``variant``, or else by its index.
     """
     found = _read(name)
     for key in keys.split("/"):

@@ -170,7 +170,7 @@ def build_datasets(num_samples, vp_stage: int | None = None):
     """Build the training, validation and test sets from the data flags.
 
     Args:
-        num_samples: Number of samples of each of the three.
+        num_samples: Numbers of training, validation and test samples.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)

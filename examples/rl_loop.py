@@ -32,7 +32,7 @@ CLIP, KL = 0.2, 0.05
 
 
 def unwrapped(impl: str, layers_per_graph: str | None = None):
-    """Build the model and its configuration; all models have the same initial weights."""
+    """Build a GPT without a wrapper, and its configuration. All GPTs start with the same weights."""
     model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
     config = TransformerConfig(
         num_layers=2,
@@ -58,7 +58,7 @@ def losses_of(model, tokens):
 
 
 def log_probabilities(model, micro_batches):
-    """Return the log-probabilities of each micro-batch; with graphs, the forward pass replays."""
+    """Return the log-probabilities of the tokens of each micro-batch, from replays if there are graphs."""
     model.eval()
     with torch.no_grad():
         found = [-losses_of(model, tokens) for tokens in micro_batches]

@@ -33,7 +33,7 @@ class Checksums:
         return chunks, optimizer, *others
 
     def after_step(self, step: int) -> None:
-        """Do nothing. Called like ``StepProfile.after_step``."""
+        """Do nothing; part of the interface of ``StepProfile``."""
 
     def found(self) -> list[dict[str, int]]:
         """Return the checksums of each step, keyed by ``rank RANK: NAME``."""
@@ -47,7 +47,7 @@ class Checksums:
 
 
 def _named_parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the optimizer's parameters, or the model's under DistributedDataParallel."""
+    """Yield the names and parameters of the optimizer or, under DistributedDataParallel, of the model."""
     for chunk in chunks:
         buffer: Any = getattr(chunk, "param_and_grad_buffer", None)
         yield from chunk.named_parameters() if buffer is None else buffer.optimizer_named_parameters

@@ -82,8 +82,8 @@ def _forget_fp8() -> None:
 def _clear_caches_of_dtensor() -> None:
     """Clear the caches of sharding propagation and fake tensors.
 
-    Keys include numbers, for example the step size of torch's Adam, so a later run with the same learning rates would
-    be faster than the first.
+    Cache keys include numbers, for example the step size of torch's Adam. A later run with the same learning rates
+    would reuse the entries of the first run, and so be faster.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.tensor import debug

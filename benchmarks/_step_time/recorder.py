@@ -73,7 +73,7 @@ class TrainingLog:
     """Wraps ``training_log`` of ``megatron.training`` for the rest of the process.
 
     Attributes:
-        recorder: Records each step, unless None.
+        recorder: Recorder to call after each step; None to record nothing.
     """
 
     def __init__(self) -> None:

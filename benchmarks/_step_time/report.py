@@ -29,11 +29,12 @@ def rows(variants: Sequence[Variant], timed: Mapping[str, Result], profiled: Map
         profiled: Results of profiled runs by variant.
 
     Returns:
-        The measured values and: ``reference``, the variant that must be bit-identical; ``equal_steps`` of ``steps``;
-        ``ratio_to_eager`` and ``ratio_to_full_iteration``, relative to the variant with the same optimizer graph
-        setting; ``ratio_to_compute_alone``; ``ratio_to_compute``, relative to the compute time of eager Megatron-FSDP,
-        a lower bound for the same kernels on one stream; ``repeatable``, whether the profiled run equals the timed run.
-        Unavailable values are None or missing.
+        The measured values, and: ``reference``: variant that must be bit-identical. ``equal_steps``: number of steps
+        before the first difference from the reference. ``ratio_to_VARIANT``: step time relative to ``eager`` or
+        ``full_iteration`` (both with ``+optimizer`` if the row's variant has it) or to ``compute_alone``.
+        ``ratio_to_compute``: step time relative to the compute time of eager Megatron-FSDP, a lower bound for the same
+        kernels on one stream. ``repeatable``: whether losses and gradient norms of the profiled run equal the timed
+        run's. Unavailable values are None or missing.
     """
     compute = _compute_ms(profiled.get(EAGER, {}))
     return [_row(each, variants, timed, profiled, compute) for each in variants if each.name in timed]

@@ -35,7 +35,7 @@ class Results:
         self._timed.append({name: {} for name in self._chosen})
 
     def keep(self, run: Run, result: dict[str, Any], planned: int) -> None:
-        """Store the result of ``run``, one of the ``planned`` runs, and print its line."""
+        """Store and print the result of ``run``; ``planned`` is the total number of runs."""
         kept = self._profiled if run.profiled else self._timed[-1]
         kept[run.configuration][run.variant] = result
         self._ended += 1
@@ -77,8 +77,8 @@ def over_launches(rows: Sequence[Row]) -> dict[str, Any]:
         rows: One row of ``report.rows`` per launch.
 
     Returns:
-        The row of a failed run if there is one, otherwise the first row with medians over launches, the minimum of
-        ``equal_steps``, and the measurements of each launch as ``launches``.
+        The row of a failed launch if there is one. Otherwise a copy of the first row with medians over launches, the
+        minimum of ``equal_steps``, and, as ``launches``, the measurements of each launch.
     """
     failed = next((row for row in rows if "error" in row), None)
     if failed is not None or len(rows) == 1:

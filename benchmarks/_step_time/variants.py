@@ -56,7 +56,7 @@ class Variant:
 
     @property
     def groups_experts(self) -> bool:
-        """Whether token counts stay on the GPU."""
+        """Whether to use grouped experts, whose token counts stay on the GPU."""
         return GROUPED in self.flags
 
     @property

@@ -90,7 +90,7 @@ def soaks(results: Results) -> Iterator[Row]:
 
 
 def repeated(results: Results) -> Iterator[Row]:
-    """Yield one row per model and outcome. It lists the variants with this outcome, without their common flags."""
+    """Yield one row per model and outcome. The model's name omits flags that all its runs share."""
     yield "model", "GPUs", "mode", "equal runs", "distinct results", "commit"
     modes: dict[Row, list[str]] = {}
     for found in results:

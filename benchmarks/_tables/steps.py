@@ -95,7 +95,7 @@ def levers(results: Results) -> Iterator[Row]:
 
 
 def _settings(variant: str) -> str:
-    """Return the settings that a variant adds, in words or as flags."""
+    """Return a variant's environment variables, flags and additions, in the words of ``_SETTINGS`` if it has any."""
     name, variables, flags = parts(variant)
     quoted = [_SETTINGS.get(word, f"`{word}`") for word in (*variables, *flags)]
     optimizer = ["`--optimizer-cuda-graph`"] * ("+optimizer" in name)
@@ -145,7 +145,7 @@ def kinds(results: Results) -> Iterator[Row]:
 
 
 def growth(results: Results) -> Iterator[Row]:
-    """Yield step times by the numbers of layers and micro-batches."""
+    """Yield one row per number of layers and micro-batches: step times, memory and capture time."""
     yield (
         *(
             "layers",
@@ -183,7 +183,7 @@ def commit(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 def _trained(
     results: Results, *, needed: Sequence[str] = ("eager", "native")
 ) -> Iterator[tuple[Mapping[str, Any], str, dict[str, Any]]]:
-    """Yield file content, model, and variants by name, for configurations that have all ``needed`` variants.
+    """Yield file content, model name and rows by variant, for each model that has all ``needed`` variants.
 
     Variants with a suffix in ``FLAGS`` count as a separate model, and their names omit the suffix.
     """

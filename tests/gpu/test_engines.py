@@ -33,7 +33,7 @@ STEPS = 10
 
 @pytest.fixture(autouse=True)
 def stream_of_its_own():
-    """Leave the legacy default stream, on which backward passes cannot be captured."""
+    """Run each test on a side stream: backward passes on the legacy default stream cannot be captured."""
     torch.manual_seed(1)
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
@@ -72,7 +72,7 @@ class Training:
     caches: bool = False
 
     def run(self, engine: Callable | None) -> list[torch.Tensor | None]:
-        """Return all losses, gradients and parameters."""
+        """Train with graphs of ``engine`` (None: eagerly); return all losses, gradients and parameters."""
         torch.manual_seed(5)
         FP8GlobalStateManager.reset()
         layers = [self.make().to(dtype=torch.bfloat16, device="cuda") for _ in range(2)]
@@ -132,7 +132,7 @@ def test_missing_statistics_update_is_detected(monkeypatch):
 
 
 def delayed_weight_gradients(engine: Callable | None, had_gradients: bool) -> list[torch.Tensor | None]:
-    """Train two one-layer chunks that delay weight gradients until after both backward passes; return the numbers.
+    """Train two layers that compute weight gradients after both backward passes; return the tensors to compare.
 
     If ``had_gradients``, parameters have gradients before capture.
     """

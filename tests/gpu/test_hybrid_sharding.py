@@ -1,4 +1,4 @@
-"""Test that graphs are bit-identical to eager under HSDP with two replicas; one GPU represents both."""
+"""Test that graphs are bit-identical to eager under HSDP with two replicas, or with one replica on one GPU."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Test that ``release`` frees all memory, and that training with it between steps is bit-identical to eager."""
+"""Test that ``release`` frees all memory, and that calling it between steps keeps training bit-identical."""
 
 import os
 import subprocess

@@ -93,7 +93,7 @@ batches = training._batches
 
 
 def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
-    """Return this rank's values and unexpected differences, or a traceback. Only the third run uses ``graphs``."""
+    """Train with one micro-batch, with several, and again with ``graphs``; return the differences, or a traceback."""
 
     def trained(case: Case, graphs: bool = False) -> Trace:
         with_equal_batches = mock.patch.object(training, "_batches", equal_batches)

@@ -37,7 +37,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 
 
 def start(folder: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Parse and validate flags like a training run."""
+    """Parse and validate ``flags`` as a training run does."""
     script = tmp_path / "start.py"
     script.write_text(
         "from megatron.training.arguments import parse_args, validate_args\nvalidate_args(parse_args())\n"

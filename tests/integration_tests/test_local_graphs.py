@@ -45,7 +45,7 @@ def train(trained):
 
 
 def pairs_of_graphs(layout, case):
-    """Return the number of graph pairs per rank: one per layer or part; with pipeline stages, per micro-batch."""
+    """Return the number of graph pairs per rank: one per layer or part and, in a pipeline, per micro-batch."""
     layers = case.get("layers", LOCAL["layers"]) + case.get("mtp", 0)
     parts = 2 if "moe_router" in case.get("modules", []) else 1
     return layers * parts * (case["microbatches"] if layout == "PP2" else 2) // 2

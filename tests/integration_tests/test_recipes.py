@@ -1,4 +1,4 @@
-"""Test that graphed recipes are bit-identical to eager recipes, in golden values and when trained here."""
+"""Test that graphed recipes are bit-identical to eager recipes, in golden values and in training."""
 
 import pytest
 

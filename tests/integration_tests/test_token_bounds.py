@@ -1,7 +1,7 @@
 """Test that capture waits for steps within the token limit, and that later steps that exceed it are rerun.
 
-Two CPU ranks with two of four experts each, dropout, router statistics, expert bias and two micro-batches. A rank
-overflows when all its tokens go to the experts of one rank, twice an even share.
+Two CPU ranks with two of four experts each, dropout, router statistics, expert bias and two micro-batches. To overflow,
+a rank sends all its tokens to the experts of one rank, twice the even share.
 """
 
 import json
@@ -46,7 +46,7 @@ LOGGED = r"(?:lm loss|load_balancing_loss|z_loss|validation loss at iteration.*l
 
 
 class Run:
-    """Trains once; holds the compared values, the log, the overflow flags of each run, and the routers' buffers."""
+    """Trains once; stores metrics, the log, which ranks overflowed in each attempt at a step, and values to compare."""
 
     def __init__(self, folder, flags, overflows, graphs, ranks=2):
         with pytest.MonkeyPatch.context() as patches:

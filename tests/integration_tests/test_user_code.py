@@ -1,7 +1,7 @@
 """Test that graphs are bit-identical to eager with user code, and with flags that add work between steps.
 
-Two CPU ranks run ``examples/pretrain_gpt.py`` with many of them at once. Every scalar that Megatron writes is
-compared: losses, gradient norms, parameter norms, validation losses.
+Two CPU ranks run ``examples/pretrain_gpt.py``; each run combines many such flags and user functions. Every scalar that
+Megatron writes is compared: losses, gradient norms, parameter norms, validation losses.
 """
 
 import json

@@ -50,7 +50,7 @@ STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights
 
 
 def command_line(example: str) -> list[str]:
-    """Return ``FITTING`` and the flags of an example, without the flags that follow a ``!``."""
+    """Return ``FITTING`` and the flags in ``example``. A word ``!NAME`` removes ``--NAME`` from ``FITTING``."""
     words = example.split()
     line = FITTING
     for left_out in (word[1:] for word in words if word.startswith("!")):

@@ -1,4 +1,4 @@
-"""Choose the parameters of tests that run in ``make test``; mark the others ``long`` for ``make test-all``."""
+"""Choose the test parameters that run in ``make test``; mark all others ``long``, for ``make test-all``."""
 
 from collections.abc import Iterable, Mapping
 from itertools import product
@@ -14,7 +14,7 @@ def name_of(case: Mapping[str, Any]) -> str:
 
 
 def each_once(*values: Iterable[Any]) -> list[Any]:
-    """Return all combinations for ``parametrize``; the combinations not marked ``long`` cover each value."""
+    """Return all combinations of ``values`` for ``parametrize``, marked ``long`` except enough to cover each value."""
     lists = [*map(list, values)]
     kept = [tuple(each[place % len(each)] for each in lists) for place in range(max(map(len, lists)))]
     return [pytest.param(*found, marks=[] if found in kept else [pytest.mark.long]) for found in product(*lists)]
@@ -40,7 +40,7 @@ def mostly_long(cases: Iterable[Any], *quick: Any) -> list[Any]:
 
 
 def asked(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
-    """Return the parameters of the selected tests in the requesting test's file, in order."""
+    """Return the distinct values of parameters ``names`` among the selected tests of the requesting test's file."""
     found: list[tuple[Any, ...]] = []
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

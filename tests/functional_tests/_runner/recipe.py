@@ -104,7 +104,7 @@ def find(given: Iterable[str], platform: str) -> list[Recipe]:
 
 
 def _listed(platform: str) -> Iterator[Recipe]:
-    """Yield the recipes of all lists that are for ``platform``."""
+    """Yield the recipes for ``platform`` from all recipe lists."""
     for file in sorted(LISTS.glob("*/*.yaml")):
         for spec in specifications(yaml.safe_load(file.read_text())):
             if spec["platforms"] == platform:
@@ -112,7 +112,7 @@ def _listed(platform: str) -> Iterator[Recipe]:
 
 
 def specifications(recipes: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield one copy of a list's ``spec`` per combination of values in ``products``, updated with these values."""
+    """Yield one specification per combination of values in ``products``: ``spec``, updated with these values."""
     for block in recipes["products"]:
         for inner in block["products"]:
             keys = {key: values for key, values in (block | inner).items() if key != "products"}

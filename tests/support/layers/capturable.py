@@ -1,7 +1,7 @@
 """Make an optimizer's step capturable without TransformerEngine.
 
-Without TransformerEngine, megatron-core uses torch's Adam, which rejects ``capturable`` on CPU ranks, and a norm that
-synchronizes.
+Without TransformerEngine, megatron-core uses torch's Adam, which rejects ``capturable`` on CPU ranks, and synchronizes
+to compute the gradient norm.
 """
 
 from contextlib import AbstractContextManager, ExitStack
@@ -17,7 +17,7 @@ def apply(function, noop_flag, tensor_lists, *args):
 
 
 def norm(chunk_size, noop_flag, tensor_lists, per_tensor):
-    """Return the 2-norm over all tensors of the single list, float32 of shape [1], and None."""
+    """Return the 2-norm over all tensors of the first list, float32 of shape [1], and None for norms per tensor."""
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensor_lists[0]]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 

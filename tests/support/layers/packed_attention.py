@@ -71,7 +71,7 @@ def places_on_rank(offsets: torch.Tensor, tokens: int, rank: int, ranks: int) ->
 
 
 def packed_params(tokens: int, sequences: int, generator: torch.Generator, ranks: int = 1) -> PackedSeqParams:
-    """Return padded parameters for up to ``sequences`` sequences of random lengths, ``tokens`` tokens in total.
+    """Return padded ``PackedSeqParams`` of at most ``sequences`` random lengths with a sum of ``tokens``.
 
     With several context-parallel ranks, lengths are multiples of ``2 * ranks``.
     """

@@ -117,7 +117,7 @@ def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics() -> dict[str, Any]:
-    """Return the statistics of input, gradient and weight."""
+    """Return the initial FP8 scales and maxima of input, gradient and weight."""
     return {"scale": torch.full((3,), 64.0, device="cuda"), "amax": torch.zeros(3, device="cuda")}
 
 

@@ -1,6 +1,6 @@
 """Train with sets of flags that together cover every pair of compatible rows of the flag table.
 
-A feature is named after a row of the table, or ``job: ...`` without one. It sets flags of ``pretrain.py`` (``True`` for
+A feature has the name of a table row, or ``job: ...`` if it has no row. It sets flags of ``pretrain.py`` (``True`` for
 a flag without a value) or removes them (``False``). ``pairs.json`` contains sets of features with their numbers of
 ranks; any two compatible features share a set. Add a new feature to all sets that it is compatible with.
 """

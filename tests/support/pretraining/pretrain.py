@@ -36,7 +36,7 @@ class Pretraining:
         graphs: Use CUDA graphs, captured after three steps by default.
         data: Path of a dataset without a suffix; None to write a few documents to ``folder``.
         script: Script that the ranks run.
-        base: Flags before ``flags``; if empty, ``BATCH`` is omitted.
+        base: Flags that precede ``flags``; if empty, the batch size (``BATCH``) is also omitted.
         ranks: Number of processes.
         launch: ``ForkedRanks``, or a class with the same interface.
 

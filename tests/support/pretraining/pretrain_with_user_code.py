@@ -44,7 +44,7 @@ def averaged_weights():
 
 
 def unused_parameters():
-    """Add an unused parameter to the model and to two layers, the most that the double buffer can hold."""
+    """Add an unused parameter to the model and to two layers; with a third, the double buffer would be too small."""
 
     def add(chunks):
         for chunk in chunks:

@@ -88,7 +88,7 @@ def one_rank(process_group):
 
 @pytest.fixture
 def side_stream(cpu_backend_of_module):
-    """Leave the legacy default stream, as capturing programs do."""
+    """Run the test on a side stream, as programs with graphs do."""
     gc.collect()
     gc.freeze()  # exclude live objects from garbage collection during captures and model building
     with torch.cuda.stream(torch.cuda.Stream()):

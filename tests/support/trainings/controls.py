@@ -1,4 +1,4 @@
-"""Define captures with one broken part, which a comparison must detect, and unusual but supported captures."""
+"""Define negative controls (captures with one broken part, which comparisons must detect) and unusual captures."""
 
 import os
 import re
@@ -378,7 +378,7 @@ def failed_language_capture(training: Training) -> None:
 
 @control
 def beside_a_larger_model(training: Training) -> None:
-    """Capture, then train a larger model, one step per forward pass of the first, and capture it after its warm-up."""
+    """Capture, then also train a larger model: one step per forward pass of the first, with a capture after warm-up."""
     case = replace(training.case, hidden=2 * training.case.hidden)
     training.helper.create_cudagraphs()
     other = Training(case, graphs=True)

@@ -170,11 +170,12 @@ class Attempts:
     """Capture attempts on one model.
 
     Attributes:
-        steps: Event that preceded each step of the model.
+        steps: For each training step, what happened before it.
         problems: Attempts and steps that failed the checks.
-        counted, passed: Number of attempts by kind, and number of attempts that left no state behind.
+        counted: Number of attempts by kind of fault and ranks.
+        passed: Number of attempts that raised the expected error and restored all state, by the same keys.
         slowest: Longest time from the start of an attempt to its error, in seconds.
-        unreached: Number of faults whose index was beyond the end of a shorter capture.
+        unreached: Number of attempts whose capture ended before the index of the fault.
         compared: Number of compared steps.
     """
 
@@ -244,7 +245,7 @@ class Attempts:
         return problems
 
     def step(self, where: str) -> None:
-        """Train one step."""
+        """Train one step; ``where`` describes the event that precedes it."""
         self.training.step()
         self.steps.append(where)
 
@@ -263,7 +264,7 @@ def run(case: Case, stride: int, write: Callable[[dict[str, Any]], None]) -> Non
 
     Args:
         case: The case to train.
-        stride: Distance between fault indices; starts at stride // 2.
+        stride: Distance between the indices of faults; the first index is ``stride // 2``.
         write: Callback that receives the results so far.
     """
     start = time.monotonic()

@@ -5,7 +5,8 @@
     python -m tests.support.trainings.on_gpus --share 1/2 --output first_half.json
 
 Under pytest, the same cases take hours while GPUs are mostly idle. The results include graph and replay counts, which
-are not checked. Cases that ran out of memory next to others are retrained. Requires GPUs and TransformerEngine.
+are not checked. Cases that run out of memory are trained again, with at most two launches at a time. Requires GPUs and
+TransformerEngine.
 """
 
 import argparse
@@ -109,7 +110,7 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Train the jobs of a launch and return their results; a crash is the error of missing ones, or of the last."""
+    """Train the jobs of a launch. Return their results; missing results, or else the last one, report a crash."""
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)
@@ -136,7 +137,7 @@ def control(job: Job) -> str:
 
 
 def is_expected(result: dict[str, Any]) -> bool:
-    """Return whether a result matches eager, or differs where it must."""
+    """Return whether a result equals eager or, for a negative control in ``DEAD``, differs from it."""
     return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
 
 

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 1 tests/support/trainings/release_memory.py
     torchrun --nproc-per-node 2 tests/support/trainings/release_memory.py --holds layer
 
-Measures memory after ``release``: before the first capture, and after each of several captures with steps and an
-evaluation. ``blocks`` counts, by size, the blocks that were not allocated at the first measurement.
+Measures memory after a ``release`` before the first capture, then in several cycles of steps, an evaluation,
+``release`` and ``restore``. ``blocks`` counts, by size, the blocks in excess of the first measurement.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measure(training: Training) -> None:
-    """Capture, train, evaluate and release in cycles."""
+    """Capture, then train, evaluate, release and restore in cycles."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 

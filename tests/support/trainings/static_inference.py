@@ -72,7 +72,7 @@ def new_model(graphs: bool) -> torch.nn.Module:
 
 
 def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, int, int]:
-    """Generate one batch per size; return tokens with logit sums, and the numbers of graphs and shared inputs."""
+    """Generate a batch of each size; return tokens and logit sums by step, and numbers of graphs and shared inputs."""
     model = new_model(graphs)
     found = []
     contexts = {size: StaticInferenceContext(size, LENGTH) for size in set(batches)}

@@ -37,7 +37,7 @@ class Trace:
         evaluations: Per evaluation, the losses of its micro-batches.
         evaluation_replays: Per evaluation, the number of graph replays.
         clipping_replays: Number of replays of the last gradient-norm graph.
-        logged: Per step, the logged auxiliary losses of MoE layers, and losses and hits of multi-token prediction.
+        logged: Per step, auxiliary losses of MoE layers, and losses and accuracy counts of multi-token prediction.
     """
 
     losses: list[float]
@@ -169,7 +169,7 @@ class Training:
         self.patches.callback(vars(self.optimizer).pop, "step")
 
     def _captured_iteration(self, passes: Callable) -> Callable:
-        """Return ``passes``, captured by megatron-core after ``case.warmup`` steps."""
+        """Return ``passes`` in megatron-core's full-iteration wrapper, which captures after ``case.warmup`` steps."""
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
         for buffers in StaticBufferLoader.static_buffers.values():
