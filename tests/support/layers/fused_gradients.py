@@ -16,7 +16,7 @@ def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
     """While in this context, provide kernels for Megatron's linear layers and skip TransformerEngine's version check.
 
     Args:
-        as_transformer_engine: Whether gradients under Megatron-FSDP are added to ``main_grad``, as in TransformerEngine,
+        as_transformer_engine: Whether gradients under Megatron-FSDP are added to ``main_grad`` as in TransformerEngine,
             unless the weight has ``overwrite_main_grad``. If False, they overwrite it, as in Megatron's own code.
     """
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
