@@ -18,7 +18,7 @@ shutil.rmtree(METADATA / "lib", ignore_errors=True)
 
 
 class BuildWithTree(build_py):
-    """Copies the tree into the package as data, next to megatron-core, whose files it never overwrites.
+    """Copies the tree into the package as data, so that megatron-core's files are never overwritten.
 
     The folder's name has a dot, so that no import statement can load a file under a second name: only the finder of
     ``overlay.py`` loads the files, as ``megatron.*``. An editable installation uses the tree in the source folder.

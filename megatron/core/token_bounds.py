@@ -92,7 +92,7 @@ class TokenBounds:
         self._is_copied = True
 
     def exceeded(self) -> bool:
-        """Wait for the copy, and return whether this rank sent more tokens than a limit, in force or not."""
+        """Wait for the copy, and return whether this rank sent more tokens than a limit, even one not in force."""
         if not self._is_copied:  # the schedule has its own ``backward_step``
             self.copy_to_host()
         self._copied.synchronize()

@@ -136,7 +136,7 @@ def _random(call: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _moved(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return ``made``, or a copy of it if moving the host tensor ``source`` to the device returned ``source``."""
+    """Return ``made``, or a copy if moving the host tensor ``source`` to the device returned ``source`` itself."""
     return made.clone() if made is source and is_host(source) else made
 
 

@@ -1,6 +1,6 @@
 """Emulate streams, events and the capture in progress, with CUDA's errors.
 
-Operations run in program order, and a stream is only an identity. Each thread has a current stream, and streams join a
+Operations run in program order, whatever their streams. Each thread has a current stream, and streams join a
 capture through events, as in CUDA. The backward pass runs in the calling thread on its current stream; on a GPU it
 would use the stream of each forward operation.
 """

@@ -48,7 +48,7 @@ def plan(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress output, log messages and warnings of megatron-core."""
+    """Suppress megatron-core's output, log messages and warnings within the context."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -100,7 +100,7 @@ def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
 
 @contextlib.contextmanager
 def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
-    """Make this process act as one rank of the job."""
+    """Make this process act as one rank of the job within the context."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     try:
         parallel_state.initialize_model_parallel(
@@ -127,7 +127,7 @@ def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Create device tensors with shapes, dtypes and storages, but no memory or values."""
+    """Within the context, create device tensors with shapes, dtypes and storages, but no memory or values."""
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:

@@ -124,8 +124,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def synchronize_gradient_reduce(self) -> None:
         """Finish the reduction of gradients; see megatron-core, which also resets every bucket.
 
-        Replays of the whole model leave no buckets to reset. Without ``overlap_grad_reduce``, megatron-core reduces
-        gradients here, even if the last backward pass of the step has already reduced them.
+        Replays of the whole model leave no buckets to reset. Without ``overlap_grad_reduce``, megatron-core's method
+        reduces gradients, so it is not called if a backward pass has already reduced them.
         """
         gradients = self.graphs.gradients
         self.param_and_grad_buffer.gathered_across_replicas = False  # the optimizer will change the weights

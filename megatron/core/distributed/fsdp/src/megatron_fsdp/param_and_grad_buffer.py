@@ -156,7 +156,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         self._gradients_in_place, self._gradients = True, None
 
     def free_gradients(self) -> None:
-        """Detach the optimizer's gradients, even from a graph that read them, and free copies of other dtypes."""
+        """Detach the optimizer's gradients, even if a graph has read them, and free their casts to other dtypes."""
         for _, param in self.optimizer_named_parameters:
             setattr(param, gradient_name(self.use_decoupled_grad), None)
         self.dist_main_grad.clear()

@@ -35,7 +35,7 @@ class TrainingState(Enum):
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method to appear in profiles with the name of its module argument or of its owner's module."""
+    """Show calls of the method ``phase`` in profiles, with the name of its module argument or its owner's module."""
 
     @wraps(phase)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -253,7 +253,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
         return left
 
     def gradients_written(self) -> None:
-        """Record that the backward graph has written gradients; queue one parameter per bucket."""
+        """Record that the backward graph wrote gradients; queue one parameter per bucket for ``after_backward``."""
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
         for bucket, params in self._written.items():
             one, *others = params  # handling the last of these parameters reduces the bucket
