@@ -57,8 +57,8 @@ def scope_of(helper: TECudaGraphHelper, elsewhere: str) -> CaptureScope:
     return largest_scope(helper.stage, ruled_out)
 
 
-def planned(helper: TECudaGraphHelper, scope: CaptureScope) -> Planned:
-    """Return the graphs that ``helper`` would capture with ``scope``."""
+def planned(helper: TECudaGraphHelper, scope: CaptureScope, masked: bool) -> Planned:
+    """Return the graphs that ``helper`` would capture with ``scope``; ``masked`` if training passes attention masks."""
     if reason := _why_nothing(helper, scope):
         return Planned(why_nothing=reason)
     stage, shape = helper.stage, (helper.seq_length, helper.micro_batch_size)
@@ -67,7 +67,7 @@ def planned(helper: TECudaGraphHelper, scope: CaptureScope) -> Planned:
         passes = CaptureArguments(stage, [[model] for model in models], *shape).order()
         names = [f"chunk {number} as a whole" for number in range(1, len(models) + 1)]
         graphs = _graphs(passes.plan, ["the whole model"] if stage.one_graph_serves_all else names)
-        return Planned(graphs, passes.order, inputs_of_slots(models, passes.plan, *shape))
+        return Planned(graphs, passes.order, inputs_of_slots(models, passes.plan, *shape, masked))
     together = decoder_layers(stage.chunks[0].model) if scope.holds is Holds.DECODER else []
     apart = [[layer for layer in chunk.layers if layer not in together] for chunk in stage.chunks]
     result = Planned(order=(1, -1))
@@ -82,7 +82,7 @@ def planned(helper: TECudaGraphHelper, scope: CaptureScope) -> Planned:
         return result
     first, last = together[0].layer_number, together[-1].layer_number
     graphs = [f"forward of layers {first} to {last}", *result.graphs, f"backward of layers {last} to {first}"]
-    inputs = CaptureArguments(stage, [together], *shape).of_decoder()[0]
+    inputs = CaptureArguments(stage, [together], *shape).of_decoder(masked)[0]
     return Planned(graphs, result.order, (inputs, result.static_inputs))
 
 

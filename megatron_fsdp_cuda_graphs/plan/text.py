@@ -48,10 +48,11 @@ def show(own: argparse.Namespace, given: list[str]) -> int:
 
 def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
     elsewhere = blocker_of_pipeline(args)
+    masked = args.create_attention_mask_in_dataloader or not args.cuda_graph_warmup_steps
     for stage in range(args.pipeline_model_parallel_size):
         with quietly(), dry_stage(args, stage) as helper:
             scope = scope_of(helper, elsewhere)
-            graphs = planned(helper, scope)
+            graphs = planned(helper, scope, masked)
             parts = list(parts_of(helper, scope))
             memory = list(stage_memory(helper, graphs, args))
         yield from ("", f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}")

@@ -45,9 +45,10 @@ KEPT: list[dict[str, Any]] = [
     ONE_RANK | {"modules": ["attn"], "dtype": "bf16"},
 ]
 INTERLEAVED: list[dict[str, Any]] = [{"passes": 2, "steps": 6, **case} for case in ({"holds": None}, DDP)]
+SEEN = {"masked_step": 2}
 MASKED: list[dict[str, Any]] = [
     {"masked_step": 4, "microbatches": 2, "steps": 7, "evaluates": True, **case}
-    for case in ({"holds": "model"}, {}, {"modules": ["attn"]}, DDP)
+    for case in ({"holds": "model"}, {}, SEEN, SEEN | {"holds": None}, {"modules": ["attn"]}, DDP)
 ]
 PIPELINE: dict[str, Any] = {"layers": 4, "hidden": 32, "steps": 7, "dropout": 0.1, "tied": False}
 MORE: dict[str, Any] = {"microbatches": 2, "microbatches_later": 4}
@@ -63,7 +64,7 @@ NO_CAPTURE_LEFT: list[dict[str, Any]] = [
     MORE | {"cuda_graph_max_captures": 1, **case} for case in ({"holds": None}, DDP | {"virtual": 2})
 ]
 MASKED_IN_PIPELINE: list[dict[str, Any]] = [
-    {"masked_step": 4, "microbatches": 4, "holds": most, "virtual": 2} for most in (None, "layer")
+    {"masked_step": step, "microbatches": 4, "holds": most, "virtual": 2} for most, step in ((None, 2), ("layer", 4))
 ]
 OTHER_LENGTHS: dict[str, Any] = {"holds": None, "microbatches": 4, "sequences_later": [24, 32], "turn": 2, "steps": 9}
 
@@ -119,21 +120,23 @@ def test_two_forward_passes_before_backward_are_not_captured(train, case):
     assert (result["graphs"], steps_of_replays(result)) == (0, [])
 
 
-def assert_all_steps_replay(result):
+def assert_steps_replay(result, eager=()):
     assert_as_eager(result)
-    assert steps_of_replays(result) == list(range(CAPTURED_AFTER, len(result["losses"])))
-    assert len(set(result["step_replays"][CAPTURED_AFTER:])) == 1
+    assert steps_of_replays(result) == [*{*range(CAPTURED_AFTER, len(result["losses"]))} - {*eager}]
+    assert len(set(result["step_replays"][CAPTURED_AFTER:]) - {0}) == 1
 
 
 @pytest.mark.parametrize("case", mostly_long(MASKED, MASKED[0]))
 def test_steps_replay_with_and_without_an_attention_mask(train, case):
-    assert_all_steps_replay(train(case))
+    # Graphs of several layers have no mask if no earlier call had one.
+    unseen = case["masked_step"] > CAPTURED_AFTER and not {"modules", "wrapper"} & case.keys()
+    assert_steps_replay(train(case), eager=[4] if unseen else [])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", MASKED_IN_PIPELINE)
 def test_chunks_replay_with_and_without_an_attention_mask(pipeline, case):
-    assert_all_steps_replay(pipeline(case))
+    assert_steps_replay(pipeline(case))
 
 
 @pytest.mark.parametrize("case", mostly_long(MICROBATCHES, MICROBATCHES[0]))

@@ -56,6 +56,18 @@ def test_all_layers_in_one_graph(capsys, flags, more, why):
     assert f"  No graph of the whole model: {why}" in lines
 
 
+@pytest.mark.parametrize("layers", ["model", "all"])
+def test_masks_that_training_does_not_pass_take_no_memory(capsys, flags, layers):
+    def static_inputs(*more):
+        shape = f"--num-layers 2 --seq-length 4096 --cuda-graph-layers-per-graph {layers} --micro-batch-size 1"
+        _, lines = planned(capsys, flags(DENSE, shape, "--max-position-embeddings 4096", *more))
+        return next(float(line.split()[0]) for line in lines if line.endswith("static inputs of graphs"))
+
+    unmasked = static_inputs("--no-create-attention-mask-in-dataloader")
+    assert static_inputs() - unmasked == pytest.approx(16)
+    assert static_inputs("--no-create-attention-mask-in-dataloader --cuda-graph-warmup-steps 0") - unmasked == 16
+
+
 def test_long_lists_of_graphs_are_shortened(capsys, flags):
     arguments = flags(DENSE, "--num-layers 8 --cuda-graph-layers-per-graph 1 --world-size 2")
     _, lines = planned(capsys, arguments)

@@ -80,17 +80,17 @@ class CaptureArguments:
             lambda index: attention_mask_type(layers[index][0]),
         )
 
-    def inputs_of(self, layer: torch.nn.Module, model: Any) -> SampleArguments:
-        """Create new inputs for a layer of ``model``."""
-        return self._inputs.make(layer, model if self.stage.role.language else None)
+    def inputs_of(self, layer: torch.nn.Module, model: Any, masked: bool = True) -> SampleArguments:
+        """Create new inputs for a layer of ``model``; see ``LayerInputs.make``."""
+        return self._inputs.make(layer, model if self.stage.role.language else None, masked)
 
-    def of_decoder(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
+    def of_decoder(self, masked: bool) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
         """Return the static inputs of the decoder's layers, keyed by name, and the names that each layer reads."""
         model = self.stage.chunks[0].model
         inputs: dict[str, torch.Tensor] = {}
         read: list[tuple[str, ...]] = []
         for layer in model.decoder.layers:
-            (hidden_states,), keywords = self.inputs_of(layer, model)
+            (hidden_states,), keywords = self.inputs_of(layer, model, masked)
             inputs = {"hidden_states": hidden_states, **keywords} | inputs
             read.append(tuple(keywords))
         return inputs, read

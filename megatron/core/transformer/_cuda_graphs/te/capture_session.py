@@ -89,7 +89,14 @@ class CaptureSession:
         quantized = [recorded_quantization(stage, model) for model in models]
         with self._several_layers([chunk.module for chunk in chunks]):
             self.graphs.whole = capture_models(
-                models, owners, order.plan, self.shape, warmup_iters, eager_passes, quantized
+                models,
+                owners,
+                order.plan,
+                self.shape,
+                warmup_iters,
+                eager_passes,
+                quantized,
+                masked=self.graphs.masked,
             )
         self._warn_of_hooks((model, named(model)) for model in models)
 
@@ -98,7 +105,7 @@ class CaptureSession:
         stage, chunk = self.stage, self.stage.chunks[0]
         decoder = chunk.model.decoder
         layers = list(decoder.layers)
-        inputs, read = CaptureArguments(stage, [layers], *self.shape).of_decoder()
+        inputs, read = CaptureArguments(stage, [layers], *self.shape).of_decoder(self.graphs.masked)
         owner = chunk.fsdp.graphs.recorded_passes(partial(self.agreement.begin, "the decoder"), layers)
         others = len(stage.layers) - len(layers)
         eager_passes = self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others)

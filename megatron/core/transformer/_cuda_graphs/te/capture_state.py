@@ -242,6 +242,11 @@ class CaptureState:
         together = {*(() if self.decoder is None else self.decoder.module.layers)}
         return [[layer for layer in chunk.layers if layer not in together] for chunk in self._stage.chunks]
 
+    @property
+    def masked(self) -> bool:
+        """Whether whole passes get an attention mask; models of unknown classes may create it."""
+        return self._calls.masked or any(known_class(chunk.model) is None for chunk in self._stage.chunks)
+
     def select_scope(self, agreement: CaptureAgreement) -> None:
         """Set ``scope``, which is the same on all ranks, and log the reasons against larger graphs.
 

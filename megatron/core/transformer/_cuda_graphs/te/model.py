@@ -210,8 +210,7 @@ class ModelGraphs(PassGraphs):
     """
 
     def __init__(self, model: Any, slots: Sequence[GraphedCallable], *more: Any, **options: Any):
-        without_attention = {_MASK, *OFFSETS}.isdisjoint(slots[0].kwargs)
-        unused = unused_by(model) | ({_MASK} if without_attention else set())
+        unused = unused_by(model) | (set() if any(map(captures_attention, language_layers(model))) else {_MASK})
         super().__init__(model, slots, *more, unused=unused, **options)
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
@@ -376,6 +375,7 @@ def capture_models(
     eager_passes: EagerPasses,
     quantized: Sequence[RecordedQuantization | None],
     *,
+    masked: bool,
     training: bool = True,
 ) -> list[ModelGraphs]:
     """Capture the passes of ``models``; with ``training``, later calls replay them. See ``_capture``.
@@ -384,10 +384,11 @@ def capture_models(
         models: The language model, or its chunks in a pipeline stage: the callables of ``plan``.
         shape: Sequence length before any sharding, and micro-batch size.
         quantized: The quantization of each model, or None.
+        masked: Whether calls have an attention mask.
         training: Whether to capture backward passes. Otherwise models must be in evaluation mode.
     """
     slots: defaultdict[Any, list[GraphedCallable]] = defaultdict(list)
-    for index, inputs in zip(plan.callable_of_slot, inputs_of_slots(models, plan, *shape), strict=True):
+    for index, inputs in zip(plan.callable_of_slot, inputs_of_slots(models, plan, *shape, masked), strict=True):
         model, own = models[index], slots[models[index]]
         name = type(model).__name__ + ("" if training else " in evaluation")
         if len(plan.slots_of_callables[index]) > 1:
@@ -400,33 +401,33 @@ def capture_models(
 
 
 def inputs_of_slots(
-    models: Sequence[Any], plan: Plan, seq_length: int, micro_batch_size: int
+    models: Sequence[Any], plan: Plan, seq_length: int, micro_batch_size: int, masked: bool
 ) -> list[dict[str, torch.Tensor]]:
     """Return the static inputs of each slot of ``plan``, shared between slots that are not in use together."""
     samples = sample_arguments(
         plan,
-        lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size)),
+        lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size, masked)),
         lambda index: index,  # models may differ in whether they get a mask
     )
     return [inputs for _, inputs in samples]
 
 
-def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
+def sample_inputs(model: Any, seq_length: int, micro_batch_size: int, masked: bool) -> dict[str, torch.Tensor]:
     """Create static inputs of ``model``, keyed by name, including ``hidden_states`` from the previous stage.
 
-    Shapes and dtypes match ``expected_inputs`` and the first layer's hidden states. The attention mask is the layers'
-    default mask; a model without attention has no mask.
+    Shapes and dtypes match ``expected_inputs`` and the first layer's hidden states. With ``masked``, the attention
+    mask is the layers' default mask; a model without attention has no mask.
     """
     of_layers = LayerInputs(model.config, seq_length, micro_batch_size)
     attention = next(filter(captures_attention, language_layers(model)), None)
-    _, of_attention = ((), {}) if attention is None else of_layers.make(attention, None)
+    _, of_attention = ((), {}) if attention is None else of_layers.make(attention, None, masked)
     expected = expected_inputs(model, seq_length // model.config.context_parallel_size, micro_batch_size)
     expected.pop(_MASK, None)
     inputs = {name: torch.zeros(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in expected.items()}
     if "loss_mask" in inputs:
         inputs["loss_mask"].fill_(1)
     if not is_first(model):
-        (hidden_states,), _ = of_layers.make(decoder_layers(model)[0], None)
+        (hidden_states,), _ = of_layers.make(decoder_layers(model)[0], None, masked=False)
         inputs[HIDDEN_STATES] = hidden_states
     return inputs | of_attention
 
@@ -562,7 +563,8 @@ def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args:
         owner = chunk.fsdp.graphs.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
         quantized = [recorded_quantization(stage, model)]
         plan = unordered_plan(1).forward_only()
+        masked = given.get(_MASK) is not None
         (training.evaluation,) = capture_models(
-            [model], [owner], plan, shape, WARMUP_ITERATIONS, EagerPasses(), quantized, training=False
+            [model], [owner], plan, shape, WARMUP_ITERATIONS, EagerPasses(), quantized, masked=masked, training=False
         )
     return ""

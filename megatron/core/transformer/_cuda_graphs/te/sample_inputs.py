@@ -43,10 +43,10 @@ def attention_mask_type(layer: Any) -> AttnMaskType | None:
 
 def captures_attention(layer: Any) -> bool:
     """Return whether the self-attention of ``layer`` is captured."""
+    if isinstance(getattr(layer, "self_attention", IdentityOp()), IdentityOp):
+        return False
     modules = layer.config.cuda_graph_modules
-    return not isinstance(getattr(layer, "self_attention", IdentityOp()), IdentityOp) and (
-        not modules or CudaGraphModule.attn in modules
-    )
+    return not modules or CudaGraphModule.attn in modules
 
 
 def packed_use(layer: Any) -> PackedUse | None:
@@ -91,23 +91,30 @@ class LayerInputs:
         self._micro_batch_size = micro_batch_size
         self._rotary: dict[int, torch.Tensor] = {}
 
-    def make(self, layer: torch.nn.Module, model: torch.nn.Module | None) -> SampleArguments:
-        """Create new inputs of ``layer``: hidden states and attention inputs; rotary embeddings only with ``model``."""
-        inputs = self._inputs_and_mask(layer)
+    def make(self, layer: torch.nn.Module, model: torch.nn.Module | None, masked: bool = True) -> SampleArguments:
+        """Create new inputs of ``layer``: hidden states and attention inputs.
+
+        Args:
+            model: The model whose rotary embedding the layer reads; None for no rotary embedding.
+            masked: Whether attention reads a mask. Packed sequences have none.
+        """
+        masked = masked and self._packed is None
+        inputs = self._inputs_and_mask(layer, masked)
         hidden_states = inputs.pop("hidden_states")
         if captures_attention(layer):
-            if self._packed is not None:
-                del inputs["attention_mask"]
-                inputs |= static_offsets(self._packed, self._seq_length)
+            if not masked:
+                inputs.pop("attention_mask", None)
             elif attention_mask_type(layer) is not AttnMaskType.causal:
                 inputs["attention_mask"].zero_()  # no mask by default
+            if self._packed is not None:
+                inputs |= static_offsets(self._packed, self._seq_length)
             rotary = self._rotary_embedding(model, hidden_states)
             if rotary is not None:
                 inputs["rotary_pos_emb"] = rotary
         return (hidden_states,), inputs
 
-    def _inputs_and_mask(self, layer: Any) -> dict[str, torch.Tensor]:
-        """Return the layer's static inputs, with the causal mask created on the GPU.
+    def _inputs_and_mask(self, layer: Any, masked: bool) -> dict[str, torch.Tensor]:
+        """Return the layer's static inputs; with ``masked``, create the causal mask on the GPU.
 
         megatron-core creates the mask on the host for each layer, which takes longer than capturing the layer.
         """
@@ -118,7 +125,7 @@ class LayerInputs:
             return layer.get_layer_static_inputs(*shape)
         base: Any = super(TransformerLayer, layer)
         inputs = base.get_layer_static_inputs(*shape)
-        if captures_attention(layer):
+        if masked and captures_attention(layer):
             tokens = self._seq_length // layer.config.context_parallel_size
             mask = torch.ones(self._micro_batch_size, 1, tokens, self._seq_length, dtype=torch.bool, device="cuda")
             inputs["attention_mask"] = mask.triu_(1)

@@ -90,12 +90,14 @@ class TrainingCalls:
     Attributes:
         interleaved: Whether a second forward pass has run before the backward pass of the first, as in pipelines. A
             single graph would then overwrite the activations of the first pass.
+        masked: Whether a call had an attention mask; True before the first call.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]):
         self.interleaved = False
         self._blockers = dict.fromkeys(models, _UNCALLED)
         self._passes = 0
+        self.masked = True
         self._orders = {model: list(inspect.signature(model.forward).parameters) for model in self._blockers}
         # A forward hook, because forward-pre hooks may change the arguments. This hook does not prevent a capture.
         observe = runs_outside_graphs(calls_weakly(self._observe))
@@ -114,8 +116,10 @@ class TrainingCalls:
     def _observe(self, model: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         if not is_training(model):
             return
+        given = arguments_by_name(self._orders[model], args, kwargs)
+        self.masked = given.get("attention_mask") is not None or (self.masked and self._passes > 0)
         if self._blockers[model] in ("", _UNCALLED):  # one mismatch is enough
-            self._blockers[model] = call_blocker(model, arguments_by_name(self._orders[model], args, kwargs))
+            self._blockers[model] = call_blocker(model, given)
         self._passes += 1
         own = self._passes
 

@@ -39,6 +39,15 @@ def test_no_call_is_a_blocker(calls):
     assert calls.blocker == "it has not been called for training so far"
 
 
+def test_masks_of_calls_are_noted(model, calls):
+    assert calls.masked  # not called so far
+    model(*FITTING)
+    assert not calls.masked
+    model(TOKENS, TOKENS, MASK, TOKENS)
+    model(*FITTING)
+    assert calls.masked
+
+
 @pytest.mark.parametrize("unfit_is_first", [True, False])
 @pytest.mark.parametrize(
     ("args", "kwargs", "reason"),

@@ -229,7 +229,7 @@ def language_model(*layers, positions="rope", predicts=False, **options):
 
 
 def shapes(model, sequences=1):
-    inputs = sample_inputs(model, 8, sequences)
+    inputs = sample_inputs(model, 8, sequences, masked=True)
     return {name: (list(tensor.shape), tensor.dtype) for name, tensor in inputs.items()}
 
 
@@ -258,8 +258,10 @@ class NoAttention(MaskedLayer):
 def test_static_mask_follows_first_attention_layer():
     assert "attention_mask" not in shapes(language_model(NoAttention()))
     unmasked = language_model(NoAttention(), MaskedLayer(AttnMaskType.padding))
-    assert sample_inputs(unmasked, 8, 1)["attention_mask"].tolist() == [0.0]
-    assert sample_inputs(language_model(MaskedLayer()), 8, 1)["attention_mask"].tolist() == [1.0]
+    assert sample_inputs(unmasked, 8, 1, masked=True)["attention_mask"].tolist() == [0.0]
+    model = language_model(MaskedLayer())
+    assert sample_inputs(model, 8, 1, masked=True)["attention_mask"].tolist() == [1.0]
+    assert "attention_mask" not in sample_inputs(model, 8, 1, masked=False)
 
 
 class Chunk(Model):
