@@ -78,6 +78,7 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "holds": "model", "packed": 8, "microbatches": 2, "evaluates": True},
         {"dtype": "bf16", "holds": "model", "packed": 8, "mtp": 1, "positions": "learned_absolute"},
         {"dtype": "bf16", "holds": "layer", "packed": 8, "positions": "none"},
+        {"dtype": "bf16", "holds": "layer", "packed": 8},
     ],
     "PP2": [
         {"dtype": "bf16", **STAGES},

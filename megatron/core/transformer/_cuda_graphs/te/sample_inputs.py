@@ -145,7 +145,8 @@ class LayerInputs:
         if id(model) not in self._rotary:
             forward = type(rotary).forward
             forward = getattr(forward, "__wrapped__", forward)  # its cache would keep the input after the graphs
-            made = forward(rotary, rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None))
+            length = rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None)
+            made = forward(rotary, length, packed_seq=self._packed is not None)
             # yarn also returns a scale, which is not a layer input
             self._rotary[id(model)] = made[0] if isinstance(made, tuple) else made
         return self._rotary[id(model)]

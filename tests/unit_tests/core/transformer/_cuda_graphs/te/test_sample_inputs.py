@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer._cuda_graphs.engine.plan import Pass, ordered_plan
 from megatron.core.transformer._cuda_graphs.te.sample_inputs import (
     LayerInputs,
@@ -110,7 +111,7 @@ class Rotary:
         return hidden_states.shape[0]
 
     @functools.lru_cache(maxsize=32)  # noqa: B019, as megatron-core's
-    def forward(self, length):
+    def forward(self, length, packed_seq=False):
         self.tables.append(torch.zeros(length, 1, 1, 2))
         return self.tables[-1]
 
@@ -153,6 +154,16 @@ def test_layers_share_one_rotary_table():
     assert tables == {id(chunk.rotary_pos_emb.tables[0])}
     assert len(chunk.rotary_pos_emb.tables) == 1
     assert Rotary.forward.cache_info().currsize == 0  # which would keep the table after the graphs
+
+
+@pytest.mark.parametrize(("packed", "length"), [(None, 8), (4, 16)])
+def test_packed_sequences_read_the_whole_rotary_table(cpu_backend, packed, length):
+    chunk, ranks = model(), SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    chunk.decoder = SimpleNamespace(input_tensor=None)
+    chunk.rotary_pos_emb = RotaryEmbedding(4, 1.0, cp_group=ranks)
+    config = {"context_parallel_size": 2, "sequence_parallel": False, "cuda_graph_packed_sequences": packed}
+    _, made = layer_inputs(1, **config).make(Layer(), chunk)  # of 8 tokens on each of 2 ranks
+    assert len(made["rotary_pos_emb"]) == length
 
 
 def test_each_slot_has_its_own_mrope_table():
