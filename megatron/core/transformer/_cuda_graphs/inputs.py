@@ -92,7 +92,11 @@ def unpack(given: dict[str, Any], seq_length: int, use: PackedUse = "read") -> s
         "cu_seqlens_q_padded": None,
         "cu_seqlens_kv_padded": None,
         "pad_between_seqs": False,
+        "local_cp_size": None,
+        "cp_group": None,
     }
+    if params.tokens_per_sample is not None:
+        expected["tokens_per_sample"] = seq_length
     for field, value in expected.items():
         has = getattr(params, field)
         if isinstance(has, torch.Tensor) or has != value:

@@ -58,7 +58,7 @@ def test_keywords_without_offsets_are_unchanged():
 
 
 def test_offsets_replace_params():
-    params = pad_packed_seq_params(packed(0, 3, 8), 4, 8)
+    params = pad_packed_seq_params(packed(0, 3, 8, tokens_per_sample=8), 4, 8)
     kwargs = {"packed_seq_params": params, "attention_mask": None}
     inputs = to_inputs("layer 1", kwargs, "read", 8)
     assert inputs.keys() == {"attention_mask", "cu_seqlens_q", "cu_seqlens_kv"}
@@ -84,6 +84,9 @@ def test_missing_params_are_refused(kwargs, use):
         {"cu_seqlens_q_padded": torch.tensor([0, 4, 8])},
         {"cu_seqlens_kv_padded": torch.tensor([0, 4, 8])},
         {"pad_between_seqs": None},
+        {"local_cp_size": 1},
+        {"cp_group": object()},
+        {"tokens_per_sample": 4},
     ],
     ids=lambda changed: next(iter(changed)),
 )
