@@ -201,7 +201,7 @@ WORKING = (
         "--recompute-granularity full",
         _CPU,
         f"{FULL}",
-        "only in a graph of the whole model or of all layers: otherwise nothing is captured",
+        "only in a graph of the whole model or of all layers",
     ),
     Working(
         "strategies",

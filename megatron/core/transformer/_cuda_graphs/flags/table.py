@@ -211,9 +211,9 @@ _REFUSED = [
     _refused(
         "--recompute-granularity full with graphs per layer",
         lambda o: o.recomputes_layers and _captures_single_layers(o),
-        "--recompute-granularity full needs a graph that contains all layers, because graphs per layer cannot "
-        "recompute them: set --use-megatron-fsdp and --data-parallel-sharding-strategy optim_grads_params, and leave "
-        "out --cuda-graph-modules and --cuda-graph-layers-per-graph 1",
+        "--recompute-granularity full needs a graph of all layers: set --use-megatron-fsdp and "
+        "--data-parallel-sharding-strategy optim_grads_params, and leave out --cuda-graph-modules and "
+        "--cuda-graph-layers-per-graph 1",
         sharding=None,
     ),
     _refused(
@@ -275,10 +275,14 @@ _REFUSED = [
         "--cuda-graph-packed-sequences does not support graphs of Mamba layers: set --cuda-graph-modules without mamba",
     ),
     _refused(
-        "--qk-clip, --log-max-attention-logit with attention in graphs",
-        lambda o: o.any("qk_clip", "log_max_attention_logit") and o.graphs("attn"),
-        "--qk-clip and --log-max-attention-logit read values that Python code stores in each pass, but replays do not "
-        "run it: leave them out, or set --cuda-graph-modules without attn",
+        "--qk-clip, --log-max-attention-logit, --experimental-attention-variant dsa with attention in graphs",
+        lambda o: (
+            (o.any("qk_clip", "log_max_attention_logit") or o.get("experimental_attention_variant") == "dsa")
+            and o.graphs("attn")
+        ),
+        "--qk-clip, --log-max-attention-logit and --experimental-attention-variant dsa read values that Python code "
+        "stores in each pass, but replays do not run it: leave them out, or set --cuda-graph-modules without attn",
+        sharding=None,
     ),
     _refused(
         "--save-activations-interval, --save-dgrads-interval, --save-tokens-per-expert-interval with graphs per layer",

@@ -59,6 +59,7 @@ REDRAWN = "--recompute-granularity, --recompute-modules with dropout or random r
 SAVED_TENSORS = (
     "--save-activations-interval, --save-dgrads-interval, --save-tokens-per-expert-interval with graphs per layer"
 )
+OBSERVED = "--qk-clip, --log-max-attention-logit, --experimental-attention-variant dsa with attention in graphs"
 TRACED_ROUTER = "--moe-routing-trace-path with the router in graphs"
 _EXAMPLES = [
     ("--fsdp-double-buffer not given", "!fsdp-double-buffer"),
@@ -102,7 +103,7 @@ _EXAMPLES = [
         f"{PACKED} --position-embedding-type rope --no-rope-fusion",
     ),
     ("--cuda-graph-packed-sequences with Mamba layers in graphs", f"{PACKED} --hybrid-layer-pattern *M"),
-    ("--qk-clip, --log-max-attention-logit with attention in graphs", "--log-max-attention-logit"),
+    (OBSERVED, "--experimental-attention-variant dsa"),
     (SAVED_TENSORS, f"{STAGES} --cuda-graph-modules attn --save-dgrads-interval 5"),
     (
         "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level above 0",
@@ -141,9 +142,9 @@ _EXAMPLES = [
 ]
 EXAMPLES = dict(_EXAMPLES)
 # Rows that also apply to models that are not sharded.
-FOR_ALL = {WHOLE_OVERLAP, RECOMPUTED_ALONE, REDRAWN, SAVED_TENSORS, TRACED_ROUTER}
+FOR_ALL = {WHOLE_OVERLAP, RECOMPUTED_ALONE, REDRAWN, OBSERVED, SAVED_TENSORS, TRACED_ROUTER}
 # megatron-core's validation of these flags needs TransformerEngine.
-NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", "--qk-clip, --log-max-attention-logit with attention in graphs"}
+NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", OBSERVED}
 LATER_CORE = "--megatron-fsdp-version 2"
 # Options that the rows of grouped experts reject.
 GROUPED: dict[str, Any] = {"moe_use_grouped_tensor": True, "num_moe_experts": 8}
