@@ -71,6 +71,7 @@ from ._cuda_graphs.te.layers import (
     mtp_layers,
     set_current_microbatch,
     single_run_layers,
+    unwrapped,
     vision_model_of,
 )
 from ._cuda_graphs.te.model import DecoderGraphs, ModelGraphs
@@ -419,7 +420,11 @@ class TECudaGraphHelper:
             shape = self.seq_length, self.micro_batch_size
             graphs.select_scope(agreement)  # stages without layers also vote
             if not stage.layers:
-                logger.warning(f"{type(self).__name__}: no graphable layers found, check --cuda-graph-modules")
+                names = ", ".join(type([*unwrapped(chunk)][-1]).__name__ for chunk in self.model)
+                logger.warning(
+                    f"{type(self).__name__}: no graphable layers found in {names}, which trains eagerly: graphs need a "
+                    "decoder with layers that --cuda-graph-modules selects"
+                )
                 graphs.eager_because = NO_LAYERS
             elif graphs.scope.holds:
                 session = CaptureSession(stage, graphs, agreement, self._recaptures, shape)

@@ -27,14 +27,16 @@ def vision_model_of(chunk: torch.nn.Module) -> Any | None:
         return None
 
 
+def unwrapped(chunk: Any) -> Iterator[Any]:
+    """Yield a model chunk and each module that it wraps, the model last."""
+    while chunk is not None:
+        yield chunk
+        chunk = getattr(chunk, "module", None)
+
+
 def fsdp_of(chunk: torch.nn.Module) -> Any | None:
     """Return the ``MegatronFSDP`` among the wrappers of a model chunk, or None."""
-    module: Any = chunk
-    while module is not None:
-        if hasattr(module, "fsdp_hooks"):
-            return module
-        module = getattr(module, "module", None)
-    return None
+    return next((module for module in unwrapped(chunk) if hasattr(module, "fsdp_hooks")), None)
 
 
 def decoder_layers(model: Any | None) -> list[torch.nn.Module]:

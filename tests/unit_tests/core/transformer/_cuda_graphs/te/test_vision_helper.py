@@ -182,6 +182,15 @@ def test_model_without_vision_has_no_graphs(one_stage, caplog):
     assert (helper.num_layers_per_chunk, helper.num_model_chunks) == ([0], 1)
 
 
+def test_model_without_decoder_is_named(one_stage, caplog):
+    _, config = new_model()
+    (chunk,) = helper_for(torch.nn.Linear(1, 1), config).model
+    chunk.zero_grad_buffer = lambda: None
+    with caplog.at_level(logging.WARNING):
+        TECudaGraphHelper([chunk], config, TOKENS, 1).create_cudagraphs()
+    assert "TECudaGraphHelper: no graphable layers found in Linear, which trains eagerly" in caplog.text
+
+
 def order_of(helper):
     _, arguments = helper._get_cuda_graph_input_data()
     return arguments["_order"]
