@@ -90,12 +90,12 @@ class Ballot:
             self._timeout = backend.options._timeout
             self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
 
-    def vote(self, failure: Failure | None = None, objections: Mapping[str, str] | None = None) -> dict[str, str]:
+    def vote(self, failure: Failure | None = None, blockers: Mapping[str, str] | None = None) -> dict[str, str]:
         """Cast the vote of this rank, and wait until all ranks have voted or one has failed.
 
         Args:
             failure: This rank's failure. It decides the vote immediately.
-            objections: Why this rank cannot capture, keyed by topic; empty if it can. All ranks pass the same topics.
+            blockers: Why this rank cannot capture, keyed by topic; empty if it can. All ranks pass the same topics.
 
         Returns:
             For each topic, why one of the ranks cannot capture; empty if all can.
@@ -105,11 +105,11 @@ class Ballot:
         """
         if self._store is None:
             self.failure = self.failure or failure
-            return dict(objections or {})
+            return dict(blockers or {})
         try:
             agreed: dict[str, str] = {}
             while self.failure is None:
-                agreed = self._cast(self._store, failure, objections or {})
+                agreed = self._cast(self._store, failure, blockers or {})
                 if failure is None:
                     break  # repeat a failure until it decides: a vote interrupted by Ctrl-C may have counted
         except torch.distributed.DistNetworkError as error:
@@ -119,12 +119,12 @@ class Ballot:
             ) from error
         return agreed
 
-    def _cast(self, store: Store, failure: Failure | None, objections: Mapping[str, str]) -> dict[str, str]:
+    def _cast(self, store: Store, failure: Failure | None, blockers: Mapping[str, str]) -> dict[str, str]:
         """Cast one vote. The vote number advances only when the vote completes, so an interrupted vote is repeated."""
         verdict, voters, readers = (f"{self._votes}{kind}" for kind in ("", " voters", " readers"))
-        topics = {topic: f"{self._votes} {topic}" for topic in objections}
+        topics = {topic: f"{self._votes} {topic}" for topic in blockers}
         self._places.set(f"place of rank {self._rank}", self._place())
-        for topic, reason in objections.items():
+        for topic, reason in blockers.items():
             if reason:
                 store.compare_set(topics[topic], "", reason)
         if failure is not None:
@@ -185,7 +185,7 @@ class CaptureAgreement:
             kinds[kind] = {"agreement": begin, **hooks[kind]}
         return kinds
 
-    def objections(self, own: Mapping[str, str]) -> dict[str, str]:
+    def blockers(self, own: Mapping[str, str]) -> dict[str, str]:
         """Return, for each topic, why this rank, or else another one, cannot capture; empty if all can.
 
         All ranks pass the same topics. ``own`` maps each topic to this rank's reason, or to an empty string.
@@ -217,10 +217,10 @@ class CaptureAgreement:
                 raise failed from error
             raise  # Ctrl-C
 
-    def _vote(self, ballots: Sequence[Ballot], objections: Mapping[str, str] | None = None) -> dict[str, str]:
-        agreed = dict(objections or {})
-        for ballot in ballots:  # pass one group's objections on to the next group
-            agreed = ballot.vote(objections=agreed)
+    def _vote(self, ballots: Sequence[Ballot], blockers: Mapping[str, str] | None = None) -> dict[str, str]:
+        agreed = dict(blockers or {})
+        for ballot in ballots:  # pass one group's blockers on to the next group
+            agreed = ballot.vote(blockers=agreed)
             if ballot.failure is not None:
                 raise ballot.failure.error()
         return agreed

@@ -284,8 +284,8 @@ class InputSignature:
                 )
             if given.requires_grad and not requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{self._owner} was captured with {self.name_of(index)} without requires_grad, but now it "
-                    "requires grad: capture with an input that requires grad, or detach it"
+                    f"{self._owner}: {self.name_of(index)} required no grad at capture, but does now: detach it, or "
+                    "capture with an input that requires grad"
                 )
 
 

@@ -491,7 +491,9 @@ class GraphedCallable:
             raise TypeError(f"{self.name} was captured with the keyword {missing.args[0]!r}: pass it") from None
         for key in kwargs if len(kwargs) > len(self._keywords) else ():
             if key not in self._keywords and isinstance(kwargs[key], torch.Tensor):
-                raise TypeError(f"{self.name} was captured without the keyword {key!r}: leave it out, or capture it")
+                raise TypeError(
+                    f"{self.name} was captured without the keyword {key!r}: leave it out, or capture with it"
+                )
         if self._structure is not None or not self._expected.accepts(inputs):
             inputs = self._match(inputs)
         get = kwargs.get

@@ -95,8 +95,8 @@ FLAGS = {
         arguments={"type": float, "metavar": "F"},
     ),
     "--cuda-graph-report": Flag(
-        "With --cuda-graph-impl transformer_engine: rank 0 writes capture.json to this folder: "
-        "captured layers, memory of the graphs, and what runs eagerly.",
+        "Folder for capture.json, which rank 0 writes with --cuda-graph-impl transformer_engine. It lists captured "
+        "layers, memory of the graphs, and parts of the model that run eagerly.",
         arguments={"metavar": "DIR"},
     ),
 }

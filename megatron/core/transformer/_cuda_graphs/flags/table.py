@@ -304,7 +304,7 @@ _REFUSED = [
             o.get("optimizer_cuda_graph") and o.any("fp16", "loss_scale", "log_num_zeros_in_grad", "timing_log_level")
         ),
         "--optimizer-cuda-graph captures the optimizer step, but --fp16, --loss-scale, --log-num-zeros-in-grad and "
-        "--timing-log-level read values on the host during it: leave out one or the other",
+        "--timing-log-level read values on the host during it: do not combine them",
     ),
     _refused(
         "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0",
@@ -427,8 +427,8 @@ EXPERT_ROWS = [
     _bounded(
         "with --qk-clip or --log-max-attention-logit",
         lambda o: o.any("qk_clip", "log_max_attention_logit"),
-        "repeats steps, but --qk-clip and --log-max-attention-logit would also record the discarded passes: leave "
-        "out one or the other",
+        "repeats steps, but --qk-clip and --log-max-attention-logit would also record the discarded passes: do "
+        "not combine them",
     ),
 ]
 
@@ -456,7 +456,7 @@ _NO_EFFECT = [
             and o.get("start_weight_decay") != o.get("end_weight_decay")
         ),
         "--optimizer-cuda-graph has no effect with --weight-decay-incr-style linear or cosine: optimizer steps run "
-        "eagerly, because a graph would repeat the captured weight decay; leave one out",
+        "eagerly, because a graph would repeat the captured weight decay; do not combine them",
     ),
 ]
 

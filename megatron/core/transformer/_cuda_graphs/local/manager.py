@@ -179,7 +179,7 @@ class CudaGraphManager(torch.nn.Module):
     def _problems(self, runner: _CudaGraphRunner, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         """Return one line per reason why ``runner`` cannot run a call."""
         if runner.status is not _GraphStatus.FWD_READY:
-            return ["it waits for its backward pass"]
+            return ["it is waiting for the backward pass of its last call"]
         problems = runner.get_mismatch_errors(args, kwargs)
         if not runner.fits_grad_mode(self.need_backward and torch.is_grad_enabled(), args, kwargs):
             problems.append("it was recorded without a backward pass")

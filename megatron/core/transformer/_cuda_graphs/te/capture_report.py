@@ -105,4 +105,4 @@ def eager_parts(stage: Stage, graphs: CaptureState) -> Iterator[tuple[str, str]]
             if layer not in chunk.layers:
                 why = why_not_graphable(layer, stage.config) or _NOT_CAPTURED
                 yield f"{layer_name(layer, index)}{where}", why
-    yield "evaluation", "only whole models have a graph for it"
+    yield "evaluation", "only a whole model is captured for evaluation"

@@ -256,7 +256,7 @@ class CaptureState:
         self._calls.stop()
         candidates = {Holds.MODEL: wanted in (None, WHOLE_MODEL), Holds.DECODER: wanted != 1}
         own = {holds.name: self._blocker(holds) if candidate else "" for holds, candidate in candidates.items()}
-        agreed = agreement.objections({"INTERLEAVED": self._interleaved(), **own})
+        agreed = agreement.blockers({"INTERLEAVED": self._interleaved(), **own})
         if reason := agreed["INTERLEAVED"]:
             scope = CaptureScope(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
         else:

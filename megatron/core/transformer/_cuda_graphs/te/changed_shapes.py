@@ -107,6 +107,6 @@ class Recaptures:
         # Pipeline stages would have to agree on the shape, and image shapes do not predict shapes of later steps.
         groups = self._stage.groups
         fits, left = self._stage.role.language and groups.pp.size() == 1, self.are_left()
-        outlook = f", until all ranks have trained with one new shape for at least {STEPS} steps: then it is captured"
+        outlook = f", until all ranks have trained with the same new shape for {STEPS} steps or more"
         passes = EagerPasses((outlook if left else self.why_none()) if fits else "")
         return ChangedShapes(passes, tokens, calls, (groups.tp, groups.dp_cp), get_num_microbatches(), fits and left)

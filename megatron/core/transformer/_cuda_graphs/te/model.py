@@ -556,7 +556,7 @@ def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args:
         reason = "layers, or modules in them, have third-party hooks" if hooked else call_blocker(model, given)
         if token_bounds:
             reason = f"{FACTOR_FLAG} limits graphs, and only training steps can be rerun without the limit"
-        if refused := agreement.objections({"evaluation": reason})["evaluation"]:
+        if refused := agreement.blockers({"evaluation": reason})["evaluation"]:
             return refused
         tokens, sequences = shape_of(model, given) or (0, 0)
         shape = tokens * stage.config.context_parallel_size, sequences

@@ -13,7 +13,7 @@ from ..inputs import OFFSETS, unpack
 
 # The input that ``set_input_tensor`` passes to a model chunk that follows a different pipeline stage.
 HIDDEN_STATES = "hidden_states"
-_UNCALLED = "it has not been called for training so far"
+_UNCALLED = "the model has not been called for training yet"
 
 
 def expected_inputs(model: Any, tokens: int, sequences: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -135,17 +135,17 @@ def call_blocker(model: Any, given: dict[str, Any]) -> str:
     """Return why no graph of ``model`` can match a call with the arguments ``given``; empty if one can."""
     shape_on_rank = shape_of(model, given)
     if shape_on_rank is None:
-        return f"it was called without {'labels' if is_last(model) else 'tokens'}"
+        return f"the model was called without {'labels' if is_last(model) else 'tokens'}"
     expected = expected_inputs(model, *shape_on_rank)
     if OFFSETS[0] in expected and unpack(given, shape_on_rank[0] * model.config.context_parallel_size):
-        return "its packed_seq_params are not padded by pad_packed_seq_params"
+        return "the model's packed_seq_params are not padded by pad_packed_seq_params"
     others = [name for name in given if given[name] is not None and name not in (*expected, *unused_by(model))]
     if others:
-        return f"it was called with {', '.join(others)}"
+        return f"the model was called with {', '.join(others)}"
     if given.get("attention_mask") is None:
         expected.pop("attention_mask", None)
     for name, (shape, dtype) in expected.items():
         tensor = given.get(name)
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype:
-            return f"its {name} must have shape {list(shape)} and dtype {dtype}"
+            return f"the model's {name} must have shape {list(shape)} and dtype {dtype}"
     return ""

@@ -123,7 +123,7 @@ class TestBallot:
         def run(rank):
             ballot = Ballot(Group(3))
             for number in range(10):
-                ballot.vote(objections={"a": "reason" if rank == 1 and number % 3 == 1 else ""})
+                ballot.vote(blockers={"a": "reason" if rank == 1 and number % 3 == 1 else ""})
 
         on_ranks(3, run)
         before = store.num_keys()
@@ -171,7 +171,7 @@ class TestBallot:
 
 @pytest.mark.usefixtures("store")
 class TestCaptures:
-    def capture(self, layout="one group", fails_on=None, error: BaseException = A_FAULT, objecting=()):
+    def capture(self, layout="one group", fails_on=None, error: BaseException = A_FAULT, blocked=()):
         """Capture two layers on all ranks; return the reasons that all ranks agreed on, or the errors."""
         undone = []
 
@@ -181,7 +181,7 @@ class TestCaptures:
                 join(agreed, "before the first layer")
                 if (rank, -1) == fails_on:
                     raise error
-                agreed_on = agreed.objections({"a": f"reason {rank}" if rank in objecting else "", "b": ""})
+                agreed_on = agreed.blockers({"a": f"reason {rank}" if rank in blocked else "", "b": ""})
                 for layer in range(2):
                     join(agreed, f"layer {layer}, forward")
                     if (rank, layer) == fails_on:
@@ -195,8 +195,8 @@ class TestCaptures:
 
     @pytest.mark.parametrize("layout", ["one group", "crossing", "stages"])
     @pytest.mark.parametrize("rank", [None, 0, 1, 3])
-    def test_one_objection_reaches_all_ranks(self, layout, rank):
-        results = self.capture(layout, objecting=(rank,))
+    def test_blocker_of_one_rank_reaches_all(self, layout, rank):
+        results = self.capture(layout, blocked=(rank,))
         on_other = f"reason {rank} (on rank {rank})" if rank is not None and rank < len(results) else ""
         for each, result in enumerate(results):
             assert result == {"a": f"reason {rank}" if each == rank else on_other, "b": ""}
@@ -371,10 +371,10 @@ class TestBeforeEachCollective:
 
             return launch
 
-        def vote(agreement, ballots, objections=None):
+        def vote(agreement, ballots, blockers=None):
             assert not torch.cuda.is_current_stream_capturing()
             events.append("vote")
-            return dict(objections or {})
+            return dict(blockers or {})
 
         with captured(graphed(holds)) as training, ExitStack() as stack:
             training.helper.delete_cuda_graphs()

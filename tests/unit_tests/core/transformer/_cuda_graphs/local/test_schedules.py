@@ -161,7 +161,9 @@ class TestPipeline:
         assert self.run(True, "FFBFBFBB", later="FFBB") == self.run(False, "FFBFBFBB", later="FFBB")
 
     def test_more_microbatches_in_flight_are_refused(self):
-        with pytest.raises(RuntimeError, match=r"(?s)--global-batch-size.*it waits for its backward pass"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)--global-batch-size.*it is waiting for the backward pass of its last call"
+        ):
             self.run(True, "FFBB", later="FFF")
 
     def test_overwriting_memory_in_use_is_refused(self):

@@ -36,10 +36,10 @@ class Alone(CaptureAgreement):
     def __init__(self):
         self._of_stage = self._ballots = []
 
-    def _vote(self, ballots, objections=None):
-        return dict(objections or {})
+    def _vote(self, ballots, blockers=None):
+        return dict(blockers or {})
 
-    def objections(self, own):
+    def blockers(self, own):
         return dict(own)
 
     def _failed(self, error):

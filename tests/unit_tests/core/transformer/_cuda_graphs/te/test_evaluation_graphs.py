@@ -51,7 +51,7 @@ def test_unpadded_packed_evaluation_runs_eagerly(one_rank, caplog):
         graphs = compared(graphed(MODEL, **PACKED), partial(evaluate_as, packed=4))
     assert graphs.evaluation_replays == [0, 0]
     assert graphs.replays == 2
-    assert any("Evaluation runs eagerly, because its cu_seqlens_q" in message for message in caplog.messages)
+    assert any("Evaluation runs eagerly, because the model's cu_seqlens_q" in message for message in caplog.messages)
 
 
 def test_first_evaluation_fixes_the_shapes(one_rank):
@@ -257,9 +257,9 @@ def test_interrupt_on_another_rank_ends_evaluation(one_rank, monkeypatch):
     interrupt = Failure(1, "evaluation of the whole model", "KeyboardInterrupt", interrupted=True)
     training = CapturedTraining(graphed(MODEL))
 
-    def interrupted(agreement, ballots, objections=None):
-        if objections:
-            return dict(objections)
+    def interrupted(agreement, ballots, blockers=None):
+        if blockers:
+            return dict(blockers)
         raise interrupt.error()
 
     monkeypatch.setattr(CaptureAgreement, "_vote", interrupted)

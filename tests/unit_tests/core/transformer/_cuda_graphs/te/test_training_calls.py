@@ -36,7 +36,7 @@ def test_calls_with_labels_match_graphs(model, calls):
 
 
 def test_no_call_is_a_blocker(calls):
-    assert calls.blocker == "it has not been called for training so far"
+    assert calls.blocker == "the model has not been called for training yet"
 
 
 def test_masks_of_calls_are_noted(model, calls):
@@ -52,15 +52,19 @@ def test_masks_of_calls_are_noted(model, calls):
 @pytest.mark.parametrize(
     ("args", "kwargs", "reason"),
     [
-        (FITTING[:3], {}, "it was called without labels"),
-        (FITTING, {"packed_seq_params": object()}, "it was called with packed_seq_params"),
-        ((TOKENS, None, None, TOKENS), {}, "its position_ids must have shape [2, 4] and dtype torch.int64"),
-        ((TOKENS, TOKENS[:1], None, TOKENS), {}, "its position_ids must have shape [2, 4] and dtype torch.int64"),
-        ((TOKENS, TOKENS, None, TOKENS.int()), {}, "its labels must have shape [2, 4] and dtype torch.int64"),
+        (FITTING[:3], {}, "the model was called without labels"),
+        (FITTING, {"packed_seq_params": object()}, "the model was called with packed_seq_params"),
+        ((TOKENS, None, None, TOKENS), {}, "the model's position_ids must have shape [2, 4] and dtype torch.int64"),
+        (
+            (TOKENS, TOKENS[:1], None, TOKENS),
+            {},
+            "the model's position_ids must have shape [2, 4] and dtype torch.int64",
+        ),
+        ((TOKENS, TOKENS, None, TOKENS.int()), {}, "the model's labels must have shape [2, 4] and dtype torch.int64"),
         (
             (TOKENS, TOKENS, MASK[:1], TOKENS),
             {},
-            "its attention_mask must have shape [2, 1, 4, 4] and dtype torch.bool",
+            "the model's attention_mask must have shape [2, 1, 4, 4] and dtype torch.bool",
         ),
     ],
 )
@@ -76,7 +80,7 @@ def test_one_mismatched_call_is_a_blocker(model, calls, args, kwargs, reason, un
 PREDICTING = "mtp"
 SHARED = {"context_parallel_size": 2}
 PACKING = {"cuda_graph_packed_sequences": 2, "context_parallel_size": 1}
-NOT_PADDED = "its packed_seq_params are not padded by pad_packed_seq_params"
+NOT_PADDED = "the model's packed_seq_params are not padded by pad_packed_seq_params"
 OFFSETS = torch.tensor([0, 3, 4], dtype=torch.int32)
 
 
@@ -89,16 +93,16 @@ def packed(**changed):
     ("positions", "options", "mask", "kwargs", "reason"),
     [
         ((2, 4), PREDICTING, None, {"loss_mask": torch.ones(2, 4)}, ""),
-        ((2, 4), PREDICTING, None, {}, "its loss_mask must have shape [2, 4] and dtype torch.float32"),
+        ((2, 4), PREDICTING, None, {}, "the model's loss_mask must have shape [2, 4] and dtype torch.float32"),
         (
             (2, 4),
             PREDICTING,
             None,
             {"loss_mask": TOKENS},
-            "its loss_mask must have shape [2, 4] and dtype torch.float32",
+            "the model's loss_mask must have shape [2, 4] and dtype torch.float32",
         ),
         ((2, 4), SHARED, torch.zeros(2, 1, 4, 8, dtype=torch.bool), {}, ""),
-        ((2, 4), SHARED, MASK, {}, "its attention_mask must have shape [2, 1, 4, 8] and dtype torch.bool"),
+        ((2, 4), SHARED, MASK, {}, "the model's attention_mask must have shape [2, 1, 4, 8] and dtype torch.bool"),
         ((2, 4), PACKING, None, {"packed_seq_params": packed()}, ""),
         (
             (2, 4),
@@ -112,14 +116,14 @@ def packed(**changed):
             PACKING,
             None,
             {"packed_seq_params": packed(cu_seqlens_q=OFFSETS[:2])},
-            "its cu_seqlens_q must have shape [3] and dtype torch.int32",
+            "the model's cu_seqlens_q must have shape [3] and dtype torch.int32",
         ),
         ((2, 4), PACKING | SHARED, None, {"packed_seq_params": packed()}, NOT_PADDED),
         ((2, 4), PACKING | SHARED, None, {"packed_seq_params": packed(max_seqlen_q=8, max_seqlen_kv=8)}, ""),
         ((2, 4), PACKING, None, {}, NOT_PADDED),
-        ((2, 4), PACKING, MASK, {"packed_seq_params": packed()}, "it was called with attention_mask"),
+        ((2, 4), PACKING, MASK, {"packed_seq_params": packed()}, "the model was called with attention_mask"),
         ((3, 2, 4), {}, None, {}, ""),
-        ((2, 4), "mrope", None, {}, "its position_ids must have shape [3, 2, 4] and dtype torch.int64"),
+        ((2, 4), "mrope", None, {}, "the model's position_ids must have shape [3, 2, 4] and dtype torch.int64"),
     ],
 )
 def test_expected_arguments_depend_on_the_model(model, calls, positions, options, mask, kwargs, reason):
@@ -218,14 +222,18 @@ FIRST, BETWEEN, LAST = ((True, False), (False, False), (False, True))
     [
         (FIRST, (TOKENS, TOKENS, MASK), ""),
         (FIRST, FITTING, ""),  # with labels that this chunk does not read
-        (FIRST, (None, None, None, TOKENS), "it was called without tokens"),
-        (FIRST, (TOKENS, TOKENS.int(), None), "its position_ids must have shape [2, 4] and dtype torch.int64"),
+        (FIRST, (None, None, None, TOKENS), "the model was called without tokens"),
+        (FIRST, (TOKENS, TOKENS.int(), None), "the model's position_ids must have shape [2, 4] and dtype torch.int64"),
         (BETWEEN, (None, None, None), ""),
         (BETWEEN, FITTING, ""),
         (BETWEEN, (None, None, MASK), ""),
-        (BETWEEN, (None, None, MASK[:1]), "its attention_mask must have shape [2, 1, 4, 4] and dtype torch.bool"),
+        (
+            BETWEEN,
+            (None, None, MASK[:1]),
+            "the model's attention_mask must have shape [2, 1, 4, 4] and dtype torch.bool",
+        ),
         (LAST, (None, None, None, TOKENS), ""),
-        (LAST, (TOKENS, TOKENS, None), "it was called without labels"),
+        (LAST, (TOKENS, TOKENS, None), "the model was called without labels"),
     ],
 )
 def test_chunk_blocker_checks_what_the_chunk_reads(place, args, reason):
