@@ -42,7 +42,7 @@ def _described(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any] | None:
-    """Return ``model``, the result of ``_described``; if it is None, return another rank's that shards ``param``."""
+    """Return the described state ``model``; if it is None, return one from a different rank that shards ``param``."""
     for dim, placement in enumerate(param.placements):
         if not isinstance(placement, Replicate):
             group = param.device_mesh.get_group(dim)

@@ -302,8 +302,8 @@ def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
     """Make autograd call ``handler`` once in backward, as soon as any tensor of a module's ``output`` gets a gradient.
 
     Returns:
-        Views of ``output`` for the module to return. Without views, an input that it returns unchanged would get the
-        hook.
+        Views of ``output`` for the module to return. Without views, an input that the module returns unchanged would
+        get the hook.
     """
     if torch.is_tensor(output):
         output = output.view_as(output)

@@ -234,7 +234,7 @@ class RecordedPasses(GraphOwner):
     def after_backward(self) -> None:
         """Stop awaiting the units' gradients, and set the units to idle.
 
-        Does nothing if the pass replays only the whole model, which awaits no gradients.
+        Does nothing in a pass that only replays the whole model: it awaits no gradients.
         """
         if self._gradients.awaited or not self.holds_model:
             self._gradients.awaited.difference_update(self._params)
