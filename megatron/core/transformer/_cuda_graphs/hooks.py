@@ -48,7 +48,7 @@ def runs_outside_graphs(hook: Callable) -> Callable:
 
 
 def calls_weakly(method: Callable[..., Any]) -> Callable[..., None]:
-    """Return a hook that calls ``method`` while its object is alive; copied modules use the same object."""
+    """Return a hook that calls ``method`` while its object is alive. Copies of a hooked module call the same object."""
     weak = weakref.WeakMethod(method)
 
     def hook(*call: Any) -> None:

@@ -502,7 +502,8 @@ def _options(config: Any) -> Aspect:
 def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Raise UnsupportedError if a pass in this context changes attributes of third-party modules.
 
-    Replays would not change them. An exception restores all attributes, including containers and scalar host tensors.
+    Replays would not change them. After an exception, all attributes are restored, including the contents of containers
+    and scalar host tensors.
     """
     modules: dict[Any, None] = dict.fromkeys(module for root in roots for module in root.modules())
     before = [
@@ -569,7 +570,7 @@ def _copy(value: Any) -> Any:
 
 
 def _differ(now: Any, then: Any) -> bool:
-    """Return whether values differ; distinct device tensors always do, because comparing them would synchronize."""
+    """Return whether values differ. Distinct device tensors count as different: a comparison would synchronize."""
     if now is then:
         return False
     try:

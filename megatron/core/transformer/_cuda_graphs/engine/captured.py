@@ -868,7 +868,7 @@ def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: A
 
 
 def _with_nested(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``grad`` plus the gradient that a nested backward pass accumulated (activation checkpointing)."""
+    """Return ``grad`` plus ``param.grad``, accumulated by a nested backward pass (activation checkpointing)."""
     if param.grad is None:
         return grad
     return param.grad if grad is None else param.grad + grad

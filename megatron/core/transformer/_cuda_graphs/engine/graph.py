@@ -95,7 +95,7 @@ class ReplayOrder:
         return self._passes - 1
 
     def forward(self, number: int) -> int:
-        """Record a forward replay; return its round, which its backward replay requires."""
+        """Record a forward replay, and return its round. Pass it to ``backward`` for the backward replay."""
         if number <= self.last:
             self.round += 1
         self.last = number

@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         callable_of_slot: For each slot, the index of its callable. Slots are numbered by model chunk, then
             micro-batch, then layer within the chunk; without an order there is one slot per callable.
-        runs: For each entry of the order, the steps of all layers of one chunk for one micro-batch.
+        runs: For each entry of the pipeline order, the steps of all layers of one chunk for one micro-batch.
     """
 
     callable_of_slot: tuple[int, ...]

@@ -190,7 +190,7 @@ class Options:
         return int(self.get(name, 1)) > 1
 
     def problems(self) -> Iterator[str]:
-        """Yield an error message for each invalid flag of this patch. Unused flags are errors in parsed flags only."""
+        """Yield an error message for each invalid flag of this patch, and for each parsed flag without effect."""
         parsed = self.get("use_megatron_fsdp") is not None and self._sharding is None
         for name, flag in FLAGS.items():
             value = self.get(attribute(name), flag.default)

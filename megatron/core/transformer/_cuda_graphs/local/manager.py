@@ -89,7 +89,7 @@ class CudaGraphManager(torch.nn.Module):
             leave_default_stream()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CudaGraphManager":
-        """Return a manager without graphs, for a copy of the module. It shares the process groups."""
+        """Return a manager without graphs, for a copy of the module. Both share the process groups."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         memo[id(self.pg_collection)] = self.pg_collection

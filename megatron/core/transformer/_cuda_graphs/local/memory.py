@@ -24,8 +24,8 @@ fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0
 def hold_pool(pool: tuple) -> None:
     """Keep ``pool`` usable until ``release_pools``. Call this before the first capture into the pool.
 
-    torch cannot capture into a pool after all of its graphs have been freed (an internal assertion of the device and
-    pinned-memory allocators). An empty graph keeps the pool in use even while no model has graphs.
+    torch cannot capture into a pool after all of its graphs have been freed: assertions of its device and
+    pinned-memory allocators fail. An empty graph keeps the pool in use even while no model has graphs.
     """
     if pool not in _placeholders:
         _placeholders[pool] = record_nothing(torch.cuda.CUDAGraph, pool)

@@ -305,7 +305,7 @@ class CaptureState:
             self._rng_states.adopt()
 
     def eager_reason(self) -> str:
-        """Return why a part of the step since the last call ran eagerly; empty if everything replayed."""
+        """Return why any pass since the last call ran eagerly; empty if all passes replayed."""
         if self.eager_because or self.shapes is None:
             return self.eager_because
         seen, self._eager_passes_seen = self._eager_passes_seen, self.shapes.passes.total

@@ -129,7 +129,7 @@ class PassGraphs:
         raise NotImplementedError
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
-        """Return the graphs for a call, or None. Overrides may modify ``given``, the arguments keyed by name."""
+        """Return the graphs for a call; None to run it eagerly. Overrides may modify ``given``, the arguments."""
         return self.slots[0]
 
     def _replay(self, slot: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -90,7 +90,7 @@ class TrainingCalls:
     Attributes:
         interleaved: Whether a second forward pass has run before the backward pass of the first, as in pipelines. A
             single graph would then overwrite the activations of the first pass.
-        masked: Whether a call had an attention mask; True before the first call.
+        masked: Whether any call had an attention mask; True before the first call.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]):
