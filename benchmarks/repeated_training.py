@@ -105,7 +105,7 @@ def main() -> int:
         if same not in references:
             references[same] = next((run for run in runs if "error" not in run), None)
         row = found.setdefault(configuration.name, {})[variant.name] = compared(runs, references[same])
-        print(f"{configuration.name} {variant.name}: {row['equal']} of {row['runs']} equal, {row['results']} results")
+        print(f"{configuration.name} {variant.name}: {row['equal']} of {row['runs']} equal, {row['results']} distinct")
         for difference in row["differences"][:2]:
             print("   ", difference[-1000:])
     if args.output:

@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, help="number of ranks (default: all GPUs; 2 on the CPU backend)")
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32, 64])
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4], help="per step and rank")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4], help="numbers per step and rank")
     parser.add_argument("--variants", nargs="+", default=["eager", "native"], metavar="NAME[:VARIABLES[:FLAGS]]")
     parser.add_argument("--steps", type=int, default=20, help="steps of a run; times are from the second half")
     parser.add_argument("--no-profile", action="store_true", help="skip host time and Python calls")

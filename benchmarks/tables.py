@@ -80,7 +80,7 @@ def _read(name: str) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Write or check the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="only compare, and exit with 1 if the page differs")
     args = parser.parse_args(arguments)
     new = page()
     differs = not PAGE.exists() or PAGE.read_text() != new

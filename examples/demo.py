@@ -89,7 +89,7 @@ def choose(device: str) -> Setup:
     """
     gpus = torch.cuda.device_count()
     if device == "gpu" and not gpus:
-        raise SystemExit("--device gpu: torch sees no GPU here; use --device cpu")
+        raise SystemExit("--device gpu: torch finds no GPU: use --device cpu")
     return on_gpus(min(gpus, 2)) if gpus and device != "cpu" else on_the_cpu_backend()
 
 

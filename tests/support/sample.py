@@ -28,7 +28,7 @@ def mostly_long(cases: Iterable[Any], *quick: Any) -> list[Any]:
     """
     listed = [*cases]
     if absent := [case for case in quick if case not in listed]:
-        raise ValueError(f"not among the cases: {absent}")
+        raise ValueError(f"quick cases are not in the list: {absent}")
     return [
         pytest.param(
             *(values := case if isinstance(case, tuple) else (case,)),

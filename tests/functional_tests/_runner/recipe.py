@@ -130,7 +130,7 @@ def _load(spec: dict[str, Any]) -> Recipe:
     if set(config) != expected:
         raise ValueError(f"{name}: the keys are {', '.join(config)}; they must be {', '.join(sorted(expected))}")
     if config["TEST_TYPE"] not in (REGULAR, RESUME):
-        raise ValueError(f"{name}: TEST_TYPE is {config['TEST_TYPE']!r}; it can be {REGULAR} or {RESUME}")
+        raise ValueError(f"{name}: TEST_TYPE is {config['TEST_TYPE']!r}: set it to {REGULAR} or {RESUME}")
     for flag in "--train-iters", "--cuda-graph-impl":
         if flag not in config["MODEL_ARGS"]:
             raise ValueError(f"{name}: {flag} is missing: add it to MODEL_ARGS")

@@ -60,7 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--etp", type=int, default=None, help="tensor parallel ranks of experts")
     parser.add_argument("--instances", type=int, default=1, help="HSDP replicas")
     parser.add_argument("--stop-at-error", action="store_true", help="write the first error of any rank and exit")
-    parser.add_argument("--serve", type=Path, help="read the other arguments from this file or pipe")
+    parser.add_argument("--serve", type=Path, help="file or pipe of jobs: the other arguments, one job per line")
     return parser.parse_args(arguments)
 
 

@@ -233,7 +233,7 @@ class Attempts:
 
         problems = [] if seconds < LIMIT else [f"the error took {seconds:.0f} s"]
         if mine and not faults.fired and error is None:  # another rank may have failed earlier
-            problems.append(f"it has only {len(faults.names)} operators and calls")
+            problems.append(f"the capture has only {len(faults.names)} operators and calls")
         expected: type[BaseException] = CaptureFailedError
         if kind == "interrupt":
             expected = KeyboardInterrupt if mine else CaptureInterruptedError
@@ -241,7 +241,7 @@ class Attempts:
             shown = "" if error is None else "".join(traceback.format_exception(error))[-1500:]
             problems.append(f"raised {type(error).__name__}: {shown}")
         elif expected is not KeyboardInterrupt and not re.search("rank .*(layer|decoder|whole model)", str(error)):
-            problems.append(f"names no rank or layer: {error}")
+            problems.append(f"the error names no rank or layer: {error}")
         return problems
 
     def step(self, where: str) -> None:
@@ -323,7 +323,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the results")
     parser.add_argument("--stride", type=int, default=1, help="distance between faults")
-    parser.add_argument("--case", type=json.loads, default={}, help="JSON: further arguments of Case.of")
+    parser.add_argument("--case", type=json.loads, default={}, help="additional arguments of Case.of, as JSON")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--holds", nargs="+", default=["decoder", "layer"], help="scopes of graphs; see Case")

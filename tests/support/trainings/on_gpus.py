@@ -173,7 +173,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="JSON file for the results; updated after each launch")
     parser.add_argument("--logs", type=Path, help="folder for the logs of the processes")
     parser.add_argument("--processes", type=int, default=6, help="concurrent launches, each on all GPUs")
-    parser.add_argument("--seconds", type=float, default=math.inf, help=f"time limit; none starts in the last {LAST} s")
+    parser.add_argument("--seconds", type=float, default=math.inf, help=f"time limit; last launch {LAST} s before it")
     parser.add_argument(
         "--share", default="1/1", metavar="PART/PARTS", help="every PARTS-th launch, starting with launch PART"
     )
@@ -213,7 +213,7 @@ def main() -> int:
     for result in wrong:
         what = result["error"][-800:] or result["differences"][:2] or "equal, but must differ"
         print(f"{result['tests']}, {result['layout']}: {result['case']}: {what}")
-    print(f"{len(results) - len(wrong)} of {len(results)} as expected, {len(again)} repeated for lack of memory")
+    print(f"{len(results) - len(wrong)} of {len(results)} as expected, {len(again)} ran out of memory at first")
     if len(results) < len(chosen):
         print(f"{len(chosen) - len(results)} did not run: pass more --seconds")
     return bool(wrong or len(results) < len(chosen))
