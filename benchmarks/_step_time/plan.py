@@ -17,7 +17,7 @@ class Run:
 
     Attributes:
         number: Index in the plan.
-        configuration, variant: Names.
+        configuration, variant: Name of the configuration and name of the variant.
         flags: Flags of ``megatron.training``.
         environment: Variables set during the run; variables of NCCL and CUDA are set when the processes start.
         side_stream: Whether to run on a side stream, as ``megatron.training`` does with CUDA graphs.

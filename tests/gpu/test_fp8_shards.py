@@ -1,4 +1,4 @@
-"""Test that FP8 casts of shards without transposes are bit-identical to casts with them."""
+"""Test that FP8 casts of shards are bit-identical with and without transposes."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def group():
 
 
 def cast(quantize, recipe, group):
-    """Return the bytes and the scales of the shard after ``quantize``."""
+    """Cast part of a weight with ``quantize``; return its bytes and scales."""
     torch.manual_seed(1)
     with te.quantized_model_init(recipe=recipe):
         weight = te.Linear(SHAPE[1], SHAPE[0], bias=False, params_dtype=torch.bfloat16).weight

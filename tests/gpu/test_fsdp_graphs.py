@@ -1,4 +1,4 @@
-"""Test that graphs under Megatron-FSDP are bit-identical to eager in all layouts and graph modules.
+"""Test that graphs under Megatron-FSDP are bit-identical to eager in all layouts, with all graph modules.
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
 parallel 2 (four GPUs); expert parallel over all GPUs, or 2 with tensor or context parallel 2, with dropless experts.

@@ -1,4 +1,4 @@
-"""Test that steps of TransformerEngine's Adam with cached tensor lists are bit-identical to its own steps."""
+"""Test that TransformerEngine's Adam steps bit-identically with and without cached tensor lists."""
 
 import pytest
 import torch

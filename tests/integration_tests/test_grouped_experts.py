@@ -1,7 +1,7 @@
 """Test graphs of whole MoE layers with dropless experts, whose token counts stay on the GPU.
 
 Two CPU ranks, 6 steps with capture after 3. Training is bit-identical to eager, including logged MoE metrics. Without
-the flag, only rounding differs.
+``--moe-use-grouped-tensor``, only rounding differs.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Test that training with any pair of supported flags is bit-identical to eager, and that ``plan`` accepts it.
+"""Test that training with any pair of supported flags is bit-identical to eager, and that ``plan`` accepts them.
 
 Each run combines as many pairs as possible.
 """

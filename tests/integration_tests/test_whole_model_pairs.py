@@ -1,4 +1,4 @@
-"""Test combinations in whole-model graphs that test_pairs.py does not cover, on CPU ranks."""
+"""Test whole-model graphs with combinations of features that test_pairs.py does not cover, on CPU ranks."""
 
 from typing import Any
 

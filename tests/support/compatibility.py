@@ -394,7 +394,7 @@ def split(flags: str) -> list[tuple[str, str]]:
 
 
 def verified_values(item: str, facts: set[str]) -> str:
-    """Return ``yes`` if ``facts`` contains the flag with all its values, otherwise the values found."""
+    """Return ``yes`` if ``facts`` contains a flag with all its values, otherwise the values that it contains."""
     flag, *values = re.sub(r",| or\b", "", item).split()
     found = [value for value in values if f"{flag} {value}" in facts]
     return "yes" if item in facts or (values and found == values) else ", ".join(found)

@@ -62,10 +62,10 @@ def _installed(package: str) -> str | None:
 
 
 def differences(found: Metrics, expected: Metrics, rounding: float = 0.0) -> list[str]:
-    """Return the differences in the ``NUMBERS`` that ``expected`` contains.
+    """Return one line per differing value of ``found``, among the ``NUMBERS`` that ``expected`` contains.
 
     Args:
-        found, expected: Metrics.
+        found, expected: Metrics to compare.
         rounding: Relative tolerance. On CPUs, the summation order depends on the processor and the number of threads.
     """
     lines: list[str] = []

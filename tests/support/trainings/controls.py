@@ -63,13 +63,13 @@ def _keep_hooks(module, outside_only=False):
 
 @control
 def no_post_backward_sentinel(training: Training) -> None:
-    """Capture without the sentinel that marks Megatron-FSDP's forward-pre hook."""
+    """Capture without the attribute that marks Megatron-FSDP's forward-pre hook."""
     _capture_without(training, training.layers[0]._forward_pre_hooks, "_cuda_graph_backward_handler")
 
 
 @control
 def no_pre_backward_sentinel(training: Training) -> None:
-    """Capture without the sentinel that marks Megatron-FSDP's forward hook."""
+    """Capture without the attribute that marks Megatron-FSDP's forward hook."""
     _capture_without(training, training.layers[0]._forward_hooks, "_cuda_graph_backward_pre_handler")
 
 
@@ -216,7 +216,7 @@ def late_hook_on_one_rank(training: Training) -> None:
 
 @control
 def late_hook_on_one_rank_without_plans(training: Training) -> None:
-    """Run ``late_hook_on_one_rank``, but gather and reduce in hooks, without recorded collectives."""
+    """Run ``late_hook_on_one_rank`` with collectives launched by hooks, not recorded in graphs."""
     with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
         late_hook_on_one_rank(training)
 
@@ -356,7 +356,7 @@ def _not_across_replicas(training: Training, pipeline: str, method: str) -> None
 
 @control
 def captured_by_two_helpers(training: Training) -> None:
-    """Capture the first layer and the others with separate helpers, as multimodal models do."""
+    """Capture the first layer with one helper and all other layers with another, as multimodal models do."""
     from megatron.core.transformer import cuda_graphs
 
     first, *rest = training.layers

@@ -250,7 +250,7 @@ class Attempts:
         self.steps.append(where)
 
     def compare(self, eager: Trace) -> None:
-        """Record differences between these steps and the steps of a model that never captured."""
+        """Record differences between the steps of this model and of ``eager``, a model that never captured."""
         found = eager.differences(self.training.trace())
         self.compared = len(self.training.losses)
         everywhere: list[Any] = [None] * dist.get_world_size()
