@@ -110,7 +110,7 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
 
 @control
 def interrupted_on_one_rank(training: Training) -> None:
-    """Interrupt the last rank in a capture, a recapture and an evaluation capture. All ranks must end each time."""
+    """Interrupt the last rank in a capture, a recapture and an evaluation capture. All ranks must raise each time."""
     from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
 
     helper, case = training.helper, training.case

@@ -159,7 +159,7 @@ class Training:
         self.config.grad_scale_func = self.optimizer.scale_loss
 
     def _capture_optimizer(self, graphs: bool) -> None:
-        """With ``graphs``, capture the optimizer step after ``case.warmup`` steps; otherwise, only make it capturable."""
+        """Capture the optimizer step after ``case.warmup`` steps; without ``graphs``, only make it capturable."""
         from megatron.core.optimizer import optimizer_cuda_graph
 
         wrapper = optimizer_cuda_graph.OptimizerCudaGraphWrapper
