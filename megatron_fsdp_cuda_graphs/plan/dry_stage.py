@@ -7,9 +7,9 @@ TransformerEngine's, because their parameters have the same shapes.
 import argparse
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from megatron.core.transformer._cuda_graphs.te.capture_state import Holds, block
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.training import get_megatron_ddp_config
@@ -142,11 +143,21 @@ def without_memory() -> Iterator[None]:
         # For each module, Megatron-FSDP searches every unit for the whole model, which is slow.
         replace(param_and_grad_buffer, "is_submodule", lambda model, unit: False)
         replace(param_and_grad_buffer, "using_tensor_parallel", cache(param_and_grad_buffer.using_tensor_parallel))
+        replace(param_and_grad_buffer.FixedPoolAllocator, "_is_two_bucket_group_equal", _are_equal)
         # These options avoid exchanging shard shapes with other ranks.
         unchecked = {"run_check": False, "update_uneven_dtensor_chunk_meta": False}
         make = param_and_grad_buffer.make_fsdp_dtensor
         replace(param_and_grad_buffer, "make_fsdp_dtensor", lambda *args, **kw: make(*args, **(kw | unchecked)))
         yield
+
+
+def _are_equal(allocator: Any, one: Iterable[int], other: Iterable[int]) -> bool:
+    """Compare the buckets of two units, counting the elements of each bucket once."""
+    if not hasattr(allocator, "counted"):
+        groups = allocator.fsdp_param_groups
+        allocator.counted = [(allocator.dtype_fn(group), sum(map(torch.numel, group.params))) for group in groups]
+    first, second = ([allocator.counted[bucket] for bucket in unit] for unit in (one, other))
+    return first == second
 
 
 def _to_meta(device: Any) -> Any:
@@ -155,12 +166,26 @@ def _to_meta(device: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_transformer_engine() -> Iterator[None]:
-    """Make Megatron's local layers accept context parallelism, and sequence parallelism without Apex."""
+    """Make Megatron's local layers group experts, and accept context and sequence parallelism without Apex."""
     with (
         mock.patch.object(WrappedTorchNorm, "__new__", _norm),
         mock.patch.object(DotProductAttention, "__init__", _attention),
+        mock.patch.object(SequentialMLP, "__init__", partialmethod(_experts, SequentialMLP.__init__)),
     ):
         yield
+
+
+def _experts(self: SequentialMLP, build: Callable[..., None], count: int, *args: Any, **kwargs: Any) -> None:
+    """Build one expert, whose linear layers have the parameters of all, as in TransformerEngine."""
+    build(self, 1, *args, **kwargs)
+    self.num_local_experts = count
+    for linear in (self.local_experts[0].linear_fc1, self.local_experts[0].linear_fc2):
+        for name, param in [*linear.named_parameters()]:
+            delattr(linear, name)
+            for number in range(count):
+                copied = torch.nn.Parameter(torch.empty_like(param))
+                copied.__dict__.update(param.__dict__)
+                linear.register_parameter(f"{name}{number}", copied)
 
 
 def _attention(self: DotProductAttention, config: Any, *args: Any, **kwargs: Any) -> None:

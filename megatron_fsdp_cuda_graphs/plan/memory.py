@@ -11,9 +11,11 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import take_in_turn
 from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
+from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, Holds
 
 from ..overlay import upstream
 from .graphs import Planned
+from .pools import pool_size, why_unknown
 
 # megatron-core's original class plans no copies, so tensors without addresses suffice.
 _ParamAndGradBuffer = upstream(
@@ -30,21 +32,28 @@ KINDS = {
     "optimizer_states": "optimizer states",
     "optimizer_gradients": "optimizer gradients, in the dtype of the optimizer",
     "static_inputs": "static inputs of graphs",
+    "graph_pool": "graph pool: activations beyond the optimizer gradients, whose memory they reuse",
 }
 
 
-def stage_memory(helper: Any, planned: Planned, args: argparse.Namespace) -> Iterator[str]:
+def stage_memory(helper: Any, scope: CaptureScope, planned: Planned, args: argparse.Namespace) -> Iterator[str]:
     """Yield a line for each kind of memory on one rank of a pipeline stage, in MiB.
 
     Args:
         helper: The ``TECudaGraphHelper`` of the stage.
+        scope: What its graphs hold.
         planned: The graphs that ``helper`` would capture.
         args: Validated arguments.
     """
     found = fsdp_memory(helper, args)
     found["static_inputs"] = distinct_bytes(planned.static_inputs)
+    unknown = why_unknown(helper, args, of_layers=scope.holds is Holds.LAYER)
+    if not (planned.why_nothing or unknown):
+        found["graph_pool"] = graph_pool(helper, scope, planned, args) - found["optimizer_gradients"]
     yield from (f"    {found[kind] / MIB:10.1f}  {words}" for kind, words in KINDS.items() if found[kind])
     yield f"    {sum(found.values()) / MIB:10.1f}  total"
+    if unknown and not planned.why_nothing:
+        yield f"    not counted: the graph pool, because of {unknown}"
     if args.optimizer != "adam":
         yield f"    not counted: the states of --optimizer {args.optimizer}"
     if args.fp8_param_gather or args.fp4_param_gather:
@@ -67,6 +76,16 @@ def fsdp_memory(helper: Any, args: argparse.Namespace) -> Counter[str]:
         found.update(temporary_buffers(buffer))
         found.update(_optimizer(buffer, args))
     return found
+
+
+def graph_pool(helper: Any, scope: CaptureScope, planned: Planned, args: argparse.Namespace) -> int:
+    """Return the bytes of the graphs' memory pool. Call ``fsdp_memory`` first."""
+    gradients: Counter[int] = Counter()
+    for buffer in fsdp_buffers(helper):
+        for main, local in _optimizer_gradients(buffer):
+            gradients[id(main)] += local.nbytes if local.dtype != main.dtype else 0
+    of_model = scope.holds is Holds.MODEL
+    return pool_size(helper, args, planned.order, [*gradients.values()], of_model=of_model)
 
 
 def fsdp_buffers(helper: Any) -> list[Any]:
@@ -109,15 +128,19 @@ def _optimizer(buffer: Any, args: argparse.Namespace) -> Counter[str]:
     found: Counter[str] = Counter()
     of_element = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize if args.optimizer == "adam" else 0
     _ParamAndGradBuffer.update_main_grads(buffer)
-    for _, param in buffer.optimizer_named_parameters:
-        gradient = getattr(param, gradient_name(buffer.use_decoupled_grad), None)
-        if gradient is None:
-            continue
-        local = gradient._local_tensor
-        main = buffer.parameter_groups[buffer.param_to_param_group[param.orig_param]].main_grad_buffer
+    for main, local in _optimizer_gradients(buffer):
         found["optimizer_gradients"] += local.nbytes if local.dtype != main.dtype else 0  # a view if the dtypes match
         found["optimizer_states"] += local.numel() * of_element
     return found
+
+
+def _optimizer_gradients(buffer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield the main gradient buffer and the local shard of each gradient."""
+    for _, param in buffer.optimizer_named_parameters:
+        gradient = getattr(param, gradient_name(buffer.use_decoupled_grad), None)
+        if gradient is not None:
+            group = buffer.parameter_groups[buffer.param_to_param_group[param.orig_param]]
+            yield group.main_grad_buffer, gradient._local_tensor
 
 
 def _bytes(buffer: Any) -> int:

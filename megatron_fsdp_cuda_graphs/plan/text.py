@@ -13,9 +13,7 @@ from .graphs import parts_of, planned, scope_of
 from .memory import stage_memory
 
 SHOWN = 12  # graphs per stage without --every-graph
-NOT_COUNTED = (
-    "Not counted: activations, outputs of graphs, workspaces of kernels and NCCL, fragmentation, and the CUDA context."
-)
+NOT_COUNTED = "Not counted: activations of eager passes, workspaces of kernels and NCCL, and the CUDA context."
 
 
 def show(own: argparse.Namespace, given: list[str]) -> int:
@@ -54,7 +52,7 @@ def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
             scope = scope_of(helper, elsewhere)
             graphs = planned(helper, scope, masked)
             parts = list(parts_of(helper, scope))
-            memory = list(stage_memory(helper, graphs, args))
+            memory = list(stage_memory(helper, scope, graphs, args))
         yield from ("", f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}")
         if graphs.why_nothing:
             yield f"  No graphs: {graphs.why_nothing}."

@@ -1,4 +1,4 @@
-"""Test plans against captures on the CPU backend, and against memory measured on GPUs."""
+"""Test plans against captures on the CPU backend, and pools against GPU runs."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ from .conftest import DENSE, EXPERTS
 
 pytestmark = pytest.mark.sampled
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "earlier" / "step_time_2gpu.json"
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 PIPELINE = "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --global-batch-size 16"
 LAYERS = "--cuda-graph-layers-per-graph 1"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
@@ -164,16 +164,34 @@ def test_graphs_and_inputs_of_whole_chunks_match_a_capture(command, ranks, stage
     assert [chunk if kind == "forward" else -chunk for kind, chunk in chunks] == planned.order
 
 
-@pytest.mark.parametrize("name", ["A", "B"])
-@pytest.mark.parametrize("variant", ["native", "native::--cuda-graph-layers-per-graph all"])
-def test_memory_is_within_10_percent_of_a_gpu_run(name, variant):
-    runs = json.loads(RESULTS.read_text())["configurations"][name]
-    measured = next(run["allocated_mib"] for run in runs if run["variant"] == variant)
-    job = configuration(name, ranks=2, steps=30, expert_parallel=1, on_cpu=False)
-    more = ("--cuda-graph-impl", "transformer_engine", *filter(None, variant.partition("::")[2].split()))
-    flags = read_flags([*job.flags, *BENCHMARK_FSDP, *more], 2)
+GROUPED = "--moe-use-grouped-tensor"
+
+
+@pytest.mark.parametrize(
+    ("run", "variant", "configuration_name", "more", "tolerance"),
+    [
+        ("earlier/step_time_2gpu", "native", "A", "", 0.05),
+        ("release/step_time_fsdp2_2gpu", "native", "A:--untie-embeddings-and-output-weights", "", 0.05),
+        ("release/step_time_a_4gpu", "native", "A", "", 0.05),
+        ("earlier/step_time_llama_2gpu", "native", "llama-3.2-3b", "", 0.05),
+        ("release/step_time_exchange_2gpu", "native+grouped", "C", GROUPED, 0.05),
+        ("release/step_time_c_4gpu", "native+grouped::{}", "C", "--moe-alltoall-capacity-factor 1.5", 0.05),
+        ("release/step_time_c_4gpu", "native+grouped::{}", "C", "--moe-token-dispatcher-type allgather", 0.05),
+        ("earlier/step_time_qwen_ep1_2gpu", "native+grouped", "qwen3-30b-a3b", GROUPED, 0.1),
+        ("earlier/step_time_qwen_2gpu", "native+grouped", "qwen3-30b-a3b", GROUPED, 0.1),
+    ],
+)
+def test_graph_pool_is_close_to_a_gpu_run(run, variant, configuration_name, more, tolerance):
+    runs = json.loads((RESULTS / f"{run}.json").read_text())["configurations"][configuration_name]
+    measured = next(each["graph_pools_mib"] for each in runs if each["variant"] == variant.format(more))
+    ranks = int(run[-4])
+    experts = 1 if "ep1" in run else ranks
+    job = configuration(configuration_name, ranks=ranks, steps=30, expert_parallel=experts, on_cpu=False)
+    more = f"{more} {GROUPED} --rerun-mode validate_results" if "grouped" in variant else more
+    flags = read_flags([*job.flags, *BENCHMARK_FSDP, "--cuda-graph-impl", "transformer_engine", *more.split()], ranks)
+    assert not flags.refused
     with dry_stage.dry_stage(flags.args, 0) as helper:
-        planned = graphs.planned(helper, graphs.scope_of(helper, ""), masked=False)
-        found = memory.fsdp_memory(helper, flags.args)
-        found["static_inputs"] = memory.distinct_bytes(planned.static_inputs)
-    assert sum(found.values()) / 2**20 == pytest.approx(measured, rel=0.1)
+        scope = graphs.scope_of(helper, "")
+        memory.fsdp_memory(helper, flags.args)
+        pool = memory.graph_pool(helper, scope, graphs.planned(helper, scope, masked=False), flags.args)
+    assert pool / 2**20 == pytest.approx(measured, rel=tolerance)

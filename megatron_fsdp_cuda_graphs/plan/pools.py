@@ -1,0 +1,307 @@
+"""Predict the memory pool of graphs of whole passes, computed by TransformerEngine's kernels.
+
+The formulas list the large tensors of a pass in order, and ``Allocator`` places them as torch does. The pool first gets
+a block for each bucket of the optimizer's gradients; activations reuse these blocks.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron.core.transformer._cuda_graphs.flags.options import alltoall_capacity_factor, grouped_tensor
+from megatron.core.transformer._cuda_graphs.te.layers import decoder_layers
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.equal_splits import capacity_of_peer
+from megatron.core.transformer.moe.moe_layer import MoELayer
+
+MIB = 2**20
+WORKSPACE = 32 * MIB  # of cuBLAS, on Hopper
+_BYTES = 2  # of an activation
+
+
+class Block:
+    """A part of a segment, from ``start`` to ``end``."""
+
+    def __init__(self, segment: int, start: int, end: int):
+        self.segment, self.start, self.end = segment, start, end
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.end - self.start
+
+
+class Allocator:
+    """Allocates from segments by best fit, as ``torch.cuda`` does without expandable segments.
+
+    Attributes:
+        reserved: Bytes of all segments.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._segments = 0
+        self._free: dict[bool, list[Block]] = {True: [], False: []}  # keys: whether blocks are small
+
+    def allocate(self, size: float) -> Block:
+        """Return a block of at least ``size`` bytes."""
+        size = max(-(-int(size) // 512), 1) * 512
+        small = size <= MIB
+        free = self._free[small]
+        fitting = [block for block in free if block.size >= size]
+        if fitting:
+            block = min(fitting, key=lambda block: block.size)
+            free.remove(block)
+        else:
+            length = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            self.reserved += length
+            self._segments += 1
+            block = Block(2 * self._segments + small, 0, length)
+        if block.size - size > (511 if small else MIB):
+            free.append(Block(block.segment, block.start + size, block.end))
+            block.end = block.start + size
+        return block
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Free ``blocks`` and merge them with free neighbors."""
+        for block in blocks:
+            free = self._free[bool(block.segment % 2)]
+            near = [each for each in free if each.segment == block.segment]
+            for other in (each for each in near if each.end == block.start or each.start == block.end):
+                free.remove(other)
+                block = Block(block.segment, min(block.start, other.start), max(block.end, other.end))
+            free.append(block)
+
+
+class Passes:
+    """Replays the allocations of the passes of one pipeline stage.
+
+    Args:
+        helper: The ``TECudaGraphHelper`` of the stage.
+        args: Validated arguments.
+        of_model: Whether graphs hold the whole model, not only the decoder.
+    """
+
+    def __init__(self, helper: Any, args: Any, *, of_model: bool):
+        self.allocator = Allocator()
+        self._config, self._args, self._of_model = helper.config, args, of_model
+        self._tokens = helper.seq_length * helper.micro_batch_size // args.context_parallel_size
+        self._width = _BYTES * self._tokens * args.hidden_size  # bytes of the hidden states
+        self._chunks = [chunk.model for chunk in helper.stage.chunks]
+        # Activations of passes in flight, by chunk: each a list of the layers' blocks, then the head's.
+        self._in_flight: dict[int, list[list[list[Block]]]] = defaultdict(list)
+
+    def run(self, order: Sequence[float]) -> int:
+        """Return the size of the pool after the passes of ``order`` (chunks counted from 1, negative for backward)."""
+        for step in order:
+            chunk = self._chunks[abs(int(step)) - 1]
+            if step > 0:
+                self._in_flight[id(chunk)].append(self._forward(chunk))
+            else:
+                self._backward(chunk, self._in_flight[id(chunk)].pop(0))
+        return self.allocator.reserved
+
+    def _add(self, *sizes: float) -> list[Block]:
+        return [self.allocator.allocate(size) for size in sizes]
+
+    def _drop(self, *sizes: float) -> None:
+        """Allocate temporary tensors, and free them."""
+        self.allocator.release(self._add(*sizes))
+
+    def _forward(self, chunk: Any) -> list[list[Block]]:
+        kept = []
+        state = self._add(self._width) if self._of_model and chunk.pre_process else []
+        for layer in decoder_layers(chunk):
+            blocks, state = self._layer(layer, state)
+            kept.append(blocks)
+        if not (self._of_model and chunk.post_process):
+            return [*kept, state]
+        norm, logits = self._add(self._width), self._add(self._logits)
+        softmax = self._add(2 * self._logits)
+        self.allocator.release(logits)
+        return [*kept, [*state, *norm], softmax]
+
+    @property
+    def _logits(self) -> float:
+        return _BYTES * self._tokens * self._chunks[0].vocab_size
+
+    def _layer(self, layer: Any, state: list[Block]) -> tuple[list[Block], list[Block]]:
+        """Allocate a layer's activations; return those that backward reads, with ``state``, and the output."""
+        config = self._config
+        query = _BYTES * self._tokens * config.num_attention_heads * config.kv_channels
+        key = _BYTES * self._tokens * config.num_query_groups * config.kv_channels
+        kept = [*state, *self._add(self._width)]
+        together = self._add(query + 2 * key)
+        kept += self._add(*((query, key) if config.qk_layernorm else ()), query, key, key)
+        self.allocator.release(together)
+        kept += self._add(query, 4 * self._tokens * config.num_attention_heads)
+        projected = self._add(self._width)
+        kept += self._add(self._width)
+        self.allocator.release(projected)
+        kept += self._add(self._width)
+        if isinstance(layer.mlp, MoELayer):
+            more, output = self._experts(layer.mlp)
+            return kept + more, output
+        kept += self._add(*self._hidden(config.ffn_hidden_size, self._tokens))
+        before = self._add(self._width)
+        output = self._add(self._width)
+        self.allocator.release(before)
+        return kept, output
+
+    def _hidden(self, ffn: int, rows: int) -> list[int]:
+        """Return the sizes of the output and the activation of an MLP's first linear layer."""
+        size = _BYTES * rows * ffn
+        return [2 * size if self._config.gated_linear_unit else size, size]
+
+    def expert_rows(self, experts: int) -> int:
+        """Return the rows that the experts of this rank compute in a layer, without token counts on the host."""
+        config, ranks = self._config, self._config.expert_model_parallel_size
+        top_k = config.moe_router_topk
+        if ranks == 1:
+            return self._tokens * top_k
+        factor = alltoall_capacity_factor(config) if self._exchanges else None
+        return ranks * capacity_of_peer(self._tokens * top_k, top_k, experts, ranks, factor)
+
+    @property
+    def _exchanges(self) -> bool:
+        config = self._config
+        return config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "alltoall"
+
+    def _experts(self, moe: Any) -> tuple[list[Block], list[Block]]:
+        config, tokens, top_k = self._config, self._tokens, self._config.moe_router_topk
+        rows = self.expert_rows(moe.num_local_experts)
+        size, sent = _BYTES * rows * config.hidden_size, top_k * self._width
+        kept = self._add(*[4 * tokens * config.num_moe_experts] * 3, tokens * config.num_moe_experts)
+        if config.moe_permute_fusion:
+            kept += self._add(4 * tokens * (2 * config.num_moe_experts + 1))
+        else:
+            kept += self._add(8 * tokens * top_k, 8 * tokens * top_k)
+        until_end: list[Block] = []
+        if self._exchanges:
+            until_end += self._add(sent)
+            kept += self._add(8 * rows, 8 * rows, 8 * tokens * top_k)
+            buffers = self._add(size)
+            received = self._add(size)
+            self.allocator.release(buffers)
+            kept += self._add(size)
+            self.allocator.release(received)
+        else:
+            ranks = config.expert_model_parallel_size
+            until_end += self._add(*[ranks * self._width] * (ranks > 1))
+            kept += self._add(size)
+        first, second = self._hidden(config.moe_ffn_hidden_size, rows)
+        # Unless the activation is fused with the multiplication by the probabilities, its result is also kept.
+        kept += self._add(first, second, *(() if config.gated_linear_unit else (second,)))
+        until_end += self._add(size)
+        if self._exchanges:
+            buffers = self._add(size)
+            until_end += self._add(size)
+            self.allocator.release(buffers)
+            until_end += self._add(sent, self._width)
+        else:
+            until_end += self._add(config.expert_model_parallel_size * self._width)
+        if config.moe_shared_expert_intermediate_size:
+            kept += self._add(*self._hidden(config.moe_shared_expert_intermediate_size, tokens))
+            until_end += self._add(self._width, self._width)
+        output = self._add(self._width)
+        self.allocator.release(until_end)
+        return kept, output
+
+    def _backward(self, chunk: Any, kept: list[list[Block]]) -> None:
+        config, shared = self._config, []
+        vocabulary = _BYTES * self._chunks[0].vocab_size * self._args.hidden_size
+        if self._of_model and chunk.post_process:
+            logits = self._add(self._logits)
+            self.allocator.release(kept.pop())
+            grad, weight = self._add(self._width), self._add(vocabulary)
+            self.allocator.release(logits)
+            if (
+                chunk.share_embeddings_and_output_weights
+                and chunk.pre_process
+                and not config.gradient_accumulation_fusion
+            ):
+                shared = weight  # until the embedding's gradient is added
+            else:
+                self.allocator.release(weight)
+            self.allocator.release(kept.pop())
+        else:
+            grad = self._add(self._width)
+            kept.pop()  # the output of a pipeline stage or of the decoder stays in place
+        for layer, blocks in zip(reversed(decoder_layers(chunk)), reversed(kept), strict=True):
+            weights = self._mlp_backward(layer.mlp)
+            query = config.num_attention_heads * config.kv_channels
+            together = query + 2 * config.num_query_groups * config.kv_channels
+            self.allocator.release(blocks)
+            temporary = self._add(_BYTES * self._tokens * query, _BYTES * self._tokens * together)
+            weights += self._add(_BYTES * config.hidden_size * query, _BYTES * config.hidden_size * together)
+            self.allocator.release(temporary + weights)
+        if self._of_model and chunk.pre_process:
+            # The gradient of the hidden states takes a part of the block that the shared gradient leaves.
+            self._drop(*([vocabulary + self._width, vocabulary] if shared else [vocabulary]))
+            self.allocator.release(grad + shared)
+
+    def _mlp_backward(self, mlp: Any) -> list[Block]:
+        """Run the backward pass of an MLP or MoE layer; return the gradients of its weights."""
+        config = self._config
+        is_moe = isinstance(mlp, MoELayer)
+        experts = mlp.num_local_experts if is_moe else 1
+        rows = self.expert_rows(experts) if is_moe else self._tokens
+        size = _BYTES * rows * config.hidden_size
+        ffn = config.moe_ffn_hidden_size if is_moe else config.ffn_hidden_size
+        outer, inner = self._hidden(ffn, rows)
+        first, second = (experts * each for each in self._hidden(ffn, config.hidden_size))
+        sent = config.moe_router_topk * self._width if self._exchanges else size
+        grad = self._add(sent if is_moe else self._width)
+        if is_moe and config.expert_model_parallel_size > 1:
+            buffers = self._add(size)
+            received = self._add(size)
+            self.allocator.release(buffers)
+            ordered = self._add(size)
+            self.allocator.release(received + grad)
+            grad = ordered
+        hidden = self._add(inner)
+        weights = self._add(second)
+        self.allocator.release(grad)
+        if is_moe and not config.gated_linear_unit:
+            self._drop(inner)
+        activation = self._add(outer)
+        self.allocator.release(hidden)
+        grad = self._add(size)
+        weights += self._add(first)
+        self.allocator.release(activation)
+        if is_moe and self._exchanges:
+            self._drop(size, size)
+        self._drop(self._width)
+        self.allocator.release(grad)
+        return weights
+
+
+def why_unknown(helper: Any, args: Any, *, of_layers: bool) -> str:
+    """Return why the pool of the graphs is not predicted; empty if it is."""
+    config = helper.config
+    layers = [layer for chunk in helper.stage.chunks for layer in chunk.every_layer]
+    reasons = {
+        "graphs of single layers": of_layers,
+        "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
+        "recomputation": config.recompute_granularity is not None,
+        "8-bit or 4-bit precision": bool(config.fp8 or config.fp4),
+        "32-bit precision": not (config.bf16 or config.fp16),
+        "dropout": bool(config.hidden_dropout or config.attention_dropout),
+        "--cross-entropy-loss-fusion": config.cross_entropy_loss_fusion,
+        "multi-token prediction": bool(config.mtp_num_layers),
+        "other layers than self-attention with an MLP or dropless experts (--moe-use-grouped-tensor)": not all(
+            type(getattr(layer, "self_attention", None)) is SelfAttention
+            and (type(layer.mlp) is MLP or (isinstance(layer.mlp, MoELayer) and grouped_tensor(config)))
+            for layer in layers
+        ),
+    }
+    return next((name for name, found in reasons.items() if found), "")
+
+
+def pool_size(helper: Any, args: Any, order: Sequence[float], gradients: Sequence[int], *, of_model: bool) -> int:
+    """Return the bytes of the pool, including ``gradients``, the sizes of the optimizer's gradients of each bucket."""
+    passes = Passes(helper, args, of_model=of_model)
+    passes.allocator.allocate(WORKSPACE)
+    passes.allocator.release([passes.allocator.allocate(size) for size in gradients])
+    return passes.run(order)
