@@ -4,12 +4,15 @@ With graphs they are bit-identical to eager execution or raise an error, and the
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from .captured_training import CapturedTraining
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from .captured_training import CapturedTraining, compared
 from .fsdp_variants import Variant, small
 
 pytestmark = pytest.mark.sampled
@@ -85,6 +88,24 @@ def test_unsupported_layer_order_names_the_layer(one_rank):
     assert got.step_replays[-1] == 4 * COUNT
     expected = eager(IN_ORDER, ())  # includes one more step
     assert (got.losses, got.grad_norms) == (expected.losses[:2], expected.grad_norms[:2])
+
+
+class Doubling(TransformerLayer):
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(2 * hidden_states, *args, **kwargs)
+
+
+def double(model):
+    """Make the second layer double its input."""
+    model.decoder.layers[1].__class__ = Doubling
+
+
+def test_layer_that_overrides_forward_runs_in_larger_graphs_only(one_rank):
+    case = small(layers=COUNT, holds=ALL, warmup=10)
+    assert compared(case, variant=Variant(case, change=double)).replays
+    case = replace(case, holds=ONE)
+    with pytest.raises(RuntimeError, match=r"layer 2 \(Doubling\) overrides forward"):
+        CapturedTraining(case, variant=Variant(case, change=double))
 
 
 def read_in_hooks(model):

@@ -26,7 +26,7 @@ from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .capture_state import CaptureState, Holds
 from .changed_shapes import Recaptures
-from .layers import layer_name
+from .layers import layer_name, refuse_skipped_forward
 from .model import capture_decoder, capture_for_evaluation, capture_models
 from .stage import Stage
 from .torch_fsdp import kept_parameters
@@ -146,6 +146,8 @@ class CaptureSession:
         layers = tuple(layer for own in apart for layer in own)
         sample_args, arguments = input_data()
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
+        for layer, name in zip(layers, names, strict=True):
+            refuse_skipped_forward(layer, name)
         plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(layers))
         # Same as in the decoder under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()

@@ -10,6 +10,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 
+from ..errors import UnsupportedError
+from ..flags.options import LAYERS_FLAG
+
 
 def language_model_of(chunk: torch.nn.Module) -> Any | None:
     """Unwrap a model chunk to the module that has a ``decoder``; return None in a stage without layers."""
@@ -95,6 +98,19 @@ def why_not_graphable(layer: torch.nn.Module, config: Any) -> str:
     if not chosen or any(module in chosen for module in _modules_of(layer)):
         return ""
     return f"--cuda-graph-modules {' '.join(module.name for module in chosen)} selects no part of it"
+
+
+def refuse_skipped_forward(layer: torch.nn.Module, name: str) -> None:
+    """Raise UnsupportedError if ``layer`` overrides a ``forward`` that ``_te_cuda_graph_capture`` does not call."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer  # imports this module
+
+    kind: Any = type(layer)
+    captures = getattr(kind, "_te_cuda_graph_capture", None) is TransformerLayer._te_cuda_graph_capture
+    if captures and kind.forward is not TransformerLayer.forward:
+        raise UnsupportedError(
+            f"{name} overrides forward, which a graph of this layer alone would skip: override _te_cuda_graph_capture, "
+            f"or capture more than single layers ({LAYERS_FLAG})"
+        )
 
 
 def _modules_of(layer: Any) -> Iterator[CudaGraphModule]:
