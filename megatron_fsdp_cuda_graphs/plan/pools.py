@@ -237,7 +237,7 @@ class Passes:
             weights += self._add(_BYTES * config.hidden_size * query, _BYTES * config.hidden_size * together)
             self.allocator.release(temporary + weights)
         if self._of_model and chunk.pre_process:
-            # The gradient of the hidden states takes a part of the block that the shared gradient leaves.
+            # Fitted to GPU runs of model A: with a shared embedding, one more hidden state does not find room.
             self._drop(*([vocabulary + self._width, vocabulary] if shared else [vocabulary]))
             self.allocator.release(grad + shared)
 
