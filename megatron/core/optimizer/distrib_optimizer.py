@@ -82,6 +82,13 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             self._clipping.reset()
         self._clipping = None
 
+    def free_gradients(self) -> None:
+        """Free the gradients under Megatron-FSDP, even if a graph has read them."""
+        self._free_clipping()
+        self._local_shards = self._kept = None
+        for chunk in self.model_chunks if self.ddp_config.use_megatron_fsdp else ():
+            chunk.param_and_grad_buffer.free_gradients()
+
     def _whole_model_passes(self) -> Any:
         """Return the graphs of the whole model if clipping can be captured, else None.
 

@@ -31,11 +31,9 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         super().__init__(optimizer_step_func, *args, **kwargs)
         optimizer = getattr(optimizer_step_func, "__self__", None)
         sharded = [chunk for chunk in getattr(optimizer, "model_chunks", ()) if chunk.ddp_config.use_megatron_fsdp]
-        self._buffers = [chunk.param_and_grad_buffer for chunk in sharded]
         for chunk in sharded:
             chunk.ddp_config.megatron_fsdp_cuda_graph_mode = True
-        for buffer in self._buffers:
-            buffer.keep_gradients_in_place()
+            chunk.param_and_grad_buffer.keep_gradients_in_place()
         self._optimizer, self._told, self._released = optimizer, set[str](), False
         self._captured: dict[tuple[str, int], Any] = {}  # read by the captured step; empty if another was captured
         self._sharded = [chunk for chunk in sharded if chunk.ddp_config.fsdp_all_gather_in_start_param_sync]
@@ -45,6 +43,8 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, or replay its graph once it is captured; see megatron-core."""
+        if self._released:
+            return self.optimizer_step_func()
         if type(self).cuda_graph is not None:
             if self._has_changed():
                 self.next_iter()
@@ -60,16 +60,21 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
 
     def release(self) -> None:
         """Free the graph and the gradients that it reads; steps run eagerly until ``restore``."""
+        self._released = True
         if self._captured:
             type(self).cuda_graph = type(self).result = None
-            self._captured, self._released = {}, True
-        for buffer in self._buffers:
-            buffer.free_gradients()
+            type(self).curr_iteration, self._captured = self.cuda_graph_warmup_steps, {}
+        for each in self._optimizers:
+            if hasattr(each, "free_gradients"):
+                each.free_gradients()
 
     def restore(self) -> None:
-        """Capture the next step if ``release`` has freed the graph."""
-        if self._released:
-            type(self).curr_iteration, self._released = self.cuda_graph_warmup_steps, False
+        """Continue after ``release``. If it has freed the graph, the next step is captured."""
+        self._released = False
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return getattr(self._optimizer, "chained_optimizers", [self._optimizer])
 
     def _read_by_step(self) -> dict[tuple[str, int], Any]:
         """Return the values that the host reads during a step, keyed by name and group; tensors compare by identity."""
@@ -80,8 +85,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
                     read["parameters", number] = _Same(*value)
                 else:
                     read[name, number] = _Same(value) if isinstance(value, torch.Tensor) else value
-        optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        for number, each in enumerate(optimizers):
+        for number, each in enumerate(self._optimizers):
             stepping, config = getattr(each, "optimizer", each), getattr(each, "config", None)
             states = getattr(stepping, "state", {})
             values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
