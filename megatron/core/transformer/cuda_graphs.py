@@ -364,7 +364,7 @@ class TECudaGraphHelper:
         Without pipeline stages, nothing is captured if training ran two forward passes before their backward passes:
         the reason is logged, and training continues eagerly.
 
-        If the last step exceeded ``--moe-alltoall-capacity-factor``, ``before_step`` captures later.
+        If the last step exceeded ``--moe-alltoall-capacity-factor``, ``before_step`` or another call captures later.
 
         Gradients are zero afterwards. If the whole model was captured, the next evaluation captures a forward graph
         (see ``capture_for_evaluation``). A capture that fails on one rank fails on all: hooks, parameters, RNG states
@@ -380,12 +380,13 @@ class TECudaGraphHelper:
         """
         if self._state.eager_because == RELEASED:
             raise CallOrderError("CUDA graphs are released: call restore to capture them again")
-        if self._state.eager_because != BEFORE_CAPTURE:
+        if self._state.eager_because not in (BEFORE_CAPTURE, UNBALANCED):
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
         if self._role.language and not self._captures and token_bounds.defers_capture():
             self._state.eager_because = UNBALANCED
+            self._reset_after_capture()
             return
         try:
             self._capture_largest()
@@ -548,7 +549,9 @@ class TECudaGraphHelper:
         buffers as needed; calling ``release`` again frees them. Weights, gradient buffers and optimizer states may be
         moved in the meantime.
         """
-        if self._state.scope.holds:  # also on a stage without layers, which joins the restore
+        if (
+            self._state.scope.holds or self._state.eager_because == UNBALANCED
+        ):  # also on a stage without layers, which joins the restore
             not_model = self._state.not_model
             if self.graphs_created():
                 self.delete_cuda_graphs()

@@ -344,6 +344,28 @@ def test_deferred_capture_waits_for_a_fitting_step(one_stage, monkeypatch):
     assert seen == [(True, False, "unbalanced-experts"), (True, True, "")]
 
 
+def test_deferred_capture_can_be_tried_again(one_stage, monkeypatch):
+    answers = iter([True, True, False])
+    monkeypatch.setattr(TokenBounds, "defers_capture", lambda _: next(answers))
+    capturing = helper_of()
+    seen = []
+    for _ in range(3):
+        capturing.create_cudagraphs()
+        seen.append((capturing.eager_reason(), capturing.model[0].resets))
+    assert seen == [("unbalanced-experts", 1), ("unbalanced-experts", 2), ("", 3)]
+
+
+def test_released_helper_makes_no_deferred_capture(one_stage, monkeypatch):
+    answers = iter([True, False])
+    monkeypatch.setattr(TokenBounds, "defers_capture", lambda _: next(answers))
+    capturing = helper_of()
+    capturing.create_cudagraphs()
+    capturing.release()
+    assert (capturing.before_step(), capturing.eager_reason()) == (True, "released")
+    capturing.restore()
+    assert capturing.graphs_created()
+
+
 def test_failed_recapture_for_a_shape_is_an_error(longer):
     capturing = helper_of(failing_at(2))
     capturing.create_cudagraphs()
