@@ -25,12 +25,12 @@ class TokenBounds:
 
     Attributes:
         in_force: Whether the limits apply now: while graphs are captured, and in first runs of steps with graphs.
-        helpers: Objects whose ``graphs_created`` returns whether graphs with limits exist.
+        models: The model chunks that have graphs, which may outlive the helper that captured them.
     """
 
     def __init__(self) -> None:
         self._routers: WeakSet[Any] = WeakSet()
-        self.helpers: WeakSet[Any] = WeakSet()
+        self.models: WeakSet[torch.nn.Module] = WeakSet()
         self._saved: dict[Any, torch.Tensor] = {}
         self._suspension: ExitStack | None = None  # while the limits are lifted
         self._steps = self._repeated = self._waited = 0  # steps with limits, reruns, deferred captures
@@ -50,10 +50,10 @@ class TokenBounds:
         self._routers.add(router)
 
     def clear(self) -> None:
-        """Remove all routers and helpers."""
+        """Remove all routers and models."""
         self.end()
         self._routers.clear()
-        self.helpers.clear()
+        self.models.clear()
         self._saved, self._exceeded = {}, False
         self._steps = self._repeated = self._waited = 0
 
@@ -69,7 +69,7 @@ class TokenBounds:
     def begin(self) -> None:
         """Begin the first run of a step."""
         self.end()  # the last step may have ended with an exception
-        self.in_force = any(helper.graphs_created() for helper in self.helpers)
+        self.in_force = bool(self.models)
         self._begun, self._is_copied, self._load = True, False, 0.0
         self._steps += self.in_force
         self._too_small.zero_()

@@ -195,8 +195,6 @@ class TECudaGraphHelper:
         self._recaptures = Recaptures(self.stage)
         self._captures = self._replays_before = 0  # successful captures; replays of deleted graphs
         make_workspaces()  # before the first pass
-        if self._role.language:
-            token_bounds.helpers.add(self)
 
     def _discover_layers(self) -> None:
         """Set the megatron-core attributes that list the layers to capture. Subclasses may select other layers.
@@ -434,7 +432,10 @@ class TECudaGraphHelper:
                 graphs.eager_because = graphs.scope.eager_because
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
-        self._captures += self.graphs_created()
+        if self.graphs_created():
+            self._captures += 1
+            if self._role.language:
+                token_bounds.models.update(self.model)
         self._finish_capturing(start_time)
 
     @contextmanager
@@ -444,7 +445,7 @@ class TECudaGraphHelper:
         try:
             start_time = self._start_capturing()
             with reuse_across_streams():
-                token_bounds.in_force = True
+                token_bounds.in_force = bool(token_bounds)
                 yield start_time
         except BaseException:
             if offloads:
@@ -539,6 +540,8 @@ class TECudaGraphHelper:
         self.stage.log(logging.INFO, "Deleted all CUDA graphs")
 
     def _drop_graphs(self) -> None:
+        if self._role.language:
+            token_bounds.models.difference_update(self.model)
         self._state.delete()
         self._state = self._new_state()
 

@@ -28,17 +28,17 @@ def router():
 
 
 @pytest.fixture
-def helper():
-    return mock.Mock()  # graphs exist
+def model():
+    return torch.nn.Module()  # has graphs
 
 
 @pytest.fixture
-def bounds(router, helper):
+def bounds(router, model):
     from megatron.core import token_bounds
 
     made = token_bounds.TokenBounds()
     made.add(router)
-    made.helpers.add(helper)
+    made.models.add(model)
     with mock.patch.object(token_bounds, "token_bounds", made):
         yield made
 
@@ -81,8 +81,8 @@ def test_next_step_or_training_ends_a_suspension(bounds):
     assert not replays.suspended_by
 
 
-def test_capture_is_deferred_until_a_step_fits(machine, bounds, helper, caplog):
-    helper.graphs_created.return_value = False
+def test_capture_is_deferred_until_a_step_fits(machine, bounds, caplog):
+    bounds.models.clear()
     for number in range(11):
         assert machine.should_run_forward_backward(None)
         assert not bounds.in_force

@@ -22,6 +22,8 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from megatron.core.token_bounds import token_bounds
+
 from .errors import ArgumentTypeError, ChangedSinceCaptureError, UnsupportedError
 from .hooks import HOOK_KINDS, is_of_ddp
 
@@ -75,6 +77,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "math attention": torch._C._get_math_sdp_enabled,
     "cuDNN attention": torch._C._get_cudnn_sdp_enabled,
     "deterministic cuDNN kernels": torch._C._get_cudnn_deterministic,
+    "whether RerunStateMachine enforces --moe-alltoall-capacity-factor": partial(getattr, token_bounds, "in_force"),
 }
 _IN_TF32 = {"TF32 matrix products": ("cuda", "matmul"), "TF32 convolutions": ("cuda", "conv")}
 

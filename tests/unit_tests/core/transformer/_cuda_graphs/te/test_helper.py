@@ -1,13 +1,16 @@
 """Test ``TECudaGraphHelper``, with captures of simple layers without a model."""
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron.core.token_bounds import TokenBounds
+from megatron.core.token_bounds import TokenBounds, token_bounds
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
@@ -364,6 +367,26 @@ def test_released_helper_makes_no_deferred_capture(one_stage, monkeypatch):
     assert (capturing.before_step(), capturing.eager_reason()) == (True, "released")
     capturing.restore()
     assert capturing.graphs_created()
+
+
+def test_limited_graphs_replay_only_in_steps_without_helper(one_stage):
+    router = mock.Mock()
+    token_bounds.add(router)
+    capturing = helper_of()
+    capturing.create_cudagraphs()
+    model = capturing.model
+    (layer,) = model[0].decoder.layers
+    snapshot = layer.cuda_graphs[0].snapshot
+    kept = weakref.ref(capturing)
+    del capturing
+    gc.collect()
+    assert kept() is None
+    token_bounds.begin()
+    assert not snapshot.changed()
+    token_bounds.end()
+    assert snapshot.changed()
+    assert "--moe-alltoall-capacity-factor" in snapshot.reason()
+    token_bounds.clear()
 
 
 def test_failed_recapture_for_a_shape_is_an_error(longer):
