@@ -67,7 +67,7 @@ class TokenBounds:
             self._load = max(self._load, load)
 
     def begin(self) -> None:
-        """Begin the first run of a step."""
+        """Begin a step: reset the overflow flag, and enforce the limits if graphs exist. Reruns do not call this."""
         self.end()  # the last step may have ended with an exception
         self.in_force = bool(self.models)
         self._begun, self._is_copied, self._load = True, False, 0.0

@@ -93,7 +93,7 @@ batches = training._batches
 
 
 def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
-    """Train with one micro-batch, with several, and again with ``graphs``; return the differences, or a traceback."""
+    """Train with one micro-batch, with several, and with several and ``graphs``; return comparisons, or a traceback."""
 
     def trained(case: Case, graphs: bool = False) -> Trace:
         with_equal_batches = mock.patch.object(training, "_batches", equal_batches)

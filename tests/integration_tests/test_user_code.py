@@ -56,7 +56,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def eager(tmp_path_factory):
-    """Return a function that trains eagerly, once."""
+    """Return a function that trains eagerly and caches the run of each training."""
     done = {}
 
     def run(training):

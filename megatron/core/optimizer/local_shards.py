@@ -125,10 +125,10 @@ class ListedStep(KeptGradients):
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Context manager in which the caller's step on ``leaders`` updates all parameters.
+        """Context manager in which a step on ``leaders``, one parameter per group, updates all parameters.
 
         Raises:
-            RuntimeError: The step did not launch once for each group with gradients.
+            RuntimeError: The number of kernel launches differs from the number of groups with gradients.
         """
         launched = 0
 

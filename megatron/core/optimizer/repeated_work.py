@@ -39,7 +39,7 @@ class RepeatedWork:
         """
         if key != self._key:
             if self._graph is not None and self._captures == CAPTURES:
-                self._warn(f"its inputs have changed {CAPTURES} times")
+                self._warn(f"recapture limit reached ({CAPTURES} captures)")
             self.reset()
             self._key, self._steps = key, 0
         if self._graph is None:
@@ -61,7 +61,7 @@ class RepeatedWork:
                 with capture.recording(graph):
                     result = work()
             if not isinstance(result, torch.Tensor):
-                raise TypeError(f"it returns {type(result).__name__}, not a tensor")
+                raise TypeError(f"the work returns {type(result).__name__}, not a tensor")
         except Exception as error:
             self._captures = CAPTURES
             self._warn(f"{type(error).__name__}: {error}")

@@ -33,9 +33,9 @@ class Case:
         later_on_one_rank: Change shapes on the last data-parallel rank only.
         masked_step: The only step whose attention mask hides more than the causal mask; None to use the causal
             mask in every step.
-        released: Step that runs while the graphs are released; None to keep them. Before and after it, the optimizer
-            moves to the host and back, and the model evaluates. Two steps later, weights under Megatron-FSDP are first
-            overwritten in place.
+        released: Step that runs while the graphs are released; None to keep them. Before this step and the next, the
+            optimizer is offloaded and reloaded, and the model evaluates. Before the second step after it, weights under
+            Megatron-FSDP are overwritten in place.
         reloads: Save a checkpoint before the capture; load it before steps ``released - 1`` and ``released + 1``.
         evaluates: Evaluate after the step that follows capture; ``often`` to evaluate also before and after capture
             and after each step.

@@ -113,7 +113,7 @@ class Faults(TorchDispatchMode):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """While in this context, count operators and calls."""
+        """Context manager that counts operators and calls of a capture, and fails the one at index ``at``."""
         from megatron.core.transformer._cuda_graphs.engine.capture_time_hooks import CaptureTimeHooks
         from megatron.core.transformer._cuda_graphs.engine.graph import Capture
 

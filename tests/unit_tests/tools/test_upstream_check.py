@@ -1,4 +1,4 @@
-"""Test the check of the patch against changed copies of the installed megatron-core."""
+"""Test that upstream_check.py reports changes of megatron-core that break the patch."""
 
 import pytest
 

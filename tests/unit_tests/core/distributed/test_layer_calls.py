@@ -109,7 +109,7 @@ def test_layer_that_overrides_forward_runs_in_larger_graphs_only(one_rank):
 
 
 def read_in_hooks(model):
-    """Register hooks that add hidden states between layers to the output of the decoder of ``model``."""
+    """Register decoder hooks that add the cosines of two hidden states between layers to the output."""
     indices = {"extract_layer_indices": {1, 2}}
     return (
         model.decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | indices), with_kwargs=True),

@@ -188,7 +188,7 @@ class StaticBuffers:
         return grads
 
     def grads_of_outputs_read(self, metas: Sequence[ArgMetadata], grads: Iterable[torch.Tensor]) -> None:
-        """Release ``grads``, from ``grads_of_outputs``, after capturing the backward graph that reads them."""
+        """Release ``grads``, a result of ``grads_of_outputs``. Call this after capturing the graph that reads them."""
         for known, grad in zip(map(metadata_of, metas), grads, strict=True):
             known.bwd_cudagraph_buffer = None
             self.pool.release(grad)

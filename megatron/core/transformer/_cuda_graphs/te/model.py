@@ -434,9 +434,10 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int, masked: bo
 
 @contextmanager
 def _around_passes(models: Iterable[Any], kept: list[Any]) -> Iterator[None]:
-    """Within the context, append rotary embedding outputs to ``kept``, because their cache may evict them.
+    """Context manager for warm-up and capture that appends rotary embedding outputs to ``kept``: caches may evict them.
 
-    On exit, restore the input tensors of later chunks: an evaluation call that starts a capture reads them afterwards.
+    On exit, the input tensor of each chunk except the first is restored, because an evaluation call that started the
+    capture reads it afterwards.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

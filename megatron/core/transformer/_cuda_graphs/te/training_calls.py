@@ -58,7 +58,7 @@ def predicts_tokens(model: Any) -> bool:
 
 
 def unused_by(model: Any) -> set[str]:
-    """Return the names of arguments that only chunks other than ``model`` read."""
+    """Return the names of arguments that ``model`` ignores because only other pipeline chunks read them."""
     return {"input_ids", "position_ids", "labels", "loss_mask"}.difference(expected_inputs(model, 1, 1))
 
 

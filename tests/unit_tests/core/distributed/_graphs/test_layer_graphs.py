@@ -227,7 +227,7 @@ def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch,
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """Return the names of the first layer's parameters whose gradients its gradient owner consumes in a capture."""
+    """Pass gradients to the first layer's owner as in a capture; return the names of parameters with main gradients."""
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.layer_capture([layer]):
         (owner,) = fsdp.graphs.gradient_owners([layer], whole)

@@ -84,10 +84,11 @@ def on_ranks(count, run):
 
 
 def agreement_of(rank, layout="one group", timeout=LIMIT) -> CaptureAgreement:
-    """Return the ``CaptureAgreement`` of a rank, for two ranks in one group or for four ranks.
+    """Return the ``CaptureAgreement`` of ``rank``.
 
     Args:
-        layout: ``crossing`` for crossing groups of two; ``stages`` for two pipeline stages of two ranks.
+        layout: ``one group`` of two ranks; or four ranks: ``crossing`` tensor- and data-parallel groups of two, or two
+            pipeline ``stages`` of two ranks.
     """
     row, column = divmod(rank, 2)
     groups: Any = SimpleNamespace(tp_dp_cp=Group(2, timeout=timeout), pp=Group(1))

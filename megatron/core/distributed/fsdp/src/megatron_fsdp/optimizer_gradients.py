@@ -131,7 +131,7 @@ class GradientStorages:
             self._adopted = True
 
     def detach(self) -> None:
-        """Move the memory out of the pool that has adopted it."""
+        """Undo ``adopt``: free the memory now if it is unused, otherwise at the next ``free``."""
         self._adopted = False
         if not self._in_use:
             self._free()

@@ -46,7 +46,7 @@ def gather(shard, group, async_op=False, quantizer=None, output_tensor=None):
 
 
 def reduce_scatter(gradient, group, async_op=False, output=None):
-    """Add the other rank's ``gradient / 4`` to ``gradient``, and return the first half."""
+    """Emulate a two-rank reduce-scatter on rank 0: the other rank's gradient is ``gradient / 4``."""
     return _run((gradient * 1.25)[: gradient.shape[0] // 2], output, async_op)
 
 

@@ -265,7 +265,7 @@ class EvaluatedModel(RecordedPasses):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Prepare the model for warm-up and capture; no unit is gathered before or after."""
+        """Context manager for warm-up and capture: on entry and on exit, all units are released."""
         self._begin("before forward")
         with prepared(self._fsdp):
             self._training.gather()
