@@ -174,11 +174,11 @@ class CaptureAgreement:
         self._where = "before the first layer"
 
     def begin(self, where: str, phase: str = "") -> None:
-        """Set the pass that errors name: ``where`` and, if it has a forward and a backward phase, ``phase``."""
+        """Set the pass that error messages name: ``where``, with an optional ``phase`` such as ``forward``."""
         self._where = f"{where}, {phase}" if phase else where
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Return a layer's capture-time ``hooks``, preceded by hooks that call ``begin(name, phase)``."""
+        """Return a layer's capture-time ``hooks``, extended so that errors report its ``name`` and the phase."""
         kinds: dict[str, Any] = {**hooks}
         for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
             begin: Callable[..., None] = lambda *call, phase=phase: self.begin(name, phase)  # noqa: E731
@@ -281,7 +281,7 @@ def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
 
 
 def warn_of_failure(failed: CaptureFailedError, outlook: str) -> None:
-    """Warn of a failed capture and its consequences; the failed rank also logs the exception."""
+    """Log a failed capture and its consequence ``outlook`` as a warning; the failed rank adds the traceback."""
     message = f"{failed}. {outlook}."
     if isinstance(failed.__cause__, CaptureFailedError):  # from a different rank
         log_single_rank(logger, logging.WARNING, message)

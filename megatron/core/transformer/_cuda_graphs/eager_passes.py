@@ -20,7 +20,7 @@ class EagerPasses:
         self._reasons: set[str] = set()
 
     def note(self, reason: str, shape: tuple[int, int] | None = None) -> bool:
-        """Count an eager pass; return whether ``reason`` is new. Give its ``shape`` only if a recapture may use it."""
+        """Count an eager pass; return whether ``reason`` is new. Give ``shape`` only if it differs from capture."""
         self.total += 1
         if shape is not None:
             self._counts[shape] += 1
@@ -29,6 +29,6 @@ class EagerPasses:
         return first
 
     def shape_of_all(self, count: int) -> tuple[int, int] | None:
-        """Return the only shape counted since the last call if ``count`` passes had it; otherwise None."""
+        """Return the shape with which all ``count`` passes since the last call ran eagerly; None if there is none."""
         counts, self._counts = self._counts, Counter()
         return next((shape for shape, of_shape in counts.items() if len(counts) == 1 and of_shape == count), None)

@@ -77,7 +77,7 @@ def is_of_ddp(hook: Callable) -> bool:
 
 
 def hooks_on(module: torch.nn.Module) -> Iterator[Callable]:
-    """Yield all kinds of hooks on ``module``, excluding hooks on its submodules."""
+    """Yield the hooks of every kind on ``module``, excluding hooks on its submodules."""
     for name in _HOOK_DICTS:
         yield from getattr(module, name).values()
 

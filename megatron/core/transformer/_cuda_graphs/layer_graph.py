@@ -38,7 +38,7 @@ class LayerGraph:
 
     Attributes:
         graphed: The engine's callable.
-        run: Replays ``graphed`` and converts its outputs for the layer's role.
+        run: Replays ``graphed``; for vision layers, also drops None outputs (see ``Role.wrap``).
         shape: The shape of hidden states at capture; None if passes with different shapes may not run eagerly.
         keywords: Default values of keyword inputs, keyed by name.
         defaults: Restores ``keywords`` after replays with different values; shared by layers with the same mask type.

@@ -105,13 +105,13 @@ replays = Replays()
 
 
 class Aspect:
-    """Values of one kind that must not change after capture.
+    """One kind of value that a snapshot compares, for example addresses or hooks.
 
     Args:
         names: The name of each value in messages.
         read: Returns the current values, always in the same order.
-        glance: Returns a value that is cheap and changes whenever the result of ``read`` does; by default ``read``.
-        then: The values at capture; by default the values at construction.
+        glance: Returns a cheap value that changes whenever the result of ``read`` does; by default ``read`` itself.
+        then: The captured values; by default the result of ``read`` at construction.
         show: Formats a number or string for messages; None to omit values.
     """
 
@@ -129,9 +129,9 @@ class Aspect:
         self.seen = glance() if glance else self._then
 
     def changed(self) -> bool:
-        """Return whether a value has changed.
+        """Return whether a value has changed since capture; if not, store the result of ``glance()`` as ``seen``.
 
-        Call this only if ``glance()`` differs from ``seen``, its last result without changes.
+        Call this only if ``glance()`` differs from ``seen``.
         """
         if self._read() != self._then and self.change():  # without a Python call per value if nothing has changed
             return True
@@ -306,7 +306,7 @@ _Place = tuple[dict[str, Any], str, str]  # a dict, a key, and the name of that 
 
 
 def _reader(places: Iterable[_Place]) -> Callable[[], list[Any]]:
-    """Return a function that reads the dict entries ``places``, and returns None for each missing entry."""
+    """Return a function that reads the current values of the dict entries ``places``, None for missing entries."""
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
 
     def read() -> list[Any]:
@@ -443,7 +443,7 @@ def _hooks(
 
 
 def contexts_in_force() -> list[Any]:
-    """Return the values of ``CONTEXTS``, whether each operation of ``_IN_TF32`` uses TF32, and the autocast state."""
+    """Return the current values of ``CONTEXTS``, the use of TF32 per entry of ``_IN_TF32``, and the autocast state."""
     precision = torch._C._get_fp32_precision_getter
     of_all = precision("generic", "all")
     own = [precision(*operation) for operation in _IN_TF32.values()]

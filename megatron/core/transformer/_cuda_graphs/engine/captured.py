@@ -43,8 +43,8 @@ class GraphOwner:
     """Owns the resources that the graphs of a callable use. The methods of this base class do nothing.
 
     Attributes:
-        notifies_autograd: Whether autograd runs the AccumulateGrad hooks of parameters even if ``consume_gradients``
-            consumed their gradients. A class attribute.
+        notifies_autograd: Class attribute: whether autograd runs the AccumulateGrad hooks of a parameter even if
+            ``consume_gradients`` consumed its gradient.
     """
 
     notifies_autograd = True
@@ -72,7 +72,7 @@ class GraphOwner:
         """Run right before each replay of the forward graph, on the stream of the forward pass."""
 
     def before_eager_forward(self) -> None:
-        """Run before an eager forward pass with grad, if the caller can also replay."""
+        """Prepare for an eager forward pass of a module with whole-pass graphs: a fallback, or any pass with grad."""
 
     def before_backward(self) -> None:
         """Run right before each replay of the backward graph, on the stream of the backward pass."""
@@ -86,12 +86,12 @@ class GraphOwner:
 
 @dataclass(frozen=True, slots=True)
 class _ReplayOptions:
-    """Options of a replay on another stream, or with a callback after its backward replay.
+    """Options of one forward replay and its backward replay.
 
     Attributes:
         stream: Stream to replay on; None for the current one.
-        event: Event recorded in the graph; the current stream waits for it rather than for all of ``stream``.
-        after_backward: Called right after the backward replay, if not None.
+        event: Event in the graph for which the current stream waits; None to wait for all work on ``stream``.
+        after_backward: Function to call right after the backward replay, if any.
     """
 
     stream: torch.cuda.Stream | None
@@ -139,8 +139,8 @@ class GraphedCallable:
         backward_graph: The backward graph; None if nothing requires grad.
         weight_gradient_graph: The graph of delayed weight gradients; None if backward delays none.
         order: Checks the order of replays.
-        forward_turn, backward_turn: The passes' positions in capture order; None for a backward pass that overwrites
-            nothing.
+        forward_turn, backward_turn: The passes' positions in capture order; ``backward_turn`` is None without a
+            backward graph or with ``retain_graph``.
         replays: Number of replays of the forward graph.
         round: Round of the last forward replay, from ``order``.
     """
@@ -467,10 +467,10 @@ class GraphedCallable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs on ``args`` and ``kwargs``.
 
-        Other keywords are ignored if they are not tensors, except for ``cuda_graph_stream``, the stream to replay on,
-        ``cuda_graph_event``, the event that ends the replay, and ``is_first_microbatch``, which selects whether to
-        requantize cached weights. The call runs eagerly if the module's mode (training or evaluation) has changed since
-        capture, or if grad is enabled now but was not at capture.
+        Three keywords are options: ``cuda_graph_stream`` (the stream to replay on), ``cuda_graph_event`` (the event in
+        the graph to wait for) and ``is_first_microbatch`` (whether to requantize cached weights). Any other keyword
+        that was not captured is ignored if its value is not a tensor. The call runs eagerly if the module's mode
+        (training or evaluation) has changed since capture, or if grad is enabled now but was not at capture.
 
         Raises:
             RuntimeError: The graphs were reset.
@@ -520,7 +520,7 @@ class GraphedCallable:
     ) -> Any:
         """Replay on flattened ``inputs``, which must match the static inputs; return outputs nested as at capture.
 
-        The other arguments are the special keywords of ``__call__``. Raises RuntimeError if the graphs were reset.
+        The other arguments are the three options of ``__call__``. Raises RuntimeError if the graphs were reset.
         """
         if self.forward_graph is None:
             raise RuntimeError(f"the graphs of {self.name} were reset: capture them again to replay them")
@@ -633,7 +633,7 @@ class GraphedCallable:
         self.name = owner
 
     def replace_methods(self, module: torch.nn.Module) -> None:
-        """Replace ``module.forward`` until ``reset``. As in TransformerEngine, add ``reset`` and ``backward_dw``."""
+        """Replace ``module.forward`` with replays, and add ``backward_dw`` and ``reset``; ``reset`` undoes this."""
         self._taken = TakenForward(module, self)
         vars(module).update(reset=self.reset, backward_dw=self.backward_dw)
 
@@ -831,7 +831,7 @@ class DelayedWeightGradients:
             compute()
 
     def hand_out(self, clone: bool) -> None:
-        """After a replay, set ``grad`` of parameters (to copies with ``clone``), and run weight gradient hooks.
+        """Assign replayed gradients to ``grad`` of parameters (copies with ``clone``), then run weight gradient hooks.
 
         Parameters of modules that accumulate into ``main_grad`` get no ``grad``.
         """

@@ -95,14 +95,14 @@ class ReplayOrder:
         return self._passes - 1
 
     def forward(self, number: int) -> int:
-        """Record a forward replay, and return its round. Pass it to ``backward`` for the backward replay."""
+        """Record a replay of the forward pass ``number``. Return its round, an argument of ``backward``."""
         if number <= self.last:
             self.round += 1
         self.last = number
         return self.round
 
     def backward(self, name: str, number: int | None, round_of_forward: int) -> None:
-        """Record a backward replay with the ``number`` of its pass (None if it overwrites nothing).
+        """Record a replay of the backward pass ``number``; None for a pass that may replay repeatedly.
 
         Raises:
             RuntimeError: A later replay has overwritten the activations of ``round_of_forward``.
@@ -290,7 +290,7 @@ def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[
 
 @contextmanager
 def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Context manager that restores buffers of ``modules`` and their values, for example token counts of routers."""
+    """Context manager that restores the buffers of ``modules`` and the buffers' values, such as router token counts."""
     buffers = [buffer for module in modules for buffer in module.buffers()]
     with rebind_buffers(modules), preserve_tensors(buffers):
         yield

@@ -225,7 +225,12 @@ def _checked(name: str, args: Any, kwargs: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def _one_each(what: str, given: Any, entries: Sequence[Any]) -> Sequence[Any]:
-    """Return ``given``, or a list of None if it is None; raise TypeError for a dict, ValueError for a wrong length."""
+    """Return the argument ``given``; if it is None, return a list with a None for each of ``entries``.
+
+    Raises:
+        TypeError: The argument, called ``what`` in the message, is a dict.
+        ValueError: The argument does not have one value per entry.
+    """
     if given is None:
         return [None] * len(entries)
     if isinstance(given, Mapping):

@@ -127,7 +127,7 @@ class Quantization:
     def context(self, graph: bool = True) -> AbstractContextManager:
         """Return the ``autocast`` context for warm-up and capture of the callable.
 
-        With ``graph``, the outermost context does not update statistics on exit, because replays do.
+        With ``graph``, leaving the outermost context does not update statistics; replays update them instead.
         """
         return self.graph.autocast(
             enabled=self.enabled,
@@ -248,7 +248,10 @@ class RecordedQuantization:
         return self._quantization.context(torch.cuda.is_current_stream_capturing())
 
     def before_forward(self, is_first_microbatch: object = None) -> None:
-        """Make the graphs requantize weights if the modules' ``is_first_microbatch`` is set; ignore the argument."""
+        """Make the graphs requantize weights if the modules' ``is_first_microbatch`` is set, and clear it.
+
+        The argument is ignored.
+        """
         if self._skips_weights is None or not self._cached:
             return
         is_first = bool(self._cached[0].is_first_microbatch)

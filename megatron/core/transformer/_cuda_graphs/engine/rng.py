@@ -99,7 +99,7 @@ class GraphStates:
         self._states = dict(_tracked())
 
     def adopt(self, *call: object) -> None:
-        """Copy the values of replaced states to the graphs' states, and put the latter back into the tracker.
+        """Restore the graphs' states in the tracker, with the values of the states that replaced them.
 
         An open fork of the tracker continues with the graphs' states. Arguments are ignored, so this works as a hook.
         """

@@ -259,7 +259,7 @@ class Options:
 
     @property
     def quantizes_otherwise(self) -> bool:
-        """Whether FP4 is used, or an FP8 recipe that is not tested in graphs of several layers."""
+        """Whether training uses FP4, or an FP8 recipe that is not tested in graphs of several layers."""
         return bool(self.get("fp4") or self.fp8_recipe not in ("", "delayed", "tensorwise"))
 
     @property

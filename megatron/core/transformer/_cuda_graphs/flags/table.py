@@ -77,7 +77,10 @@ def _no_effect(flags: str, when: Condition, words: str) -> Row:
 
 
 def _experts(flag: str, flags: str, when: Condition, words: str) -> Row:
-    """Return a row that rejects ``flag`` (a flag of this patch for experts) with ``flags``, even without graphs."""
+    """Return a row that rejects ``flag``, an expert flag of this patch, if ``when`` holds, even without graphs.
+
+    ``flag`` is prepended to ``flags`` and ``words``.
+    """
     return _refused(
         f"{flag} {flags}", lambda o: o.get(attribute(flag)) and when(o), f"{flag} {words}", graphs=None, sharding=None
     )
@@ -116,7 +119,7 @@ def _tensor_parallel_experts(options: Options) -> bool:
 
 
 def _shards_all(options: Options) -> bool:
-    """Return whether parameters are sharded."""
+    """Return whether the sharding strategy is ``optim_grads_params``, which also shards parameters."""
     return bool(options.get("data_parallel_sharding_strategy", "no_shard") == "optim_grads_params")
 
 

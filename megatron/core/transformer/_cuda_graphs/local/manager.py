@@ -222,7 +222,7 @@ class CudaGraphManager(torch.nn.Module):
     def _call_function(
         self, base_module: Any, *args: Any, eager: bool = False, cache_key: Hashable | None = None, **kwargs: Any
     ) -> Any:
-        """Run the method that this manager replaces; see ``function_name``."""
+        """Run the replaced method, with graphs unless ``eager``. Installed as ``function_name`` of ``base_module``."""
         if eager:
             return self._run_eagerly(base_module, args, kwargs)
         output = self(base_module, args, kwargs, cache_key=cache_key)

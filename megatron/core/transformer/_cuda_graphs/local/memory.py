@@ -194,7 +194,7 @@ class StaticBuffers:
             self.pool.release(grad)
 
     def lend_grads(self, metas: Sequence[ArgMetadata], grads: Sequence[torch.Tensor | None]) -> set[int]:
-        """Hold ``grads``, the results of a backward graph, for the backward graphs that will read them in place.
+        """Hold ``grads``, the input gradients of a backward graph, for backward graphs that will read them in place.
 
         Returns:
             Indices of the gradients that no graph reads in place. If two inputs share a gradient tensor, it is

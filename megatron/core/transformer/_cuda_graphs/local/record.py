@@ -192,14 +192,14 @@ class _CudagraphGlobalRecord:
     """The first passes of all runners, in execution order.
 
     Graphs share one memory pool, so they must be captured in the order in which they will run: a graph may use memory
-    that earlier graphs have freed. Users may assign ``cudagraph_created`` and the two lists.
+    that earlier graphs have freed. Code outside this class may assign ``cudagraph_created`` and both records.
 
     Attributes:
         cudagraph_created: Whether the recorded graphs were captured; if so, modules replay.
         capture_failed: Whether a capture failed since ``forget_graphs``; if so, modules run eagerly in training.
         cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``, tensors as ArgMetadata.
         cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of inference graphs.
-        recording: State shared by the runners of ``cudagraph_record``, or of the last capture.
+        recording: State shared by the runners of ``cudagraph_record``; after their capture, by the captured runners.
         tensor_reuse_pool: Static tensors of ``recording``.
         inference: State shared by the inference runners.
         managers: All existing managers.
@@ -280,7 +280,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def _forget_record_without_grad(cls) -> None:
-        """Clear the record if all of its passes ran without grad: after their capture, no training step is recorded."""
+        """Clear the record if all its passes ran without grad: capturing it would prevent recording a training step."""
         runners = {entry[0] for entry in cls.cudagraph_record}
         if all(runner.is_forward_only for runner in runners):
             cls.cudagraph_record = []

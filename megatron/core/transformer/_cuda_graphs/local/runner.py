@@ -35,7 +35,7 @@ from .sharded_weights import ShardedWeights
 
 
 class _GraphStatus(Enum):
-    """The next pass of a runner."""
+    """State of a runner, named after the pass that it runs next."""
 
     FWD_READY = 0
     BWD_READY = 1
@@ -462,7 +462,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             yield
 
     def _having(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return ``params`` and sharded weights that a pass may change, if their ``attribute`` is not None."""
+        """Return ``params`` and sharded weights changed by a pass, unless their ``attribute`` is None or missing."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 

@@ -39,8 +39,8 @@ class CaptureSession:
     """Captures the passes of ``stage`` into ``graphs``. If a capture fails, deleting ``graphs`` undoes it completely.
 
     Attributes:
-        agreement: Records the current pass for error messages.
-        recaptures: Creates the detector of passes with new shapes.
+        agreement: Stores the name of the current pass for error messages.
+        recaptures: Limits recaptures, and creates the detector of passes whose shape differs from the capture.
         shape: Sequence length before any sharding, and micro-batch size.
     """
 
@@ -118,7 +118,7 @@ class CaptureSession:
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Suspend capture mode within the context: it would disable hooks of the layers and change their outputs.
+        """Context manager for graphs of several layers. It suspends capture mode, which would disable layers' hooks.
 
         On exit, restore generators and buffers of ``modules``, because a failed capture may not restore them.
         """

@@ -201,7 +201,7 @@ class CaptureState:
 
     Args:
         calls: Observes training calls until the first capture.
-        eager_because: Why steps run eagerly.
+        eager_because: Why steps run eagerly until graphs exist.
         not_model: Why the whole model must not be captured by default; empty if it may be.
 
     Attributes:
@@ -244,7 +244,7 @@ class CaptureState:
 
     @property
     def masked(self) -> bool:
-        """Whether whole passes get an attention mask; models of unknown classes may create it."""
+        """Whether whole passes are captured with a mask: calls had one, or a model of unknown class may create one."""
         return self._calls.masked or any(known_class(chunk.model) is None for chunk in self._stage.chunks)
 
     def select_scope(self, agreement: CaptureAgreement) -> None:
@@ -293,7 +293,7 @@ class CaptureState:
         return self._calls.blocker
 
     def follow_rng_tracker(self) -> None:
-        """Make graphs adopt the RNG tracker's states whenever a model is called outside forks of the tracker."""
+        """Make graphs adopt the RNG tracker's current states before each forward pass of a model."""
         self._rng_states = GraphStates()
         adopt = calls_weakly(self._rng_states.adopt)
         models = [chunk.model for chunk in self._stage.chunks if chunk.layers and chunk.model is not None]

@@ -25,7 +25,7 @@ class ChangedShapes:
     Args:
         passes: Counter of eager passes on this rank, by shape.
         tokens: Captured tokens per sequence on this rank.
-        calls: How many passes it counts per micro-batch: one for each forward graph.
+        calls: The number of forward graphs that each micro-batch runs; ``passes`` counts one pass for each.
         groups: Process groups that together connect all ranks of a pipeline stage.
         num_microbatches: The number of micro-batches in the first step.
         recaptures: Whether recaptures for new shapes are allowed.
@@ -103,7 +103,7 @@ class Recaptures:
         return f", because {CAPTURES_FLAG} {allowed} allows no more captures"
 
     def watch(self, tokens: int, calls: int) -> ChangedShapes:
-        """Return a detector of passes that will differ in shape from the next capture; see ``ChangedShapes``."""
+        """Return a detector of passes whose shape differs from the capture about to start; see ``ChangedShapes``."""
         # Pipeline stages would have to agree on the shape, and image shapes do not predict shapes of later steps.
         groups = self._stage.groups
         fits, left = self._stage.role.language and groups.pp.size() == 1, self.are_left()

@@ -121,7 +121,7 @@ class PassGraphs:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def before_eager_forward(self) -> None:
-        """Prepare for an eager forward pass with grad."""
+        """Prepare for an eager fallback, or another eager pass with grad, during which other ranks may replay."""
         self.slots[0].owner.before_eager_forward()
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
@@ -129,7 +129,7 @@ class PassGraphs:
         raise NotImplementedError
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
-        """Return the graphs for a call; None to run it eagerly. Overrides may modify ``given``, the arguments."""
+        """Return the graphs for a call, or None to run eagerly. Overrides may modify the arguments ``given``."""
         return self.slots[0]
 
     def _replay(self, slot: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -264,7 +264,7 @@ class DecoderGraphs(PassGraphs):
 
 
 class _ReplayedLayers:
-    """Replaces all layers in the loop of a decoder's ``forward``.
+    """Stands in for all layers in the loop of a decoder's ``forward``, and replays their graph.
 
     Attributes:
         layer_number: The number of the first layer; the decoder's ``forward`` reads this attribute.
@@ -321,8 +321,8 @@ def _capture(
     """Capture passes, and return the graphs of each module; free all graphs on an exception.
 
     Args:
-        kind: The class of the graphs; ``training`` and ``options`` are its arguments.
-        slots: The passes of each module, in the order of the plan's slots.
+        kind: The class of the returned graphs; its constructor receives ``training`` and ``options``.
+        slots: The callables to capture for each module, in the order of the plan's slots.
         owners: Megatron-FSDP's ``RecordedPasses`` of the modules.
         num_warmup_iters: Iterations of the whole plan before the capture.
         eager_passes: Counts training calls that do not match the graphs.
@@ -504,7 +504,7 @@ def capture_decoder(
 def _recomputed(
     decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, torch.Tensor], quantizes: bool
 ) -> torch.Tensor:
-    """Run all layers of ``decoder`` with full recomputation; with ``quantizes``, each FP8 layer enters its context."""
+    """Run all layers of ``decoder`` with full recomputation. With ``quantizes``, each layer enters its FP8 context."""
     from megatron.core.recompute import checkpointed_forward  # imports cuda_graphs, which imports this module
 
     given = from_static_offsets(dict(given), decoder.layers[0]._tokens(hidden_states))

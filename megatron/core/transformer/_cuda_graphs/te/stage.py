@@ -29,7 +29,7 @@ class Role:
             embeddings.
         model_of: Returns the model that has the layers, or None, given a wrapped chunk.
         report: The file name of the report, without suffix.
-        wrap: Wraps a callable of the engine; replays call the result.
+        wrap: Wraps the engine's callable of a layer; the layer calls the result to replay.
     """
 
     language: bool = True

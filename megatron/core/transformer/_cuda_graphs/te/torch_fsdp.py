@@ -17,7 +17,7 @@ from .stage import Chunk
 
 
 def kept_parameters(chunks: Sequence[Chunk]) -> dict[torch.nn.Module, "KeptParameters"]:
-    """Return, for each chunk sharded by FSDP2, the parameters of its layers."""
+    """Return a ``KeptParameters`` for each chunk sharded by FSDP2, keyed by the wrapped chunk."""
     found = {}
     for chunk in chunks:
         sharded = [module for module in chunk.module.modules() if isinstance(module, FSDPModule)]
@@ -31,7 +31,7 @@ class KeptParameters:
 
     Args:
         sharded: The chunk's FSDP2 modules, the root first.
-        layers: The layers; FSDP2 may shard them together with other modules.
+        layers: The layers. FSDP2 may gather their parameters together with parameters of other modules.
     """
 
     def __init__(self, sharded: Sequence[Any], layers: Sequence[torch.nn.Module]):
