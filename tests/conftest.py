@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _sample(items: list[pytest.Item]) -> None:
-    """Mark all parameter sets of a ``sampled`` test ``long``, except one chosen by a hash of the test's name."""
+    """For each ``sampled`` test, mark all parameter sets ``long`` but one, which a hash of the test's name selects."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):

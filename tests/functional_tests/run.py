@@ -48,7 +48,7 @@ def this_platform() -> str:
 
 
 def train(recipe: Recipe, folder: Path, seconds: float = 300) -> golden.Metrics:
-    """Train a recipe and return the ``METRICS`` that the platform measures.
+    """Train a recipe and return its ``METRICS``; the CPU backend measures no memory.
 
     Args:
         recipe: The recipe.

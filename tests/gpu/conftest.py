@@ -1,4 +1,4 @@
-"""Train all cases of a layout in one launch."""
+"""Provide a fixture that trains all cases of a layout in one launch."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ __all__ = ["compare_runs"]
 
 @pytest.fixture(scope="session")
 def together(compare_runs) -> Callable[..., dict[str, Any]]:
-    """Return a function that trains all cases of a layout in one launch and returns the result of one case."""
+    """Return a cached function that trains all ``cases`` in one launch and returns the result of ``case``."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
 
     def result(

@@ -72,7 +72,7 @@ class Training:
     caches: bool = False
 
     def run(self, engine: Callable | None) -> list[torch.Tensor | None]:
-        """Train with graphs of ``engine`` (None: eagerly); return all losses, gradients and parameters."""
+        """Train with graphs of ``engine``, or eagerly if None; return all losses, gradients and parameters."""
         torch.manual_seed(5)
         FP8GlobalStateManager.reset()
         layers = [self.make().to(dtype=torch.bfloat16, device="cuda") for _ in range(2)]
@@ -132,9 +132,11 @@ def test_missing_statistics_update_is_detected(monkeypatch):
 
 
 def delayed_weight_gradients(engine: Callable | None, had_gradients: bool) -> list[torch.Tensor | None]:
-    """Train two layers that compute weight gradients after both backward passes; return the tensors to compare.
+    """Train two layers with ``delay_wgrad_compute``; return losses, gradients and final parameters.
 
-    If ``had_gradients``, parameters have gradients before capture.
+    Args:
+        engine: Engine that captures the layers; None to train eagerly.
+        had_gradients: Whether parameters have gradients before capture.
     """
     torch.manual_seed(5)
     layers = [te.LayerNormLinear(HIDDEN, HIDDEN, delay_wgrad_compute=True, device="cuda") for _ in range(2)]
@@ -186,7 +188,7 @@ def test_gradients_on_the_legacy_stream_are_refused():
 
 
 def reserved() -> int:
-    """Return the bytes that the allocator cannot release."""
+    """Return the bytes of GPU memory still reserved after all unused memory is released."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
@@ -195,7 +197,7 @@ def reserved() -> int:
 def large_layers() -> tuple[tuple[torch.nn.Module, ...], tuple[tuple[torch.Tensor], ...]]:
     """Return eight layers with 32 MiB of weights each, and one 16 MiB input per layer.
 
-    The allocator serves smaller tensors from 20 MiB segments per stream.
+    Tensors of this size get segments of their own. The allocator packs smaller ones into 20 MiB segments per stream.
     """
     layers = tuple(
         torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()

@@ -85,7 +85,7 @@ for _name in AVERAGING:
 
 
 def equal_batches(case: Case, step: int) -> Iterator[Any]:
-    """Yield the first micro-batch of ``step`` repeatedly."""
+    """Yield the first micro-batch of ``step``, ``case.microbatches`` times."""
     return repeat(next(batches(replace(case, microbatches=1), step)), case.microbatches)
 
 
@@ -93,7 +93,10 @@ batches = training._batches
 
 
 def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
-    """Train with one micro-batch, with several, and with several and ``graphs``; return comparisons, or a traceback."""
+    """Train with one micro-batch, with several equal ones, and with several and ``graphs``.
+
+    Return the differences between these runs, or the traceback of a failure.
+    """
 
     def trained(case: Case, graphs: bool = False) -> Trace:
         with_equal_batches = mock.patch.object(training, "_batches", equal_batches)

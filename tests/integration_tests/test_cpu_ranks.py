@@ -10,7 +10,7 @@ from .ranks_collectives import CASES
 
 @pytest.fixture(scope="module")
 def output():
-    """Return the output of all cases; the first failure ends the run."""
+    """Run all cases until the first failure, and return the output."""
     return on_two_ranks(ranks_collectives.__file__).stdout
 
 

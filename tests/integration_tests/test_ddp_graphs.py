@@ -38,7 +38,7 @@ def test_data_parallel_graphs_are_bit_identical_to_eager(trained, case):
 
 
 def test_ranks_use_the_instruction_set_and_threads_of_the_tests(trained):
-    """Verify the settings of ``make test-processors``."""
+    """Check the settings that ``make test-processors`` varies."""
     result = trained(DDP | DATA_PARALLEL[3])
     assert (result["instructions"], result["threads"]) == (
         torch.backends.cpu.get_cpu_capability(),

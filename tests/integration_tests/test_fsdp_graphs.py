@@ -160,7 +160,10 @@ def train(trained):
 
 
 def replays_of_a_step(case):
-    """Return the number of replays in the last step: two per micro-batch and captured model, decoder or layer."""
+    """Return the expected number of replays in the last step.
+
+    For each micro-batch, every captured model, decoder or layer replays a forward and a backward graph.
+    """
     apart = case.get("modules") or case.get("holds") == "layer" or case.get("control") == "captured_by_two_helpers"
     pieces = (case.get("layers", SIZES["layers"]) if apart else 1) + case.get("mtp", 0)
     if case.get("holds", "decoder") in (None, "model"):

@@ -1,7 +1,7 @@
 """Test graphs of whole MoE layers with dropless experts, whose token counts stay on the GPU.
 
-Two CPU ranks, 6 steps with capture after 3. Training is bit-identical to eager, including logged MoE metrics. Without
-``--moe-use-grouped-tensor``, only rounding differs.
+Two CPU ranks, 6 steps with capture after 3. Training is bit-identical to eager, including logged MoE metrics, and
+differs only in rounding from training without ``--moe-use-grouped-tensor``.
 """
 
 from typing import Any

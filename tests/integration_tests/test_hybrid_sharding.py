@@ -62,7 +62,10 @@ def train(trained):
 
 
 def replays_of_a_step(case):
-    """Return the number of replays in the last step: two per micro-batch, or per layer and micro-batch."""
+    """Return the expected number of replays in the last step.
+
+    For each micro-batch, the whole pass or every layer replays a forward and a backward graph.
+    """
     microbatches = case.get("microbatches_later") or case.get("microbatches", 1)
     by_layer = case.get("modules") or case.get("holds") == "layer"
     return 2 * microbatches * (SIZES["layers"] if by_layer else 1)

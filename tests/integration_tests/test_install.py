@@ -28,7 +28,7 @@ PACKAGES = Path(torch.__file__).parents[1]
 
 @dataclass(frozen=True)
 class Installation:
-    """Installed copy of this project that also replaces the miniature's ``megatron.core.layers``.
+    """Installed copy of this project, plus a patched version of the miniature's ``megatron.core.layers``.
 
     Attributes:
         python: The interpreter.

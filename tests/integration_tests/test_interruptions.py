@@ -37,9 +37,9 @@ def test_rerun_step_replays_the_same_result(tmp_path):
 
 @pytest.fixture(scope="module")
 def diverging(tmp_path_factory):
-    """Return a function that starts a run whose third loss is NaN.
+    """Return a function that trains until the third loss is NaN and the run exits.
 
-    The function returns the finished steps, the messages of the rerun state machine, and the log.
+    The function returns the numbers of the finished steps, the messages of the rerun state machine, and the log.
     """
 
     def run(flags: str, graphs: bool):

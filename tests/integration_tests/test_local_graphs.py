@@ -45,7 +45,10 @@ def train(trained):
 
 
 def pairs_of_graphs(layout, case):
-    """Return the number of graph pairs per rank: one per layer or part and, in a pipeline, per micro-batch."""
+    """Return the expected number of pairs of forward and backward graphs on each rank.
+
+    Each layer, or part of a layer, has one pair; in a pipeline, one pair per micro-batch.
+    """
     layers = case.get("layers", LOCAL["layers"]) + case.get("mtp", 0)
     parts = 2 if "moe_router" in case.get("modules", []) else 1
     return layers * parts * (case["microbatches"] if layout == "PP2" else 2) // 2

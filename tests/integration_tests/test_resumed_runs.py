@@ -63,7 +63,7 @@ def run(folder, flags, kind, ranks=2, layout=""):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function that trains each layout and kind of graphs once, and returns the checkpoint and results."""
+    """Return a cached function that trains a layout with a kind of graphs; it returns the checkpoint and results."""
     done = {}
 
     def train(layout, kind):
@@ -137,7 +137,7 @@ def tensors(checkpoint):
 
 
 def assert_saved_as_loaded(checkpoint, place, folder, flags, ranks=2):
-    """Resume a finished run, assert that it saves to ``place`` the tensors that it loaded, and return them."""
+    """Assert that loading ``checkpoint`` and saving to ``place``, without a step, changes no tensor; return the tensors."""
     again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
     assert pretrain(folder, f"{again} --load {checkpoint} --ckpt-step {SAVED}", graphs=False, ranks=ranks) == []
     first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))

@@ -1,7 +1,7 @@
 """Test that capture waits for steps within the token limit, and that later steps that exceed it are rerun.
 
-Two CPU ranks with two of four experts each, dropout, router statistics, expert bias and two micro-batches. To overflow,
-a rank sends all its tokens to the experts of one rank, twice the even share.
+Two CPU ranks have two of four experts each, and train with dropout, router statistics, expert bias and two
+micro-batches. A rank overflows by sending all its tokens, twice the even share, to the experts of one rank.
 """
 
 import json
@@ -46,7 +46,14 @@ LOGGED = r"(?:lm loss|load_balancing_loss|z_loss|validation loss at iteration.*l
 
 
 class Run:
-    """Trains once; stores metrics, the log, which ranks overflowed in each attempt at a step, and values to compare."""
+    """Finished training run.
+
+    Attributes:
+        steps: Metrics of each step.
+        log: Output of the run.
+        answers: For each attempt at a step, one entry per rank: the step, and whether the rank overflowed.
+        found: Values to compare with another run: metrics, logged losses, and checksums of the routers' buffers.
+    """
 
     def __init__(self, folder, flags, overflows, graphs, ranks=2):
         with pytest.MonkeyPatch.context() as patches:
@@ -62,7 +69,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return a function that trains once per capacity factor (None for no bound) and kind of graphs."""
+    """Return a cached function that trains with a capacity factor (None for no limit) and one of ``KINDS``."""
     done = {}
 
     def train(factor, kind, overflows=OVERFLOWS):

@@ -34,7 +34,7 @@ DIFFER = ("mem-", "cuda-graphs/", "iteration-time")
 
 
 class Run:
-    """Trains once; stores each step's metrics and logged scalars."""
+    """Finished training run, with the metrics of each step and the logged scalars."""
 
     def __init__(self, folder, training, graphs, more=""):
         code, flags = TRAININGS[training]
@@ -56,7 +56,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def eager(tmp_path_factory):
-    """Return a function that trains eagerly and caches the run of each training."""
+    """Return a cached function that trains one of ``TRAININGS`` eagerly and returns its ``Run``."""
     done = {}
 
     def run(training):

@@ -50,7 +50,7 @@ STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights
 
 
 def command_line(example: str) -> list[str]:
-    """Return ``FITTING`` and the flags in ``example``. A word ``!NAME`` removes ``--NAME`` from ``FITTING``."""
+    """Return the flags of ``FITTING`` and ``example``. In ``example``, ``!NAME`` removes ``--NAME`` of ``FITTING``."""
     words = example.split()
     line = FITTING
     for left_out in (word[1:] for word in words if word.startswith("!")):
@@ -64,7 +64,7 @@ class Working:
 
     Attributes:
         name: Name in ``pairs.FEATURES``.
-        flags: The flags with their values and a shared condition (see ``split``), unique among all rows.
+        flags: The flags with their values and a shared condition (see ``split``). No two rows have the same text.
         shown: Path of the test that covers the flags.
         example: Example flags for ``command_line``.
         words: Remark; may be empty.
@@ -401,7 +401,7 @@ def verified_values(item: str, facts: set[str]) -> str:
 
 
 def _lines(row: Line, hardware: tuple[set[str], ...]) -> Iterator[tuple[tuple[str, int, str], str]]:
-    """Yield the sort key and the line of each flag of ``row``."""
+    """Yield a sort key and a line of the Markdown table for each flag of ``row``."""
     (first, _), *_ = items = split(row.flags)
     for item, condition in items:
         flag, shown = item.split()[0], f"{item} {condition}".strip()

@@ -55,7 +55,7 @@ def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
 
 
 def _with_every_strategy(follows: str) -> tuple[str, str]:
-    """Return an edit that makes the condition before ``follows`` true for every strategy except ``no_shard``."""
+    """Return an edit of the check before the text ``follows``: accept all sharding strategies except ``no_shard``."""
     return _SHARDS_PARAMETERS + follows, _SHARDS + follows
 
 

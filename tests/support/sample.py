@@ -14,14 +14,16 @@ def name_of(case: Mapping[str, Any]) -> str:
 
 
 def each_once(*values: Iterable[Any]) -> list[Any]:
-    """Return all combinations of ``values`` for ``parametrize``, marked ``long`` except enough to cover each value."""
+    """Return all combinations of ``values`` for ``parametrize``. Mark all ``long`` but a few that cover each value."""
     lists = [*map(list, values)]
     kept = [tuple(each[place % len(each)] for each in lists) for place in range(max(map(len, lists)))]
     return [pytest.param(*found, marks=[] if found in kept else [pytest.mark.long]) for found in product(*lists)]
 
 
 def mostly_long(cases: Iterable[Any], *quick: Any) -> list[Any]:
-    """Return cases for ``parametrize``, all marked ``long`` except ``quick``; a tuple is one value per parameter name.
+    """Return ``cases`` for ``parametrize``, all marked ``long`` except those in ``quick``.
+
+    A case is one value, or a tuple with a value for each parameter name.
 
     Raises:
         ValueError: A quick case is not in ``cases``.
@@ -40,7 +42,7 @@ def mostly_long(cases: Iterable[Any], *quick: Any) -> list[Any]:
 
 
 def asked(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
-    """Return the distinct values of parameters ``names`` among the selected tests of the requesting test's file."""
+    """Return the distinct values of the parameters ``names`` in all selected tests of the requesting file."""
     found: list[tuple[Any, ...]] = []
     for item in request.session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}

@@ -43,7 +43,7 @@ def read(file: Path) -> Metrics:
 
 
 def other_versions(recipe: Recipe) -> list[str]:
-    """Return the installed versions that differ from ``constraints.txt``, which golden values require."""
+    """Return one line per package whose installed version differs from ``constraints.txt``."""
     lines = (TESTS.parent / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
     packages = DECISIVE[:-1] if recipe.platform == CPU_BACKEND else DECISIVE
@@ -82,8 +82,8 @@ def differences(found: Metrics, expected: Metrics, rounding: float = 0.0) -> lis
 def differences_from_golden(recipe: Recipe, found: Metrics) -> list[str]:
     """Return the differences from the recipe's golden values; on GPUs, include violations of ``BOUNDS``.
 
-    Over the 8 steps of the CPU recipes, 10 combinations of thread count (1 to 4) and instruction sets of torch, MKL and
-    oneDNN differ by up to 2**-22.3 in losses and 2**-19.3 in norms.
+    On CPUs, a tolerance covers rounding: over the 8 steps of these recipes, losses differ by up to 2**-22.3 and norms
+    by up to 2**-19.3 between 10 combinations of thread count (1 to 4) and instruction sets of torch, MKL and oneDNN.
 
     Raises:
         FileNotFoundError: There are no golden values.

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the process and folder of a finished benchmark of three variants, one with a different seed."""
+    """Return the finished process and the folder of a benchmark: eager, native, and native with another seed."""
     folder = tmp_path_factory.mktemp("step_time")
     return train(folder, "eager", "native", OTHER_SEED), folder
 

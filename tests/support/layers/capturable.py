@@ -12,18 +12,18 @@ import torch
 
 
 def apply(function, noop_flag, tensor_lists, *args):
-    """Call ``function`` like TransformerEngine's ``multi_tensor_applier``."""
+    """Replace TransformerEngine's ``multi_tensor_applier``: pass all arguments and a chunk size to ``function``."""
     return function(2048 * 32, noop_flag, tensor_lists, *args)
 
 
 def norm(chunk_size, noop_flag, tensor_lists, per_tensor):
-    """Return the 2-norm over all tensors of the first list, float32 of shape [1], and None for norms per tensor."""
+    """Replace ``multi_tensor_l2norm``: return the 2-norm over the first list, float32 ``[1]``; no norms per tensor."""
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensor_lists[0]]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 
 def scale(chunk_size, noop_flag, tensor_lists, factor):
-    """Write each tensor of the first list, times the tensor ``factor``, to the second list."""
+    """Replace ``multi_tensor_scale_tensor``: write the first list times the tensor ``factor`` to the second list."""
     for source, to in zip(*tensor_lists, strict=True):
         to.copy_(source * factor)
 

@@ -13,11 +13,11 @@ from tests.support.stand_ins import fused_weight_gradient_mlp_cuda
 
 @contextmanager
 def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
-    """While in this context, provide kernels for Megatron's linear layers and skip TransformerEngine's version check.
+    """While in this context, Megatron's linear layers use the stand-ins, and TransformerEngine's version check passes.
 
     Args:
-        as_transformer_engine: Whether gradients under Megatron-FSDP are added to ``main_grad`` as in TransformerEngine,
-            unless the weight has ``overwrite_main_grad``. If False, they overwrite it, as in Megatron's own code.
+        as_transformer_engine: Under Megatron-FSDP, add gradients to ``main_grad`` like TransformerEngine, unless the
+            weight has ``overwrite_main_grad``. If False, overwrite ``main_grad`` like Megatron's own code.
     """
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.extensions import transformer_engine
@@ -36,7 +36,10 @@ def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
 
 
 def _gemm(inputs: torch.Tensor, grads: torch.Tensor, *, out: torch.Tensor, **unused: Any) -> None:
-    """Write the gradient of the calling function's ``weight`` to ``out``, or add it to ``out``."""
+    """Replace ``te_general_gemm``: add the weight gradient to ``out``.
+
+    If the caller's local variable ``weight`` has ``overwrite_main_grad``, overwrite ``out``.
+    """
     weight = inspect.currentframe().f_back.f_locals["weight"]  # type: ignore[union-attr]
     product = grads.t() @ inputs
     if getattr(weight, "overwrite_main_grad", False):

@@ -32,7 +32,7 @@ class GatheringAttention(torch.nn.Module):
         return output.reshape(tokens, sequences, -1)
 
     def _gathered(self, positions: torch.Tensor) -> torch.Tensor:
-        """Reorder positions from sequence order to rank order."""
+        """Reorder ``positions`` like an all-gather over ranks: rank by rank, the front chunk before the back chunk."""
         ranks, chunks = self.group.size(), positions.chunk(2 * self.group.size())
         return torch.cat([chunks[each] for rank in range(ranks) for each in (rank, 2 * ranks - 1 - rank)])
 

@@ -124,7 +124,10 @@ def _statistics() -> dict[str, Any]:
 def _quantized(
     x: torch.Tensor, meta: dict[str, Any], place: int, recipe: Any, skip: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the quantized ``x``, and record its maximum unless the device tensor ``skip`` is set."""
+    """Return the quantized ``x``.
+
+    Delayed scaling also records the maximum of ``x`` in ``meta``, unless the device tensor ``skip`` is true.
+    """
     amax = x.abs().max().float()
     if recipe == CURRENT:
         return rounded(x, LEVELS / amax.clamp(min=1e-6)).to(x.dtype)
@@ -210,7 +213,7 @@ class Linear(torch.nn.Module, QuantizedProduct):
 
 
 class DotProductAttention(torch.nn.Module):
-    """Attention with statistics that are used only if the recipe quantizes attention."""
+    """Unquantized attention. Like TransformerEngine's, it has FP8 statistics even if the recipe does not use them."""
 
     def __init__(self):
         super().__init__()
@@ -293,7 +296,7 @@ def quantize_linear_layers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def in_megatron() -> Iterator[None]:
-    """While in this context, use this emulation in Megatron."""
+    """While in this context, Megatron uses this emulation in place of TransformerEngine's FP8."""
     from megatron.core import fp8_utils, parallel_state, recompute
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401  # checks the version of TransformerEngine
     from megatron.core.models.hybrid import hybrid_block

@@ -1,8 +1,9 @@
 """Train with sets of flags that together cover every pair of compatible rows of the flag table.
 
-A feature has the name of a table row, or ``job: ...`` if it has no row. It sets flags of ``pretrain.py`` (``True`` for
-a flag without a value) or removes them (``False``). ``pairs.json`` contains sets of features with their numbers of
-ranks; any two compatible features share a set. Add a new feature to all sets that it is compatible with.
+A feature is named after a row of the flag table, or ``job: ...`` if there is no such row. It sets flags of
+``pretrain.py`` (``True`` for a flag without a value) or removes them (``False``). ``pairs.json`` contains sets of
+features with their numbers of ranks; any two compatible features share a set. Add a new feature to all sets that it is
+compatible with.
 """
 
 import json
@@ -198,7 +199,7 @@ def joined(names: Iterable[str]) -> Setting | None:
 
 
 def command(names: Iterable[str]) -> list[str]:
-    """Return the flags for training with these features, without ``GRAPHS``.
+    """Return the flags for training with these features, except the CUDA graph flags in ``GRAPHS``.
 
     Raises:
         ValueError: Two features set a flag differently.

@@ -44,7 +44,10 @@ def averaged_weights():
 
 
 def unused_parameters():
-    """Add an unused parameter to the model and to two layers; with a third, the double buffer would be too small."""
+    """Add an unused parameter to the model and to each of the first two layers.
+
+    The double buffer has no room for more.
+    """
 
     def add(chunks):
         for chunk in chunks:
@@ -89,7 +92,7 @@ def _change_model(change):
 
 
 def masked_losses():
-    """Mask every third token in place and every third micro-batch; also log the largest loss."""
+    """Mask every third token, by zeroing losses in place, and every third micro-batch; also log the largest loss."""
     loss_func, calls = pretrain_gpt.loss_func, 0
 
     def masked(mask, output):

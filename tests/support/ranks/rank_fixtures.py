@@ -40,28 +40,28 @@ def _four_ranks(instances: int, rank: int = 0, **groups: int):
 
 @pytest.fixture(scope="module")
 def ranks(cpu_backend_of_module):
-    """Provide four ranks that shard together."""
+    """Set up four ranks in one sharding group, without HSDP."""
     with _four_ranks(1) as instances:
         yield instances
 
 
 @pytest.fixture(scope="module")
 def hybrid_ranks(cpu_backend_of_module):
-    """Provide two HSDP replicas of two ranks."""
+    """Set up two HSDP replicas of two ranks each."""
     with _four_ranks(2) as instances:
         yield instances
 
 
 @pytest.fixture
 def instances_of_one_rank(cpu_backend_of_module):
-    """Provide four HSDP replicas of one rank."""
+    """Set up four HSDP replicas of one rank each."""
     with _four_ranks(4) as instances:
         yield instances
 
 
 @pytest.fixture
 def four_ranks(cpu_backend_of_module):
-    """Return a function that sets up four ranks, given the number of HSDP replicas, the rank and parallel groups."""
+    """Return a function that sets up four ranks, given the number of HSDP replicas, this rank and parallel sizes."""
     with ExitStack() as stack:
         yield lambda *args, **groups: stack.enter_context(_four_ranks(*args, **groups))
 
@@ -76,7 +76,7 @@ def process_group(cpu_backend_of_module):
 
 @pytest.fixture(scope="module")
 def one_rank(process_group):
-    """Provide one rank with real collectives."""
+    """Set up Megatron's process groups for one rank with real collectives."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -50,7 +50,7 @@ class Case:
         adapters: Rank of adapters on linear layers; all other parameters are frozen. 0 for none.
         frozen: Regular expression of the names of parameters to freeze before wrapping; empty for none.
         frozen_later: Like ``frozen``, for parameters to freeze before the second step.
-        thawed: First step in which the parameters of ``decoupled_lr`` have a learning rate other than 0.
+        thawed: First step in which parameters with ``decoupled_lr`` have a nonzero learning rate.
         warmup: Steps before capture; with ``local``, warm-up passes per layer.
         config: Additional attributes of ``TransformerConfig`` and the wrapper's configuration, by name.
     """

@@ -65,7 +65,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def jobs(source: Path) -> Iterator[argparse.Namespace]:
-    """Yield the jobs that the first rank reads from ``source``, on every rank."""
+    """Yield the jobs in ``source``; the first rank reads each line and broadcasts it to all ranks."""
     with source.open() if dist.get_rank() == 0 else nullcontext() as lines:
         while True:
             line = [lines.readline() if lines else ""]
@@ -126,8 +126,8 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
 
     Args:
         case: The case to train.
-        control: Name of a control; None for a plain capture.
-        eager: Cache of eager results, keyed by the case without graph options.
+        control: Name in ``CONTROLS`` of a control to run at capture; None to capture normally.
+        eager: Cache of eager results; the keys are cases without graph options.
         errors_to: File to write an error to before the process exits; None to continue after errors.
     """
     from megatron.core import parallel_state

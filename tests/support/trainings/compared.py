@@ -30,7 +30,7 @@ def replays_of_evaluations(values: Mapping[str, Any], layers: int) -> list[int]:
 
     Args:
         values: Arguments of ``Case.of``; ``control`` is ignored.
-        layers: 0 if evaluation runs eagerly although the whole model is captured, otherwise any other number.
+        layers: Pass 0 if evaluation runs eagerly although the whole model is captured, otherwise a nonzero number.
     """
     case = Case.of({name: value for name, value in values.items() if name != "control"})
     whole = case.holds in (None, "model")

@@ -63,13 +63,13 @@ def _keep_hooks(module, outside_only=False):
 
 @control
 def no_post_backward_sentinel(training: Training) -> None:
-    """Capture without the attribute that marks Megatron-FSDP's forward-pre hook."""
+    """Capture after deleting the attribute that identifies Megatron-FSDP's forward-pre hook."""
     _capture_without(training, training.layers[0]._forward_pre_hooks, "_cuda_graph_backward_handler")
 
 
 @control
 def no_pre_backward_sentinel(training: Training) -> None:
-    """Capture without the attribute that marks Megatron-FSDP's forward hook."""
+    """Capture after deleting the attribute that identifies Megatron-FSDP's forward hook."""
     _capture_without(training, training.layers[0]._forward_hooks, "_cuda_graph_backward_pre_handler")
 
 
@@ -378,7 +378,10 @@ def failed_language_capture(training: Training) -> None:
 
 @control
 def beside_a_larger_model(training: Training) -> None:
-    """Capture, then also train a larger model: one step per forward pass of the first, with a capture after warm-up."""
+    """Capture, then train a second, larger model with its own graphs.
+
+    After each forward pass of the first model, the second trains one step.
+    """
     case = replace(training.case, hidden=2 * training.case.hidden)
     training.helper.create_cudagraphs()
     other = Training(case, graphs=True)
@@ -398,7 +401,7 @@ def beside_a_larger_model(training: Training) -> None:
 
 @control
 def taken_addresses(training: Training) -> None:
-    """Capture, then allocate memory of the sizes that Megatron-FSDP freed."""
+    """Capture, then reuse the memory of parameter buffers that Megatron-FSDP freed."""
     training.helper.create_cudagraphs()
     groups = training.chunks[0].module.param_and_grad_buffer.parameter_groups
     training.taken = [
@@ -505,7 +508,7 @@ def observed_evaluation_on_one_rank(training: Training) -> None:
 
 
 def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
-    """Make schedules call ``run(original)`` in place of ``create_cudagraphs`` at the end of each step."""
+    """Make schedules call ``run(create_cudagraphs)``, not ``create_cudagraphs``, at the end of each step."""
     from megatron.core.pipeline_parallel import schedules
 
     create = schedules.create_cudagraphs

@@ -170,10 +170,10 @@ class Attempts:
     """Capture attempts on one model.
 
     Attributes:
-        steps: For each training step, what happened before it.
+        steps: For each training step, a description of the event before it.
         problems: Attempts and steps that failed the checks.
-        counted: Number of attempts by kind of fault and ranks.
-        passed: Number of attempts that raised the expected error and restored all state, by the same keys.
+        counted: Number of attempts, by kind of fault and by whether it hit one rank or all.
+        passed: Like ``counted``, but only attempts that raised the expected error and restored all state.
         slowest: Longest time from the start of an attempt to its error, in seconds.
         unreached: Number of attempts whose capture ended before the index of the fault.
         compared: Number of compared steps.

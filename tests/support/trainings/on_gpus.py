@@ -100,7 +100,7 @@ def jobs() -> Iterator[Job]:
 
 
 def together(chosen: list[Job]) -> Iterator[list[Job]]:
-    """Yield the jobs of each launch, which differ only in their cases."""
+    """Yield groups of up to ``CASES`` jobs with equal layouts, options and variables, one group per launch."""
     alike: dict[Any, list[Job]] = {}
     for job in chosen:
         alike.setdefault((job.layout, job.options, job.variables), []).append(job)
@@ -110,7 +110,10 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Train the jobs of a launch. Return their results; missing results, or else the last one, report a crash."""
+    """Train the jobs of a launch and return one result per job.
+
+    After a crash, jobs without a result report it; if every job has a result, the last one does.
+    """
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | dict(first.variables)

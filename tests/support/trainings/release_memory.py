@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 tests/support/trainings/release_memory.py --holds layer
 
 Measures memory after a ``release`` before the first capture, then in several cycles of steps, an evaluation,
-``release`` and ``restore``. ``blocks`` counts, by size, the blocks in excess of the first measurement.
+``release`` and ``restore``. In the output, ``blocks`` counts, by size, allocated blocks beyond the first measurement.
 """
 
 import argparse
@@ -96,7 +96,7 @@ measured: dict[str, int] = {}  # by ``blocks``
 
 
 def blocks() -> Counter[int]:
-    """Free the workspaces of cuBLAS, measure memory, and return the number of allocated blocks of each size."""
+    """Free unused memory, store memory totals in ``measured``, and return the number of allocated blocks by size."""
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.empty_cache()

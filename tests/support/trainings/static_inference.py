@@ -72,7 +72,12 @@ def new_model(graphs: bool) -> torch.nn.Module:
 
 
 def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, int, int]:
-    """Generate a batch of each size; return tokens and logit sums by step, and numbers of graphs and shared inputs."""
+    """Generate tokens for one batch of each size.
+
+    Returns:
+        For each generated position, the tokens and the sum of all logits; the number of graphs; the number of graph
+        inputs that alias a graph output.
+    """
     model = new_model(graphs)
     found = []
     contexts = {size: StaticInferenceContext(size, LENGTH) for size in set(batches)}

@@ -149,7 +149,7 @@ class Training:
         return models.gpt(self.case, self.config, virtual_stage)
 
     def _connect(self) -> None:
-        """Set the functions that schedules call and that megatron.training usually provides."""
+        """Set the configuration's callbacks for schedules, as megatron.training does."""
         from megatron.core.distributed import finalize_model_grads
 
         self.config.no_sync_func = self._of_chunks("no_sync")
@@ -169,7 +169,7 @@ class Training:
         self.patches.callback(vars(self.optimizer).pop, "step")
 
     def _captured_iteration(self, passes: Callable) -> Callable:
-        """Return ``passes`` in megatron-core's full-iteration wrapper, which captures after ``case.warmup`` steps."""
+        """Wrap the schedule ``passes`` in ``FullCudaGraphWrapper``, which captures after ``case.warmup`` steps."""
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
         for buffers in StaticBufferLoader.static_buffers.values():
@@ -189,7 +189,7 @@ class Training:
 
         Args:
             on: Enable gathering.
-            param_sync: Gather all parameters when disabling it.
+            param_sync: When disabling it, gather all parameters immediately.
         """
         if self.case.wrapper != "ddp" or not self.case.get("overlap_param_gather", True):
             return
@@ -207,7 +207,7 @@ class Training:
         return _batches(self.case, step)
 
     def _losses(self, model: Callable[..., Any], batch: Any) -> Any:
-        """Call ``model``, or its ``build_schedule_plan``, on ``batch``."""
+        """Return the losses of ``batch``; if ``model`` is a ``build_schedule_plan`` method, return the schedule plan."""
         packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
         if self.case.mtp:
             packed["loss_mask"] = batch.loss_mask
@@ -252,7 +252,7 @@ class Training:
         return layers
 
     def capture(self, capture: Callable[["Training"], None]) -> None:
-        """Call ``capture`` in place of ``create_cudagraphs``, at the point where megatron.training captures."""
+        """Call ``capture`` in place of ``create_cudagraphs``, in the state that megatron.training sets up for capture."""
         first_step_done = bool(self.losses)
         if first_step_done:
             self._gather_in_hooks(False)
@@ -335,7 +335,7 @@ class Training:
         return [one] if self.case.full_iteration else _cuda_graphs(self.layers, self.helper)
 
     def halve_weights(self) -> None:
-        """Overwrite the shards of all weights in place."""
+        """Halve the weights in this rank's shards, in place."""
         with torch.cuda.stream(self.stream):
             for chunk in self.chunks:
                 chunk.synchronize_param_gather()  # pending gathers read them
@@ -498,7 +498,7 @@ def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
 
 
 def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
-    """Return the CUDA graphs of the layers, decoder and model."""
+    """Return the CUDA graphs of the forward and backward passes of layers, decoder and model."""
     slots = [engine_callable(graph) for layer in layers for graph in getattr(layer, "cuda_graphs", ())]
     slots += whole_passes(helper)
     graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
@@ -506,12 +506,12 @@ def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
 
 
 def whole_passes(helper: Any) -> list[Any]:
-    """Return the graphs of the model, its chunks or its decoder."""
+    """Return the slots (graphs of one micro-batch) of the model, its chunks or its decoder."""
     return [passes for graphs in standing_in(helper) for passes in graphs.slots]
 
 
 def standing_in(helper: Any) -> list[Any]:
-    """Return the objects that replace the forward methods of models or decoders."""
+    """Return the owners of whole-pass graphs: one for each captured model, chunk or decoder."""
     helpers = [helper, getattr(helper, "vision", None), getattr(helper, "language", None)]
     return [graphs for each in helpers if hasattr(each, "_state") for graphs in each._state.whole]
 
@@ -533,7 +533,7 @@ def engine_callable(graph: Any) -> Any:
 
 
 def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
-    """Return the number of captured layers; a layer with its own graphs counts once per micro-batch."""
+    """Return the number of captured layers. A layer with its own graphs counts once per slot, other layers once."""
     together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
     return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
