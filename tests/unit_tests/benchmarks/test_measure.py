@@ -17,7 +17,7 @@ CRASHES = f"{WRITES}; sys.exit(3)"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Return a function that runs measure.py with a part for each name and source in ``programs``.
+    """Return a function that runs measure.py on ``programs``, a dict of each part's name and source.
 
     The function returns the exit code and the output.
     """

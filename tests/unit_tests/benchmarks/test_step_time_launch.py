@@ -33,9 +33,10 @@ for run in json.load(open(plan)):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Return a function that runs each flag with a fake worker, and returns run numbers and results as they arrive.
+    """Return a function that launches one run per flag with a fake worker.
 
-    The flag selects the behavior of the worker, for example ``hangs``.
+    The flag selects the behavior of the worker, for example ``hangs``. The function returns the number of each run, and
+    its error or last event, in order of arrival.
     """
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
@@ -85,7 +86,7 @@ def test_hung_run_is_ended_and_reported(train):
 
 
 def test_nccl_variables_are_set_when_processes_start(tmp_path, monkeypatch):
-    """NCCL reads them once, so different values require a new launch."""
+    """Check that runs with different NCCL variables use separate launches, because NCCL reads them only once."""
     started: list[tuple[str | None, list[str]]] = []
     popen = subprocess.Popen
     worker = tmp_path / "worker.py"

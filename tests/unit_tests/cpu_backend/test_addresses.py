@@ -30,7 +30,7 @@ def test_memory_freed_in_the_capture_stays_in_the_graph():
 
 
 def test_next_graph_of_the_pool_can_resize_freed_memory():
-    """Output-discarding recomputation does this in its backward graph."""
+    """Check the backward graph of output-discarding recomputation, which resizes memory freed in the forward graph."""
     x, weight = torch.ones(4, device="cuda"), torch.full((4,), 3.0, device="cuda", requires_grad=True)
 
     def forward():
@@ -96,9 +96,9 @@ def weak(tensor):
 
 
 def two_graphs_of_one_pool(held: bool):
-    """Return a graph's output after its replay, and after the replay of a second graph in the same pool.
+    """Return a graph's output after its own replay, and after the replay of a second graph from the same pool.
 
-    If ``held``, a tensor references the output during the second capture.
+    If ``held``, a tensor keeps the output alive during the second capture.
     """
     x = torch.ones(4, device="cuda")
     first, y = capture(lambda: (x + 1) * 2)

@@ -324,7 +324,7 @@ class TestUpstream:
         assert sandbox.output(code) == f"True {sandbox.folder}/layers.py"
 
     def test_loader_with_exec_module_only(self, sandbox):
-        """pytest's assertion-rewriting loader has no other methods."""
+        """Check that the patch supports loaders with only ``exec_module``, like pytest's assertion rewriter."""
         code = """
             import sys
             from importlib.machinery import PathFinder

@@ -60,14 +60,14 @@ def recorded(monkeypatch):
 
 
 def shards(buffers):
-    """Return the bytes of Megatron-FSDP's own buffers, by kind."""
+    """Return the bytes of weights, main weights and gradients in Megatron-FSDP's own buffers."""
     names = {"weights": "model_weight_buffer", "main_weights": "main_weight_buffer", "gradients": "main_grad_buffer"}
     groups = [group for buffer in buffers for group in buffer.parameter_groups]
     return {kind: sum(getattr(group, name).data.nbytes for group in groups) for kind, name in names.items()}
 
 
 def train(model, args):
-    """Run a step with Adam, and return the bytes that the optimizer uses, by kind."""
+    """Run a step with Adam, and return the bytes of the optimizer's states and gradients."""
     tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.int64, device="cuda")
     model(tokens, tokens, None, labels=tokens).mean().backward()
     model.finish_grad_sync()

@@ -14,7 +14,10 @@ NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Return a function that runs cases 0 to 11; ``errors`` maps a case to its first and later errors."""
+    """Return a function that runs cases 0 to 11, and returns the exit code, the results and the cases in order.
+
+    ``errors`` maps a case to the errors of its first run and of later runs.
+    """
 
     def run(errors, *arguments):
         chosen = [Job("test_a", "data parallel", {"n": number}) for number in range(12)]

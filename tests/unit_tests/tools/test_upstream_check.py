@@ -11,7 +11,7 @@ REPLACED = "megatron/core/transformer/cuda_graphs.py"
 
 @pytest.fixture
 def other(tmp_path):
-    """Create a megatron-core folder of links to the installed files; ``change`` replaces a link with an edited copy."""
+    """Return a megatron-core folder of links to the installed files. To edit a file, tests call ``change``."""
     return linked_core(tmp_path)
 
 

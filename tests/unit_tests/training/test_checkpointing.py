@@ -145,7 +145,7 @@ def test_checkpoint_without_a_loss_scale_loads(loads_optimizer, caplog, scale):
 def prepared(monkeypatch):
     """Return a function that generates and preprocesses the state dict of one pipeline stage.
 
-    The function returns the state dict and the model that megatron-core gets.
+    The function returns the state dict and the model passed to megatron-core's preprocessing.
     """
 
     def prepare(chunks, stages=2, bf16=True, **others):

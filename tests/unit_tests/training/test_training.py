@@ -39,7 +39,7 @@ def _megatron(monkeypatch):
 
 
 def totals(log, steps):
-    """Log ``steps``; return the sums after each step, and the number of tensors created from Python numbers."""
+    """Call ``log`` for each step; return the loss sums after each, and the number of calls of ``torch.tensor``."""
     sums: dict[str, torch.Tensor] = {}
     after, made = [], 0
     for number, (losses, skipped) in enumerate(steps, 1):

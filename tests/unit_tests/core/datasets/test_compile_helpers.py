@@ -14,7 +14,7 @@ HELPER = "megatron.core.datasets.helpers_cpp"
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Record calls of ``subprocess.run`` instead of running them; return the list of program names."""
+    """Patch ``subprocess.run`` to record calls without running them; return the list of program names."""
     calls = []
 
     def run(command):

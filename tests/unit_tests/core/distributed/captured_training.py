@@ -39,7 +39,7 @@ class CapturedTraining(Training):
         return self.chunks[0].module
 
     def delete(self) -> None:
-        """Free all graphs, so that the next training run does not reuse the graph of the optimizer step."""
+        """Free all graphs, including the graph of the optimizer step, which the next training run would reuse."""
         if self.helper is not None and self.helper.graphs_created():
             self.helper.delete_cuda_graphs()
         if self.case.optimizer_graph:
@@ -48,7 +48,7 @@ class CapturedTraining(Training):
 
 
 class CapturedModel:
-    """A model with graphs but no optimizer, for ranks that do not communicate."""
+    """A model with graphs but no optimizer, for ranks with fake collectives."""
 
     def __init__(self, case: Case, variant: Variant | None = None):
         from megatron.core import num_microbatches_calculator as calculator
@@ -121,7 +121,7 @@ def short_batch(training: Training, step: int) -> tuple[torch.Tensor, ...]:
 
 
 def in_use(fsdp: torch.nn.Module) -> list[dict]:
-    """Return the double buffers in use: first for parameters, then for gradients."""
+    """Return the buckets that occupy the double buffers: a dict for parameters, then a dict for gradients."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     buffers = group.model_weight_buffer, group.main_grad_buffer
     return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]

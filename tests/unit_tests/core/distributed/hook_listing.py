@@ -30,7 +30,7 @@ def describe(hook: Callable) -> str:
 
 
 def hooks_of(fsdp: torch.nn.Module) -> dict[str, list]:
-    """Return all hooks of all modules in order, each with its dict, name and flags."""
+    """Map each module's name to its hooks in order, each as a tuple of hook dict, hook name and flags."""
     return {
         name: [
             (kind, describe(hook), [flag for flag in FLAG_DICTS if flag.startswith(kind) and key in vars(module)[flag]])

@@ -24,7 +24,7 @@ def free():
 
 @pytest.fixture
 def before(ranks):
-    """Return the buffers of models that other tests have kept alive."""
+    """Return the fixed buffers that exist before the test, held by models of other tests."""
     free()
     return fixed_buffers()
 

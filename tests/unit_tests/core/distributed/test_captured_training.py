@@ -317,7 +317,7 @@ def test_moved_buckets_of_the_communication_dtype_are_an_error(one_rank):
 
 
 def test_failure_after_capture_leaves_no_layer_with_graphs(one_rank, monkeypatch):
-    """The failure occurs after some layers have received graphs."""
+    """Check the cleanup if an error occurs after some layers have received graphs."""
     made = []
 
     def second_fails(*args, **kwargs):
@@ -430,7 +430,7 @@ def test_offloading_frees_optimizer_states_and_weights(one_rank):
 
 
 def penalize_embedding(training, before=False):
-    """Add a penalty on the embedding weights to the loss, computed before or after the model's losses."""
+    """Add a penalty on the embedding weights to the loss; if ``before``, compute it before the model's losses."""
     if "_losses" in vars(training):
         return
     losses = training._losses
@@ -448,7 +448,7 @@ def test_gradients_beside_graphs_of_the_model_are_refused(one_rank, before):
 
 
 class TrainsEmbeddingApart(CapturedTraining):
-    """A training run with a second backward pass, from a penalty on parameters outside of units."""
+    """A training run in which a penalty on parameters outside of units has its own backward pass."""
 
     def _run_passes(self, *args, **kwargs):
         reduced = super()._run_passes(*args, **kwargs)

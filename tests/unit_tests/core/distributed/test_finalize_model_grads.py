@@ -16,7 +16,7 @@ CONFIG = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_load_bal
 
 
 class Router(torch.nn.Module):
-    """A router with statistics of one step."""
+    """A router with statistics to reset after each step."""
 
     def __init__(self):
         super().__init__()

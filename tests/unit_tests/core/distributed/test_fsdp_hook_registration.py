@@ -37,7 +37,7 @@ VARIANTS = {
 
 
 def build(name: str, **how):
-    """Build a ``MegatronFSDP`` for the variant."""
+    """Build the ``MegatronFSDP`` wrapper of the variant ``name``."""
     return VARIANTS[name].build(**how).module
 
 

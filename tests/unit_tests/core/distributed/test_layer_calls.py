@@ -23,7 +23,10 @@ IN_ORDER = (0, 1, 2, 3)
 
 
 def unusual(model):
-    """Make the decoder call only layers ``called``, and add the cosine of outputs of layers ``reads`` to its output."""
+    """Add the attributes ``called`` and ``reads``, lists of layer indices, to the decoder.
+
+    The decoder calls only layers ``called``, and adds the cosines of the outputs of layers ``reads`` to its output.
+    """
 
     own_kind: Any = type(model.decoder)
 
@@ -46,7 +49,10 @@ def unusual(model):
 
 
 def trained(per_graph, called, reads, error=None):
-    """Train a step with ``called`` and ``reads``, then a normal step; capture first unless ``per_graph`` is None."""
+    """Train a step with ``called`` and ``reads`` (see ``unusual``), then a normal step, and return the trace.
+
+    Capture first unless ``per_graph`` is None. If ``error`` is set, assert that the first step raises it.
+    """
     case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)
     training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
     try:

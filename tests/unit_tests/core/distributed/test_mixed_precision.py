@@ -1,4 +1,4 @@
-"""Test that casts to FP8 shards compute transposes only for shards that have one."""
+"""Test that a cast to an FP8 shard computes a transpose only if the shard has one."""
 
 import sys
 import types
@@ -12,7 +12,7 @@ MODULE = "transformer_engine.pytorch.tensor.float8_tensor"
 
 
 class Float8Quantizer:
-    """A stand-in for TransformerEngine's quantizer that records its usages in each cast."""
+    """A stand-in for TransformerEngine's quantizer that records the row-wise and column-wise usage of each cast."""
 
     def __init__(self, *, rowwise=True, columnwise=True, fails=False):
         self.rowwise_usage, self.columnwise_usage, self.fails = rowwise, columnwise, fails

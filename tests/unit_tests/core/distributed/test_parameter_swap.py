@@ -23,7 +23,7 @@ def remove_bias(model):
 
 
 def exchange(fsdp, distributed):
-    """Swap the parameters, and return whether megatron-core's swap by name ran."""
+    """Swap to optimizer (``distributed``) or raw parameters; return whether megatron-core's swap by name ran."""
     name = f"_replace_param_with_{'distributed' if distributed else 'raw'}_if_needed"
     own = getattr(upstream_class(), name)
     with mock.patch.object(upstream_class(), name, autospec=True, side_effect=own) as by_name:

@@ -80,7 +80,7 @@ class Counts:
 
 
 def counts(layers, **case):
-    """Return the calls of the third step and the launches of the fourth step after capture."""
+    """Run four steps with graphs. Return the Python calls of the third step, and the launches of the fourth."""
     with captured(small(layers=layers, warmup=WARMED_UP, **case)) as model:
         for _ in range(2):
             model.step()

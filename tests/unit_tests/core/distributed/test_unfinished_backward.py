@@ -102,7 +102,7 @@ def test_zeroing_gradients_releases_everything(one_rank):
 
 
 def test_forward_pass_inside_backward_drops_nothing(one_rank):
-    """Activation checkpointing of the whole model runs a forward pass within the backward pass."""
+    """Check that a forward pass within the backward pass, as in full recomputation, does not end the backward pass."""
     training = built("optim_grads_params")
     seen = []
 

@@ -89,7 +89,7 @@ def test_first_states_do_not_use_cached_memory(optimizer, monkeypatch, impl, sta
 
 @pytest.fixture
 def clipping(optimizer, monkeypatch, mesh):
-    """Return a function that creates an optimizer and stand-in whole-model graphs; ``keys`` lists repeated work."""
+    """Return a factory of an optimizer and stand-in whole-model graphs, which list the ``keys`` of repeated work."""
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", len)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

@@ -11,11 +11,11 @@ GROUPS = ((0, 1, 2), (3, 4), (5,))  # the last is empty on this rank
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Stand-in for TransformerEngine's ``FusedAdam``: each step launches one kernel per ``per_launch`` tensors.
+    """Stand-in for TransformerEngine's ``FusedAdam`` that passes up to ``per_launch`` tensors to each kernel launch.
 
     Attributes:
-        inspected: Number of parameters that the last step inspected.
-        casts: Whether launches get copies of the optimizer states.
+        inspected: Number of parameters that the Python code of the last step visited.
+        casts: Whether kernels get copies of the momenta.
     """
 
     def __init__(self, params, per_launch=1024, casts=False):
@@ -77,21 +77,24 @@ def parameters(optimizer):
 
 
 def values(optimizer):
-    """Return everything that a step changes."""
+    """Return the parameters, momenta and step counts."""
     tensors = [*parameters(optimizer), *(state["momentum"] for state in optimizer.state.values())]
     return [tensor.to_local().tolist() for tensor in tensors], [group["step"] for group in optimizer.param_groups]
 
 
 @torch.no_grad()
 def prepare(optimizer, number):
-    """Change the gradients in place, and the learning rate."""
+    """Set the gradients, in place, and one group's learning rate for step ``number``."""
     for param in filter(lambda param: param.grad is not None, parameters(optimizer)):
         param.grad._local_tensor.fill_(number).add_(param.to_local())
     optimizer.param_groups[number % 2]["lr"] = 1 / number
 
 
 def compared(build, steps=5, change=lambda optimizer, number: None, **options):
-    """Train with and without local shards, compare, and return the number of parameters inspected by each step."""
+    """Assert that training with and without ``LocalShards`` is bit-identical.
+
+    Return the number of parameters that each step with ``LocalShards`` inspected.
+    """
     expected, optimizer = build(**options), build(**options)
     inspected, shards = [], None
     for number in range(1, steps + 1):

@@ -1,4 +1,4 @@
-"""Test that repeated work is captured once its addresses are stable, and otherwise runs eagerly."""
+"""Test that repeated work is captured if its addresses stay the same, and runs eagerly if they keep changing."""
 
 import pytest
 import torch

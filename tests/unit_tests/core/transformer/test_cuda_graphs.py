@@ -61,7 +61,7 @@ IMPORTED_FIRST = [
 
 @pytest.fixture(scope="module")
 def imported(request):
-    """Return the modules loaded by each process, keyed by the module that the process imports first."""
+    """Import each module first in a separate process, and map it to the modules loaded in that process."""
     code = """
 import importlib, json, os, sys
 import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor  # once for all processes

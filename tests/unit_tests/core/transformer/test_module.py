@@ -83,7 +83,7 @@ def test_microbatch_in_flight_replays_its_own_graph(layer, microbatch, expected)
 
 
 def kept(**changes):
-    """Return a layer graph that returns its arguments."""
+    """Return a layer graph whose replays return their arguments."""
     return layer_graph(graphed=lambda *args, **kwargs: (args, kwargs), shape=X.shape, **changes)
 
 
@@ -195,7 +195,7 @@ def layer_graphs(count, num_microbatches):
 
 
 def replays(layer, microbatches, monkeypatch):
-    """Yield the result of each micro-batch in a step with ``microbatches``."""
+    """Call ``layer`` for each of ``microbatches`` micro-batches, and yield its output."""
     monkeypatch.setattr(module, "get_num_microbatches", lambda: microbatches)
     for layer.current_microbatch in range(microbatches):
         yield layer(X)

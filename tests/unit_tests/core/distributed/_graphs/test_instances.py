@@ -20,7 +20,7 @@ GATHER, SHARD, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_red
 
 @contextmanager
 def trained(kind, instances, outer, **changes):
-    """Yield a model with graphs after one step."""
+    """Yield a model that has run one step with graphs of scope ``kind`` and ``instances`` HSDP replicas."""
     with captured(
         graphed(kind, num_distributed_optimizer_instances=instances, outer_dp_sharding_strategy=outer, **changes)
     ) as training:

@@ -36,7 +36,7 @@ def forward_of(hooks, layer):
 
 
 def backward_of(hooks, layer, *, fused=()):
-    """Run the hooks around a captured backward pass. Fused kernels add gradients of ``fused`` to ``main_grad``."""
+    """Run the hooks around a captured backward pass whose fused kernels write the main gradients of ``fused``."""
     hooks.unshard_for_backward(layer)
     for param in fused:
         param.main_grad = param.get_main_grad()
@@ -57,7 +57,7 @@ def capture(fsdp, layers, *, fused=()):
 
 @contextmanager
 def replaying(fsdp, layers, direction="backward"):
-    """While in this context, a forward or backward pass is running in which ``layers`` replay their graphs."""
+    """While in this context, emulate a pass in which ``layers`` replay their graphs; yield Megatron-FSDP's hooks."""
     for layer in layers:
         layer.replaying = fsdp.graphs.layers.get(layer)
     fsdp.start_param_sync()
@@ -162,7 +162,7 @@ ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder
 
 
 def gathered(fsdp, gather):
-    """Gather the buckets outside of units, and return the unit buckets that ``gather`` gathers. Release all buckets."""
+    """Return the unit buckets that ``gather()`` gathers. First gather all other buckets; at the end, release all."""
     groups, status = fsdp.param_and_grad_buffer.parameter_groups, fsdp.all_gather_pipeline.bucket_status
     for group in groups:
         if group.fsdp_unit_id is None:
@@ -194,7 +194,10 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
 
 
 def has_sinks(variant):
-    """Return whether collectives are recorded; assert that layers have gradient owners if and only if they are."""
+    """Return whether a layer capture of ``variant`` records collectives.
+
+    Assert that layers have gradient owners if and only if it does.
+    """
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
     with fsdp.graphs.layer_capture(layers):
@@ -227,7 +230,10 @@ def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch,
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """Pass gradients to the first layer's owner as in a capture; return the names of parameters with main gradients."""
+    """Return the names of the parameters whose gradients the first layer's owner writes to main gradients.
+
+    Parameters in ``unused`` get no gradient; ``whole`` selects the owner of the whole layer or of its part.
+    """
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.layer_capture([layer]):
         (owner,) = fsdp.graphs.gradient_owners([layer], whole)

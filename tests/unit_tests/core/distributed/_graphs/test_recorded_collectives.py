@@ -43,7 +43,7 @@ def layers(fsdp):
 
 
 def eager(owner, name):
-    """Record calls of a megatron-core or torch function that runs only for eager collectives."""
+    """Patch ``owner.name``, a function that only eager collectives call, to record its calls."""
     return mock.patch.object(owner, name, wraps=getattr(owner, name))
 
 

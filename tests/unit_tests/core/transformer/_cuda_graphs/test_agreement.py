@@ -100,7 +100,7 @@ def agreement_of(rank, layout="one group", timeout=LIMIT) -> CaptureAgreement:
 
 
 def join(agreed, where):
-    """Begin the pass that errors call ``where``, and vote as before a collective."""
+    """Set the pass that errors name to ``where``, and vote as before a collective."""
     agreed.begin(where)
     agreed._vote(agreed._of_stage)
 
@@ -173,7 +173,10 @@ class TestBallot:
 @pytest.mark.usefixtures("store")
 class TestCaptures:
     def capture(self, layout="one group", fails_on=None, error: BaseException = A_FAULT, blocked=()):
-        """Capture two layers on all ranks; return the reasons that all ranks agreed on, or the errors."""
+        """Capture two layers on each rank; return each rank's agreed reasons against the capture, or its error.
+
+        ``fails_on`` is the rank and layer that raise ``error``; ranks in ``blocked`` have a reason against the capture.
+        """
         undone = []
 
         def run(rank):

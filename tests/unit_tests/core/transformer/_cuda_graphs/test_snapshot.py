@@ -319,7 +319,7 @@ def test_other_fp8_tensor_is_a_change(name):
 
 @contextmanager
 def changed(read, write, value):
-    """Write ``value`` and restore the previous value on exit."""
+    """While in this context, replace a setting with ``value``; ``read`` returns the setting, ``write`` changes it."""
     before = read()
     write(value)
     yield
@@ -328,7 +328,7 @@ def changed(read, write, value):
 
 @contextmanager
 def setting(owner, name, value):
-    """Set ``owner.name`` to ``value`` and restore it on exit."""
+    """While in this context, ``owner.name`` is ``value``."""
     with changed(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), value):
         yield
 

@@ -34,7 +34,7 @@ def _as(mask, rows):
 
 
 def uneven(rank, top_k=2):
-    """Route each token to ``top_k`` random experts."""
+    """Return the routing map of ``rank``, with ``top_k`` random experts per token."""
     draws = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(rank))
     return torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, draws.topk(top_k).indices, True)
 
@@ -82,7 +82,7 @@ class Ranks:
         ]
 
     def dispatch(self, rows):
-        """Return the rows of each rank's experts, given the rows that ``permute`` returned on each rank."""
+        """Return the rows that each rank's experts receive, given each rank's rows from ``permute``."""
         received = self.exchange([sent.to_buffers(each) for sent, each in zip(self.sent, rows, strict=True)], True)
         return [places.from_buffers(each) for places, each in zip(self.received, received, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Test overlapped shared experts with a graph that ends after their first stage."""
+"""Test overlapped shared experts if the graph ends after their first stage, ``pre_forward_comm``."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def _cpu_backend():
 
 @pytest.fixture(params=[SharedExpertMLP, FusedSharedExpertMLP], ids=lambda kind: kind.__name__)
 def experts(request, monkeypatch):
-    """Return shared experts without layers."""
+    """Return a shared-experts module without layers, configured for graphs of the router and preprocessing."""
     monkeypatch.setattr(shared_experts, "copy_to_tensor_model_parallel_region", lambda input, group: input * 1)
     made = request.param.__new__(request.param)
     torch.nn.Module.__init__(made)

@@ -42,7 +42,7 @@ def test_capture_works_after_a_failed_begin_or_end(step, monkeypatch):
 
 @pytest.mark.parametrize("step", ["register_generator_state", "capture_begin"])
 def test_graph_unknown_to_a_generator_is_never_freed(step, monkeypatch):
-    """Freeing such a graph aborts the process."""
+    """Check that a graph is kept alive if ``step`` fails, because freeing it would abort the process."""
     graphs: list[weakref.ref] = []
 
     def fail(graph, *args, **kwargs):

@@ -145,9 +145,9 @@ def test_eager_pass_computes_weight_gradients_eagerly():
 
 
 class MarkedBias(torch.nn.Module):
-    """A linear layer, marked as TransformerEngine marks delayed gradients, times the unmarked parameter ``other``.
+    """A linear layer times the parameter ``other``; only the linear layer is marked as delaying weight gradients.
 
-    The backward pass computes all gradients, as TransformerEngine does for the bias under FP8.
+    The backward pass still computes all gradients, as TransformerEngine does for the bias under FP8.
     """
 
     def __init__(self):
@@ -189,7 +189,10 @@ def test_gradients_of_marked_parameters_outlive_backward():
 
 
 def run_order(order, layers, delaying, graphed):
-    """Run the passes in ``order`` twice; return outputs and gradients. Each layer has its own input and loss."""
+    """Run the passes in ``order`` twice; return outputs and gradients. Each slot has its own input and loss.
+
+    ``layers`` maps each chunk to its number of layers. Chunks in ``delaying`` delay weight gradients.
+    """
     torch.manual_seed(7)
     modules = [DelayedLinear(True) if chunk in delaying else mlp() for chunk, n in layers.items() for _ in range(n)]
     params = [param for module in modules for param in module.parameters()]

@@ -68,7 +68,7 @@ class TestPoolMemory:
 
     @pytest.mark.parametrize(("number", "is_passed"), [(256, True), (257, False)])
     def test_only_small_pool_numbers_are_queried(self, monkeypatch, number, is_passed):
-        """torch releases the pool's integers once too often; Python never frees integers up to 256."""
+        """Check that torch gets only integers up to 256, which Python never frees: torch over-releases them."""
         asked = []
 
         def snapshot(mempool_id, include_traces):

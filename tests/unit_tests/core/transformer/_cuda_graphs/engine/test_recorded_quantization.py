@@ -44,7 +44,7 @@ class Layer(torch.nn.Module, QuantizedProduct):
 
 
 class Model:
-    """Two layers under autocast. The model enters autocast if ``around``, otherwise the caller does."""
+    """Two layers under autocast. If ``around``, captured passes enter autocast; otherwise callers of replays do."""
 
     def __init__(self, recipe="recipe", around=True, caches=True):
         torch.manual_seed(4)
@@ -100,7 +100,10 @@ class Model:
 
 
 def train(engine, model, captured_after=None):
-    """Train five steps of three micro-batches; return all numbers."""
+    """Train five steps of three micro-batches; return losses, gradients, quantized weights and FP8 statistics.
+
+    If ``captured_after`` is set, capture after that many steps and then replay.
+    """
     numbers, passes = [], None
     for step in range(5):
         if step == captured_after:

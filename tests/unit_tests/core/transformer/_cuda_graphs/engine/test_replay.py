@@ -92,7 +92,7 @@ def test_input_with_other_strides_is_copied():
 
 
 class _Doubled(torch.autograd.Function):
-    """Doubles its input, and records output gradients; the last one is the static output gradient of the graph."""
+    """Doubles its input, and appends output gradients to ``noted``: last, the graph's static output gradient."""
 
     @staticmethod
     def forward(ctx, x, noted):

@@ -116,7 +116,7 @@ def drawing(cpu_backend):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["before a fork", "in a fork"])
 def test_graphs_adopt_new_tracker_states(drawing, inside):
-    """With sequence parallelism, graphs adopt new states while the tracker is forked."""
+    """Check that graphs adopt new states before a fork and, as with sequence parallelism, inside one."""
     tracker, states, of_graphs = drawing
     new_seed(tracker)
     expected = torch.rand(4, generator=tracker.get_states()["model-parallel-rng"].clone_state(), device="cuda")
@@ -133,7 +133,7 @@ def test_graphs_adopt_new_tracker_states(drawing, inside):
 
 
 class TracksNoName:
-    """A tracker that does not record the open fork, like TransformerEngine's."""
+    """A tracker that does not record which state is forked, like TransformerEngine's."""
 
     def __init__(self, state):
         self.states_ = {"model-parallel-rng": state}

@@ -14,7 +14,10 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 def captured_for_sharing(order, shares=True, layers=2):
-    """Capture layers of equal shapes with distinct sample inputs; return the slots."""
+    """Capture layers of equal shapes with distinct sample inputs; return the slots.
+
+    ``shares`` allows slots to share the memory of inputs and outputs.
+    """
     count = layers * max(order.count(1), 1)
     samples = [(device_tensor(4, 6, seed=slot),) for slot in range(count)]
     modules = tuple(mlp() for _ in range(layers))

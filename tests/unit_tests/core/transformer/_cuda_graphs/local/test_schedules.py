@@ -78,7 +78,10 @@ class Model(torch.nn.Module):
 
 
 def train(kinds, orders, graphs, pipeline, shares_scale):
-    """Train with one schedule per step, and return all losses and gradients."""
+    """Train one step per schedule in ``orders``, and return all losses and gradients.
+
+    If ``shares_scale``, all forward passes get the same scale tensor.
+    """
     model = Model(kinds, graphs, pipeline).cuda()
     torch.cuda.manual_seed(9)
     trace = []

@@ -14,7 +14,10 @@ LAYERS = 3
 
 
 def steps_of(shapes, groups=(), microbatches=1, recaptures=True):
-    """Run one step per entry of ``shapes`` (None: the captured shape); yield the shape that the ranks agree on."""
+    """Run a step of each shape in ``shapes`` (None: the captured shape).
+
+    After each step, yield the new shape that all ranks agree on, or None.
+    """
     passes = EagerPasses()
     watch = ChangedShapes(passes, 4, LAYERS, groups, microbatches, recaptures)
     for shape in shapes:
@@ -24,7 +27,7 @@ def steps_of(shapes, groups=(), microbatches=1, recaptures=True):
 
 
 def agreed(shapes, **options):
-    """Return ``(step, shape)`` for each 1-based step after which ranks agreed on a shape."""
+    """Return ``(step, shape)`` for each step, counted from 1, after which ranks agree on a new shape."""
     return [(step, shape) for step, shape in enumerate(steps_of(shapes, **options), 1) if shape]
 
 

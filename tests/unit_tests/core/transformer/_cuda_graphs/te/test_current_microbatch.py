@@ -11,7 +11,7 @@ from tests.support.replaced import replaced
 
 @dataclass
 class Layer:
-    """A layer without a current micro-batch."""
+    """A layer with only the attribute that ``set_current_microbatch`` sets."""
 
     current_microbatch: int | None = None
 

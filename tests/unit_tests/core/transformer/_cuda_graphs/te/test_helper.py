@@ -327,7 +327,7 @@ def failing_at(*failures):
 
 @pytest.fixture
 def longer(one_stage, monkeypatch):
-    """Make ranks agree on two sequences of 64 tokens, a change from one sequence of 32 at the first capture."""
+    """Make ranks agree on a new shape, two sequences of 64 tokens. The first capture has one sequence of 32."""
     monkeypatch.setattr(ChangedShapes, "before_step", lambda *_: (64, 2))
 
 

@@ -55,6 +55,6 @@ def test_layer_order_equals_megatron_core(case, with_weight_gradients):
 
 
 def test_uncaptured_layers_take_their_turns():
-    """Check the order after an eager layer: micro-batch 0's last backward precedes micro-batch 1's second forward."""
+    """Check that micro-batch 0's last backward precedes micro-batch 1's second forward if the first layer is eager."""
     order = get_overlap_moe_expert_parallel_comm_order([1, -1, 1, -1], [2], False, [[None, 0, 1]])
     assert order == ([1, 2, -2, 1, -1, 2, -2, -1], [[0, 0], [0, 1], None, [0, 0], None, [0, 1], None, None])

@@ -22,7 +22,7 @@ from ..pipeline_orders import orders
 
 
 def inputs_of(plan, width_of_callable=lambda index: 1):
-    """Return the inputs of each slot, and the callable index of each set of inputs that was created."""
+    """Return the inputs of each slot, and the callable indices for which new inputs were created, in order."""
     made = []
 
     def make(index):

@@ -150,7 +150,7 @@ class Decoder(torch.nn.Module):
 
 
 class Scaled(torch.nn.Module):
-    """A module that scales its weight; ``kind`` selects whether it returns a tensor, a tuple or a dict."""
+    """A module that returns ``scale`` times its weight, as a tensor, in a tuple or in a dict, as ``kind`` selects."""
 
     kinds = {"tensor": lambda out: out, "tuple": lambda out: (None, out), "dict": lambda out: {"losses": [out]}}
 

@@ -71,7 +71,7 @@ def mask(size=SHAPE[1]):
 
 
 def graphed(with_mask=True, eager_passes=None, more=None):
-    """Return a model with graphs, the graphs, and their static inputs."""
+    """Return a model, its ``ModelGraphs`` of stand-in passes, and their static inputs; ``more`` adds static inputs."""
     model = Model()
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
