@@ -137,7 +137,7 @@ def tensors(checkpoint):
 
 
 def assert_saved_as_loaded(checkpoint, place, folder, flags, ranks=2):
-    """Assert that loading ``checkpoint`` and saving to ``place``, without a step, changes no tensor; return the tensors."""
+    """Load ``checkpoint``, save to ``place`` without a step, assert equal tensors, and return them."""
     again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
     assert pretrain(folder, f"{again} --load {checkpoint} --ckpt-step {SAVED}", graphs=False, ranks=ranks) == []
     first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))

@@ -207,7 +207,7 @@ class Training:
         return _batches(self.case, step)
 
     def _losses(self, model: Callable[..., Any], batch: Any) -> Any:
-        """Return the losses of ``batch``; if ``model`` is a ``build_schedule_plan`` method, return the schedule plan."""
+        """Return the losses of ``batch``, or its schedule plan if ``model`` is a ``build_schedule_plan`` method."""
         packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
         if self.case.mtp:
             packed["loss_mask"] = batch.loss_mask
@@ -252,7 +252,7 @@ class Training:
         return layers
 
     def capture(self, capture: Callable[["Training"], None]) -> None:
-        """Call ``capture`` in place of ``create_cudagraphs``, in the state that megatron.training sets up for capture."""
+        """Call ``capture``, a replacement for ``create_cudagraphs``, in the state that megatron.training sets up."""
         first_step_done = bool(self.losses)
         if first_step_done:
             self._gather_in_hooks(False)
