@@ -33,7 +33,7 @@ for run in json.load(open(plan)):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Return a function that launches one run per flag with a fake worker.
+    """Return a function that launches runs with the given flags and a fake worker.
 
     The flag selects the behavior of the worker, for example ``hangs``. The function returns the number of each run, and
     its error or last event, in order of arrival.
