@@ -230,7 +230,7 @@ def git(*arguments: str) -> str:
 
 
 def current_commit() -> str:
-    """Return the commit of this repository, with ``+`` if the patch has uncommitted changes.
+    """Return the commit of this repository, with ``+`` appended if the patch has uncommitted changes.
 
     Raises:
         SystemExit: There is no repository.

@@ -32,7 +32,7 @@ type Steps = list[dict[str, Any]]  # values of each step, by name
 
 
 def steps_of(result: Result) -> Steps:
-    """Return the compared values of each step of a run."""
+    """Return the values of each step that are compared: loss, gradient norm and checksums."""
     numbers = ({"loss": loss, "gradient norm": norm} for loss, norm in result["numbers"])
     return [step | sums for step, sums in zip(numbers, result["found"], strict=True)]
 
@@ -51,7 +51,8 @@ def compared(runs: list[Result], reference: Result | None) -> dict[str, Any]:
     """Compare the runs of a variant with ``reference``.
 
     Returns:
-        The numbers of ``runs``, ``equal`` runs and distinct ``results``, and the ``differences``, including errors.
+        ``runs``, ``equal``, ``results``: Numbers of runs, of runs equal to the reference, and of distinct results.
+        ``differences``: Errors, and the first difference of each other run.
     """
     errors = [run["error"] for run in runs if "error" in run]
     trained = [steps_of(run) for run in runs if "error" not in run]

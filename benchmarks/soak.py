@@ -150,7 +150,13 @@ def write(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
 
 
 def compare(steps: int, middle: int, done: dict[str, Steps]) -> dict[str, Any]:
-    """Compare the restarted graphed run with the eager one, and return the result with the memory of all runs."""
+    """Compare the restarted graphed run with the eager one, and return the result with the memory of all runs.
+
+    Args:
+        steps: Number of steps.
+        middle: Last step before the restart.
+        done: Steps of the runs ``eager``, ``graphed`` (before the restart) and ``resumed``.
+    """
     eager, graphed = _numbers(done["eager"]), _numbers(done["graphed"] + done["resumed"])
     early = {run: middle * (run == "resumed") + CAPTURED_AFTER for run in ("graphed", "resumed")}
     memory = {run: [each["reserved_mib"] for each in lines] for run, lines in done.items()}

@@ -124,7 +124,7 @@ class Benchmark:
                 )
 
     def _plans(self, *, profiled: bool) -> list[list[Run]]:
-        """Return the runs of each rank layout."""
+        """Return one list of runs per rank layout, that is, per expert-parallel size."""
         by_layout = sorted(self.configurations, key=lambda each: each.expert_parallel)
         plans = []
         for _, group in groupby(by_layout, key=lambda each: each.expert_parallel):

@@ -26,7 +26,7 @@ type Blocks = dict[str, list[tuple[float, float]]]  # start and end of each bloc
 
 
 def blocks(events: Iterable[dict[str, Any]], pixel: float = 0.05) -> Blocks:
-    """Return the blocks of a trace's second step by lane; blocks closer than ``pixel`` milliseconds are merged.
+    """Return when each lane is busy in a trace's second step. Spans less than ``pixel`` milliseconds apart are merged.
 
     Args:
         events: Chrome trace events, ``ts`` and ``dur`` in microseconds.

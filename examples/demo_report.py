@@ -32,7 +32,7 @@ class Run:
 
     @property
     def graphs(self) -> int:
-        """Most graphs that the last rank had in any step."""
+        """Maximum number of graphs on the last rank in any step."""
         return max((step.graphs for step in self.steps), default=0)
 
     def median_ms(self) -> float:

@@ -82,7 +82,7 @@ def batches(step: int):
 
 
 def forward_step(data, model):
-    """Run one forward pass, as megatron-core's schedules call it."""
+    """Run one micro-batch; return the loss of each token and the function that averages them."""
     tokens = next(data)
     positions = torch.arange(SEQUENCE, device=tokens.device).expand_as(tokens)
     losses = model(tokens, positions, None, labels=tokens.roll(-1, 1))

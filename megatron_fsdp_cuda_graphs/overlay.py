@@ -153,7 +153,7 @@ class OverlayFinder(MetaPathFinder):
 
 
 def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> ModuleSpec | None:
-    """Return megatron-core's spec of ``name`` with the loader ``kind(loader, what)``; None if there is no module."""
+    """Return megatron-core's spec of ``name``, its loader replaced by ``kind(loader, what)``; None if not found."""
     spec = copy.copy(ordinary_spec(name, path))
     if spec is None and kind is ExtensionLoader:
         raise ImportError(f"{what} extends {name}, which megatron-core lacks: remove its call of extend", name=name)
@@ -343,6 +343,6 @@ def _warn_of_patching(problem: str) -> None:
 
 
 def _warn(message: str) -> None:
-    """Log a warning on one rank only."""
+    """Log a warning on rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         _logger.warning(message)

@@ -80,7 +80,7 @@ class Core:
         return parsed(file.resolve()).body if file else []
 
     def has(self, module: str, name: str = "") -> bool:
-        """Return whether ``module`` exists and defines, imports or contains ``name``."""
+        """Return whether ``module`` exists; with ``name``, whether it defines, imports or contains that name."""
         path = self.root.joinpath(*module.split("."), name)
         if module_file(path) is not None or path.is_dir():
             return True
@@ -162,7 +162,7 @@ class Check:
             self.changed.append(what)
 
     def _replaced(self) -> None:
-        """Compare the public definitions of the replaced module, and check all imports from it."""
+        """Check the module that the patch replaces: compare its public definitions, and check all imports from it."""
         file = tree_file(REPLACED)
         assert file is not None
         before, after = (list(_public(core.body(REPLACED))) for core in (self.ours, self.other))
@@ -196,7 +196,7 @@ def _parameters(definition: Definition) -> str:
 
 
 def _takes_any(own: Definition | None) -> bool:
-    """Return whether a function takes arbitrary arguments."""
+    """Return whether ``own`` is a function with ``*args`` and ``**kwargs``."""
     return isinstance(own, ast.FunctionDef) and bool(own.args.vararg and own.args.kwarg)
 
 

@@ -36,7 +36,7 @@ class Checksums:
         """Do nothing; part of the interface of ``StepProfile``."""
 
     def found(self) -> list[dict[str, int]]:
-        """Return the checksums of each step, keyed by ``rank RANK: NAME``."""
+        """Return each step's checksums on all ranks, keyed by ``rank RANK: NAME``. All ranks must call this."""
         mine = [{name: int(value) for name, value in step.items()} for step in self._steps]
         ranks: list[list[dict[str, int]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(ranks, mine)
@@ -47,14 +47,14 @@ class Checksums:
 
 
 def _named_parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield the names and parameters of the optimizer or, under DistributedDataParallel, of the model."""
+    """Yield names and parameters: the optimizer's under Megatron-FSDP, otherwise the model's."""
     for chunk in chunks:
         buffer: Any = getattr(chunk, "param_and_grad_buffer", None)
         yield from chunk.named_parameters() if buffer is None else buffer.optimizer_named_parameters
 
 
 def _gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient used by the optimizer."""
+    """Return the gradient of ``param`` that the optimizer uses; None if there is none."""
     grads = (getattr(param, name, None) for name in ("decoupled_grad", "grad", "main_grad"))
     return next((grad for grad in grads if grad is not None), None)
 

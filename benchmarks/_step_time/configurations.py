@@ -69,7 +69,8 @@ class Configuration:
         flags: Flags common to all variants.
         graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
         expert_parallel: Expert-parallel size; 1 for a dense model.
-        has_dynamic_shapes: Whether the host must read the token counts of ungrouped experts in each step.
+        has_dynamic_shapes: Whether the model has experts. Unless a variant groups them, the host reads token counts in
+            each step.
     """
 
     name: str

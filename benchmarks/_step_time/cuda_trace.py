@@ -57,12 +57,16 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
         wall_ms: Duration of all steps in milliseconds.
 
     Returns:
-        ``profiled_ms``: time of a step. ``host_ms``, ``waiting_ms``: time in which the host works, and waits for the
-        GPU. ``gpu_busy_ms``, ``idle_ms``: time with and without GPU work. ``compute_ms``: busy time with kernels other
-        than NCCL's. ``nccl_alone_ms``: busy time with NCCL kernels only. ``kinds``: kernel time in milliseconds by kind
-        (``KINDS``). ``calls``: number of API calls by group (``CALLS``). ``api_calls``: number of calls by API
-        function. ``collectives``: ``calls`` and ``median_us`` by collective, including waits for other ranks.
-        ``kernels``: ``calls`` and total ``us`` by kernel, including copies and fills.
+        - ``profiled_ms``: time of a step.
+        - ``host_ms``, ``waiting_ms``: time in which the host works, and waits for the GPU.
+        - ``gpu_busy_ms``, ``idle_ms``: time with and without GPU work.
+        - ``compute_ms``: busy time with kernels other than NCCL's.
+        - ``nccl_alone_ms``: busy time with NCCL kernels only.
+        - ``kinds``: kernel time in milliseconds by kind (``KINDS``).
+        - ``calls``: number of API calls by group (``CALLS``).
+        - ``api_calls``: number of calls by API function.
+        - ``collectives``: ``calls`` and ``median_us`` by collective, including waits for other ranks.
+        - ``kernels``: ``calls`` and total ``us`` by kernel, including copies and fills.
     """
     api: Counter[str] = Counter()
     waiting_calls: list[Interval] = []

@@ -67,7 +67,7 @@ def _launch(
     show: Callable[[Run, Result], None],
     environment: dict[str, str],
 ) -> list[Run]:
-    """Train ``runs`` in one launch; if a run fails, return the remaining runs of other variants."""
+    """Train ``runs`` in one launch. After a failure, return the remaining runs, except those of the failed variant."""
     plan, results = log.with_suffix(".plan.json"), log.with_suffix(".results.jsonl")
     plan.write_text(json.dumps([asdict(run) for run in runs]))
     results.write_text("")

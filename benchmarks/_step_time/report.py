@@ -29,12 +29,15 @@ def rows(variants: Sequence[Variant], timed: Mapping[str, Result], profiled: Map
         profiled: Results of profiled runs by variant.
 
     Returns:
-        The measured values, and: ``reference``: variant that must be bit-identical. ``equal_steps``: number of steps
-        before the first difference from the reference. ``ratio_to_VARIANT``: step time relative to ``eager`` or
-        ``full_iteration`` (both with ``+optimizer`` if the row's variant has it) or to ``compute_alone``.
-        ``ratio_to_compute``: step time relative to the compute time of eager Megatron-FSDP, a lower bound for the same
-        kernels on one stream. ``repeatable``: whether losses and gradient norms of the profiled run equal the timed
-        run's. Unavailable values are None or missing.
+        The measured values and the following ones; unavailable values are None or missing.
+
+        - ``reference``: variant that must be bit-identical.
+        - ``equal_steps``: number of steps before the first difference from the reference.
+        - ``ratio_to_VARIANT``: step time relative to ``compute_alone``, or to ``eager`` or ``full_iteration`` (both
+          with ``+optimizer`` if the row's variant has it).
+        - ``ratio_to_compute``: step time relative to the compute time of eager Megatron-FSDP, a lower bound for the
+          same kernels on one stream.
+        - ``repeatable``: whether losses and gradient norms of the profiled run equal the timed run's.
     """
     compute = _compute_ms(profiled.get(EAGER, {}))
     return [_row(each, variants, timed, profiled, compute) for each in variants if each.name in timed]
@@ -81,7 +84,7 @@ def _reference(variant: Variant, timed: Mapping[str, Result]) -> str | None:
 
 
 def _without_folders(error: str) -> str:
-    """Remove folders from paths because results are published."""
+    """Return ``error`` with the folders removed from its paths, because results are published."""
     return re.sub(r"(?<![\w./])/(?:[\w.+@-]+/)+", "", error)
 
 

@@ -22,8 +22,8 @@ class StepProfile:
     """Profiles training steps on this rank.
 
     Args:
-        folder: Folder for the trace and the list of functions.
-        name: Prefix of their file names.
+        folder: Folder for the CUDA trace and the list of Python functions.
+        name: Prefix of the names of both files.
         on_gpu: Whether to trace CUDA.
     """
 

@@ -95,7 +95,7 @@ def levers(results: Results) -> Iterator[Row]:
 
 
 def _settings(variant: str) -> str:
-    """Return a variant's environment variables, flags and additions, in the words of ``_SETTINGS`` if it has any."""
+    """Return the environment variables, flags and additions of a variant, as worded in ``_SETTINGS`` where possible."""
     name, variables, flags = parts(variant)
     quoted = [_SETTINGS.get(word, f"`{word}`") for word in (*variables, *flags)]
     optimizer = ["`--optimizer-cuda-graph`"] * ("+optimizer" in name)
@@ -103,7 +103,7 @@ def _settings(variant: str) -> str:
 
 
 def memory(results: Results) -> Iterator[Row]:
-    """Yield one row per configuration; each cell lists the values of all variants."""
+    """Yield one row per configuration: memory and capture time. Each cell lists the values of all variants."""
     yield "model", "GPUs", "mode", "reserved (MiB)", "peak allocated (MiB)", "graph pools (MiB)", "capture (s)"
     for found, model, variants in _trained(results):
         rows = {
@@ -128,7 +128,7 @@ def recomputation(results: Results) -> Iterator[Row]:
 
 
 def kinds(results: Results) -> Iterator[Row]:
-    """Yield one row per model and wrapper; each cell lists the values of all kinds of graphs."""
+    """Yield one row per model and wrapper: time and memory. Each cell lists the values of all kinds of graphs."""
     yield "model", "GPUs", "wrapper", "mode", "ms", "reserved (MiB)", "capture (s)", "equal steps", "commit"
     for found in results:
         for configuration, rows in found["configurations"].items():
@@ -213,8 +213,8 @@ def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = N
 
     Args:
         row: A row, possibly empty.
-        key: ``ms``, or a ratio.
-        base: Row of the denominator of a ratio.
+        key: ``ms``, or the name of a ratio.
+        base: For a ratio, the row of the variant that it is relative to.
     """
     if "error" in (base or row):
         return "cannot be captured"

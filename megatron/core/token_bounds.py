@@ -25,7 +25,7 @@ class TokenBounds:
 
     Attributes:
         in_force: Whether the limits apply now: while graphs are captured, and in first runs of steps with graphs.
-        models: The model chunks that have graphs, which may outlive the helper that captured them.
+        models: The model chunks that have graphs, even if the helper that captured them no longer exists.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class TokenBounds:
         self._is_copied = True
 
     def exceeded(self) -> bool:
-        """Wait for the copy, and return whether this rank sent more tokens than a limit, even one not in force."""
+        """Wait for the host copy of the flag, and return it. It is set even by limits that are not in force."""
         if not self._is_copied:  # the schedule has its own ``backward_step``
             self.copy_to_host()
         self._copied.synchronize()

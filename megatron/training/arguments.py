@@ -35,10 +35,10 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
 
 
 def _parse_cuda_graph_modules_arg(scope: str) -> Any:
-    """Return the value of ``--cuda-graph-modules`` for ``scope``; see megatron-core.
+    """Parse ``scope``, a value of ``--cuda-graph-modules``; see megatron-core.
 
     Raises:
-        argparse.ArgumentTypeError: ``scope`` is not a module; argparse adds the name of the flag.
+        argparse.ArgumentTypeError: ``scope`` names no module. argparse adds the name of the flag to the message.
     """
     try:
         return _upstream._parse_cuda_graph_modules_arg(scope)

@@ -148,9 +148,9 @@ def _warn(message: str) -> None:
 
 
 def _expect_tensors(state_dict: dict[str, Any]) -> None:
-    """Replace the generators of a graph-safe RNG tracker by their states.
+    """Replace the generators of a graph-safe RNG tracker in ``state_dict`` by tensors with their states.
 
-    Checkpoints contain generators or tensors, and are loaded as tensors; the tracker converts them as needed.
+    A checkpoint contains generators or tensors. Both are loaded as tensors, and the tracker converts them as needed.
     """
     saved = state_dict.get("rng_state")
     by_rank = saved.values() if isinstance(saved, dict) else [saved]  # fsdp_dtensor, torch_dcp

@@ -146,7 +146,7 @@ def _is_abandoned(key: int, wholes: list[torch.Tensor]) -> bool:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether the storage of ``tensor`` was not shrunk."""
+    """Return whether a storage still has all bytes of ``tensor``, a uint8 view of it."""
     return tensor.untyped_storage().nbytes() >= tensor.numel()
 
 
@@ -262,7 +262,7 @@ class AddressBook:
         return self._blocks[place]
 
     def _is_of_the_capture(self, place: _Place) -> bool:
-        """Return whether the capture allocated the storage ``place``, or a storage at its address."""
+        """Return whether the capture allocated the storage ``place``, or a different storage at the same address."""
         storage, pointer = place
         return storage in self._private_storages or (pointer != 0 and pointer in self._private_addresses)
 

@@ -55,7 +55,7 @@ def wrap(owner: Any, name: str, around: Callable) -> None:
 
 
 def rebind_early_names() -> None:
-    """Replace references to torch's functions in megatron modules that are already imported."""
+    """Replace the references to patched torch functions in megatron modules that are already imported."""
     _rebind({id(p.original): p.replacement for p in APPLIED if callable(p.original)})
 
 

@@ -143,7 +143,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _make_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict, targets: Targets) -> Step:
-    """Return a function that runs ``func`` and copies its new results to ``targets``."""
+    """Return a function that runs ``func``, and copies the results that it allocates to ``targets``."""
     run = functools.partial(func._op, *args, **kwargs)
     if not targets:
         return run

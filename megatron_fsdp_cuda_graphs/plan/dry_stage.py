@@ -152,7 +152,7 @@ def without_memory() -> Iterator[None]:
 
 
 def _are_equal(allocator: Any, one: Iterable[int], other: Iterable[int]) -> bool:
-    """Compare the buckets of two units, counting the elements of each bucket once."""
+    """Return whether the buckets of two units have equal dtypes and sizes. Sizes are cached in ``allocator``."""
     if not hasattr(allocator, "counted"):
         groups = allocator.fsdp_param_groups
         allocator.counted = [(allocator.dtype_fn(group), sum(map(torch.numel, group.params))) for group in groups]
@@ -166,7 +166,7 @@ def _to_meta(device: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_transformer_engine() -> Iterator[None]:
-    """Make Megatron's local layers group experts, and accept context and sequence parallelism without Apex."""
+    """Within the context, local layers group experts, and support context and sequence parallelism without Apex."""
     with (
         mock.patch.object(WrappedTorchNorm, "__new__", _norm),
         mock.patch.object(DotProductAttention, "__init__", _attention),
@@ -176,7 +176,7 @@ def _as_transformer_engine() -> Iterator[None]:
 
 
 def _experts(self: SequentialMLP, build: Callable[..., None], count: int, *args: Any, **kwargs: Any) -> None:
-    """Build one expert, whose linear layers have the parameters of all, as in TransformerEngine."""
+    """Build one expert whose linear layers have the parameters of all ``count`` experts, as in TransformerEngine."""
     build(self, 1, *args, **kwargs)
     self.num_local_experts = count
     for linear in (self.local_experts[0].linear_fc1, self.local_experts[0].linear_fc2):

@@ -41,7 +41,7 @@ def stage_memory(helper: Any, scope: CaptureScope, planned: Planned, args: argpa
 
     Args:
         helper: The ``TECudaGraphHelper`` of the stage.
-        scope: What its graphs hold.
+        scope: The part of the model in each graph.
         planned: The graphs that ``helper`` would capture.
         args: Validated arguments.
     """
@@ -135,7 +135,7 @@ def _optimizer(buffer: Any, args: argparse.Namespace) -> Counter[str]:
 
 
 def _optimizer_gradients(buffer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield the main gradient buffer and the local shard of each gradient."""
+    """Yield, for each gradient of the optimizer, its main gradient buffer and its local shard."""
     for _, param in buffer.optimizer_named_parameters:
         gradient = getattr(param, gradient_name(buffer.use_decoupled_grad), None)
         if gradient is not None:

@@ -106,7 +106,7 @@ class Passes:
         return [self.allocator.allocate(size) for size in sizes]
 
     def _drop(self, *sizes: float) -> None:
-        """Allocate temporary tensors, and free them."""
+        """Allocate temporary tensors of ``sizes`` bytes, and free them."""
         self.allocator.release(self._add(*sizes))
 
     def _forward(self, chunk: Any) -> list[list[Block]]:
@@ -127,7 +127,7 @@ class Passes:
         return _BYTES * self._tokens * self._chunks[0].vocab_size
 
     def _layer(self, layer: Any, state: list[Block]) -> tuple[list[Block], list[Block]]:
-        """Allocate a layer's activations; return those that backward reads, with ``state``, and the output."""
+        """Allocate a layer's activations. Return the blocks that backward reads, with ``state``, and the output."""
         config = self._config
         query = _BYTES * self._tokens * config.num_attention_heads * config.kv_channels
         key = _BYTES * self._tokens * config.num_query_groups * config.kv_channels
@@ -155,7 +155,7 @@ class Passes:
         return [2 * size if self._config.gated_linear_unit else size, size]
 
     def expert_rows(self, experts: int) -> int:
-        """Return the rows that the experts of this rank compute in a layer, without token counts on the host."""
+        """Return the number of rows that this rank's experts compute in a layer if token counts stay on the GPU."""
         config, ranks = self._config, self._config.expert_model_parallel_size
         top_k = config.moe_router_topk
         if ranks == 1:
@@ -242,7 +242,7 @@ class Passes:
             self.allocator.release(grad + shared)
 
     def _mlp_backward(self, mlp: Any) -> list[Block]:
-        """Run the backward pass of an MLP or MoE layer; return the gradients of its weights."""
+        """Replay the allocations of an MLP's or MoE layer's backward pass; return the blocks of weight gradients."""
         config = self._config
         is_moe = isinstance(mlp, MoELayer)
         experts = mlp.num_local_experts if is_moe else 1
@@ -300,7 +300,11 @@ def why_unknown(helper: Any, args: Any, *, of_layers: bool) -> str:
 
 
 def pool_size(helper: Any, args: Any, order: Sequence[float], gradients: Sequence[int], *, of_model: bool) -> int:
-    """Return the bytes of the pool, including ``gradients``, the sizes of the optimizer's gradients of each bucket."""
+    """Return the size of the graphs' memory pool in bytes.
+
+    Args:
+        gradients: Bytes of the optimizer's gradients in each bucket, which the pool includes.
+    """
     passes = Passes(helper, args, of_model=of_model)
     passes.allocator.allocate(WORKSPACE)
     passes.allocator.release([passes.allocator.allocate(size) for size in gradients])

@@ -279,7 +279,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             return super().step_with_ready_grads()
 
     def _on_local_shards(self) -> AbstractContextManager[None]:
-        """Return a context in which the optimizer steps on local shards; an empty one if results could differ."""
+        """Return a context in which the optimizer steps on local shards, or a null context if results could differ."""
         if self.is_stub_optimizer or not self.ddp_config.use_megatron_fsdp:
             return nullcontext()
         if self._local_shards is None or not self._local_shards.current():

@@ -42,7 +42,10 @@ def _described(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any] | None:
-    """Return the described state ``model``; if it is None, return one from a different rank that shards ``param``."""
+    """Return ``model``, a result of ``_described``; if it is None, return a different rank's.
+
+    All ranks that shard ``param`` must call this.
+    """
     for dim, placement in enumerate(param.placements):
         if not isinstance(placement, Replicate):
             group = param.device_mesh.get_group(dim)

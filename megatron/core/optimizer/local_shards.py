@@ -34,7 +34,7 @@ class KeptGradients:
     """
 
     def __init__(self, grads: list[Any]):
-        """Store ``grads``, for which ``stay`` must be True; None for a parameter without a gradient."""
+        """Store ``grads``, with None for a parameter without a gradient. ``stay(grads)`` must be True."""
         self._grads = grads
         self._present = [grad for grad in grads if grad is not None]
         self._present_local: list[torch.Tensor] = list(map(_LOCAL, self._present))
@@ -113,7 +113,7 @@ class ListedStep(KeptGradients):
             self._launches = []  # may keep temporary tensors alive
 
     def _divide(self, seen: list[Lists]) -> bool:
-        """Assign the launches to groups; return whether they contain exactly one tensor per gradient."""
+        """Assign the recorded launches to groups; return whether they contain exactly one tensor per gradient."""
         left = iter(seen)
         for count in self._counts:
             launches: list[Lists] = []

@@ -245,7 +245,7 @@ class TECudaGraphHelper:
         return not self._state.eager_because
 
     def eager_reason(self) -> str:
-        """Return why a part of the step since the last call ran eagerly; empty if everything replayed."""
+        """Return why any pass since the last call ran eagerly; empty if all were replayed."""
         return self._state.eager_reason()
 
     def graph_use(self) -> GraphUse:
@@ -609,7 +609,7 @@ def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int
 
 
 def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``graph_fn`` to drop the None outputs of layers without context, but copy none of its attributes."""
+    """Return a function that calls ``graph_fn`` and drops None outputs. Attributes of ``graph_fn`` are not copied."""
 
     def without_none(*args: Any, **kwargs: Any) -> Any:
         output = graph_fn(*args, **kwargs)

@@ -26,7 +26,7 @@ def cut(counts: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """Computes ``rows[index]``; its backward pass gathers, because a scatter would add atomically on a GPU."""
+    """Computes ``rows[index]``. Its backward pass is also a gather, because a scatter would add atomically on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor):

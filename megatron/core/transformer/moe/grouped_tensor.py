@@ -73,12 +73,12 @@ def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _behind(offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a mask of the unused rows, bool ``[rows]``."""
+    """Return a mask of the rows after the last offset, bool ``[rows]``."""
     return torch.arange(rows, device=offsets.device) >= offsets[-1]
 
 
 def _zero_unused(rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool) -> torch.Tensor:
-    """Zero the unused rows in place, and their gradients in backward."""
+    """If there are ``unused_rows``, zero them in place, and their gradients in backward. Return ``rows``."""
     return rows.masked_fill_(_behind(offsets, len(rows)).unsqueeze(1), 0) if unused_rows else rows
 
 
@@ -115,7 +115,7 @@ def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = 
 
 
 def run_pre_hooks(experts: torch.nn.Module) -> None:
-    """Run the forward pre-hooks of the submodules of ``experts``, which are never called; some gather parameters."""
+    """Run the forward pre-hooks of the submodules of ``experts``: some gather parameters, but no submodule runs."""
     for module in experts.modules():
         for hook in [] if module is experts else [*module._forward_pre_hooks.values()]:
             hook(module, ())

@@ -14,7 +14,7 @@ _upstream: Any = extend(__name__)
 
 
 class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
-    """Extends megatron-core's all-gather dispatcher to return the maximum number of rows that experts can get."""
+    """Extends megatron-core's all-gather dispatcher to return a fixed number of rows: the maximum for its experts."""
 
     routing_map: Any
 
@@ -45,10 +45,11 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     """Extends megatron-core's all-to-all dispatcher to send a fixed number of rows to each peer.
 
-    Without a capacity factor, this number is the maximum that a peer's experts can receive. With one, it is the limit
-    while limits are in force (``token_bounds``), otherwise the largest number of rows that any rank has for a peer,
-    which the host reads. More rows than the limit set the overflow flag; results are undefined if the limit is in
-    force.
+    - Without a capacity factor, this is the maximum that a peer's experts can receive.
+    - With a capacity factor, while limits are in force (``token_bounds``), it is the limit.
+    - Otherwise it is the largest number of rows that any rank has for a peer, read by the host.
+
+    Exceeding the limit sets the overflow flag. If the limit is in force, the results are then undefined.
     """
 
     input_splits: Any
@@ -60,8 +61,8 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
         """Sort tokens by expert without keeping the autograd graph of ``probs``; see megatron-core.
 
-        AccumulateGrad nodes in that graph would still refer to this step's stream in the next step, whose capture would
-        fail (``--cuda-graph-impl full_iteration``).
+        AccumulateGrad nodes in that graph would still refer to this step's stream in the next step, and a capture of
+        the next step would fail (``--cuda-graph-impl full_iteration``).
         """
         dispatched = super().dispatch_preprocess(hidden_states, routing_map, probs)
         self.probs = probs.detach()  # only its dtype is read

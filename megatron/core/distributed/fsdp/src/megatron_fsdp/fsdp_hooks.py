@@ -319,7 +319,7 @@ def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
 
 
 def _are_leaves(values: Sequence[Any]) -> bool:
-    """Return whether no value is a container, which would be slow to traverse."""
+    """Return whether ``values`` contains no containers. Traversing containers would be slow."""
     return all(map(tree_is_leaf, [value for value in values if not isinstance(value, _PLAIN)]))
 
 

@@ -122,7 +122,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         super().attach_grad_to_optimizer_state()
 
     def synchronize_gradient_reduce(self) -> None:
-        """Finish the reduction of gradients; see megatron-core, which also resets every bucket.
+        """Finish the reduction of gradients, and reset every bucket; see megatron-core.
 
         Replays of the whole model leave no buckets to reset. Without ``overlap_grad_reduce``, megatron-core's method
         reduces gradients, so it is not called if a backward pass has already reduced them.
@@ -141,8 +141,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def start_grad_sync(self, *unused: Any) -> None:
         """Start reducing gradients, unless backward passes do so; see megatron-core.
 
-        Pipeline schedules call this after the last backward pass if it is their ``grad_sync_func``. Only the first
-        stage then marks that pass as the last.
+        As the ``grad_sync_func`` of a pipeline schedule, this is called after the last backward pass. With such a
+        function, only the first stage marks that pass as the last.
 
         Raises:
             RuntimeError: Gradients were left unreduced because the last pass was not marked.
@@ -158,7 +158,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self._exchange_parameters(False, super()._replace_param_with_raw_if_needed)
 
     def _exchange_parameters(self, distributed: bool, exchange_by_name: Callable[[], None]) -> None:
-        """Swap the parameters of all modules to the optimizer's, or to the raw ones.
+        """Set the parameters of all modules to the optimizer's if ``distributed``, else to the raw ones.
 
         The first swap in each direction calls ``exchange_by_name``, megatron-core's slower method, which also sets
         ``__fsdp_param__`` and other attributes.

@@ -61,7 +61,10 @@ class OptimizerGradients:
         self._are_attached = True
 
     def unmoved(self, buffer: Any) -> bool:
-        """Return whether parameters and gradients are the same objects, and main gradients have the same addresses."""
+        """Return whether parameters and gradients of ``buffer`` are still the managed objects.
+
+        The main gradients must also have their original addresses.
+        """
         return (
             self._params is buffer.optimizer_named_parameters
             and self._casts.in_place()

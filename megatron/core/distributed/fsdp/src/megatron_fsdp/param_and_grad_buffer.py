@@ -75,7 +75,7 @@ class DataParallelBuffer(_upstream.DataParallelBuffer):
     """Extends megatron-core's ``DataParallelBuffer`` to keep unsharded gradients in place."""
 
     def reset_param_main_grad(self) -> None:
-        """Clear ``main_grad`` of parameters with sharded gradients; unsharded gradients have no bucket to free."""
+        """Clear ``main_grad`` of parameters with sharded gradients. Unsharded ones have no bucket to free."""
         for param in self.params if self.is_data_distributed else ():
             param.main_grad = None
 
@@ -240,8 +240,8 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
     It can also gather all parameters across HSDP replicas at once.
 
     Attributes:
-        across_replicas: The event that completes the gather of each bucket across replicas; graphs of forward passes
-            wait for these events.
+        across_replicas: For each bucket, the event after its gather across replicas. Graphs of forward passes wait for
+            these events.
         recording: Whether a graph that waits for these events is being recorded.
         recorded: The ``RecordedGather`` of each bucket that has one.
     """
@@ -307,7 +307,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         Later gathers in the same step stay within a replica.
 
         Args:
-            replayed: Buckets used only by replays, which wait for them; the current stream waits for the other buckets.
+            replayed: Buckets used only in graphs, which wait for them. The current stream waits for all other buckets.
         """
         current, stream = torch.cuda.current_stream(), self.outer_fsdp_group_param_gather_stream
         if not self.buffer.gathered_across_replicas:
@@ -338,9 +338,10 @@ class GradReducePipeline(_upstream.GradReducePipeline):
 
     Attributes:
         recorded: The ``RecordedReduction`` of each bucket group, keyed by the group's first bucket.
-        marked: During a capture under HSDP, the event in the graph after the reduction of each bucket group, in graph
-            order; otherwise None.
-        replayed: The ``marked`` events of the graph that runs the current backward pass; empty in an eager pass.
+        marked: While a graph is captured under HSDP, the event recorded after the reduction of each bucket group, in
+            graph order; otherwise None.
+        replayed: The events of ``marked`` from the capture of the graph that runs the current backward pass; empty in
+            an eager pass.
         order: The order of bucket groups in reductions across HSDP replicas.
     """
 

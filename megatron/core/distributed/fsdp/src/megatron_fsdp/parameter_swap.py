@@ -43,16 +43,19 @@ class ParameterSwap:
         self._distinct = [[*dict.fromkeys(param for param in each if param is not None)] for each in self._params]
 
     def params(self, distributed: bool) -> list[torch.nn.Parameter]:
-        """Return the model's distinct parameters in module order: the optimizer's or the raw ones."""
+        """Return the distinct parameters in module order: the optimizer's if ``distributed``, else the raw ones."""
         return self._distinct[distributed]
 
     def holds(self, distributed: bool) -> bool:
-        """Return whether the modules are unchanged and have exactly the optimizer's parameters, or the raw ones."""
+        """Return whether all modules have exactly the expected parameters, and no module was replaced.
+
+        The optimizer's parameters are expected if ``distributed``, else the raw ones.
+        """
         children, params = values_of(self._children), values_of(self._own)
         return same(children, self._modules) and same(params, self._params[distributed])
 
     def to(self, distributed: bool) -> None:
-        """Set the parameters of every module to the optimizer's, or to the raw ones."""
+        """Set the parameters of every module to the optimizer's if ``distributed``, else to the raw ones."""
         for own, params in self._sets[distributed]:
             own.update(params)
 

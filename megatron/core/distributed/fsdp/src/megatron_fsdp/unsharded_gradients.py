@@ -47,7 +47,7 @@ class UnshardedGradients:
                     reduced.gradient_scaling_factor = None
 
     def let_kernels_add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Make fused kernels add to the gradients of ``params`` in ``fused``, not overwrite them.
+        """Make fused kernels add to the gradients of ``params``, not overwrite them; skip parameters not in ``fused``.
 
         Kernels overwrite gradients if megatron-core has set ``overwrite_main_grad`` (TransformerEngine) or
         ``__fsdp_param__`` (Megatron's linear layers).

@@ -15,7 +15,7 @@ from .pipelines import TrainingState, release_all, shown_in_profiles
 
 
 class Progress(IntEnum):
-    """How far the gradients of a step have been processed."""
+    """Stage in the processing of a step's gradients."""
 
     REPLAYED = 0  # whole-model graphs have handled all gradients
     ACCUMULATED = 1

@@ -137,7 +137,7 @@ class RecordedReduction(RecordedCollective):
             free()
 
     def claim(self) -> None:
-        """Claim the buckets once earlier reductions have read their memory.
+        """Claim the buckets, after waiting for earlier reductions that read the same memory.
 
         Raises:
             ChangedSinceCaptureError: The address of a bucket changed since capture.

@@ -48,8 +48,8 @@ class FsdpGraphs:
         whole_passes: The owner of graphs of the whole model or of several layers; set from the start of their capture.
         captured: The runners of modules whose own graphs are being captured; empty during a capture of whole passes,
             None outside of captures.
-        before_evaluation: Functions called once, before the next forward pass in evaluation mode without grad, with its
-            positional and keyword arguments.
+        before_evaluation: Callbacks for the next forward pass in evaluation mode without grad. Each is called once,
+            before that pass, with the tuple and the dictionary of its arguments.
         reduced_once: The process groups that have reduced gradients, so that their communicators are set up.
     """
 
@@ -184,7 +184,7 @@ class FsdpGraphs:
         return runner.module in self.units and self._collectives_can_be_recorded(runner) and not runner.float8_params
 
     def gradient_owners(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[GraphOwner | None]:
-        """Return, per module, the owner that handles gradients within its backward graph, or None if autograd does.
+        """Return, per module, the owner that handles gradients in its backward graph; None if autograd handles them.
 
         Args:
             modules: The modules being captured, in the context of ``layer_capture``.

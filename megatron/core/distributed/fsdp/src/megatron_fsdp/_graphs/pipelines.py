@@ -35,7 +35,7 @@ class TrainingState(Enum):
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
-    """Show calls of the method ``phase`` in profiles, with the name of its module argument or its owner's module."""
+    """Show calls of the method ``phase`` in profiles, named after its first argument, a module, or ``self.module``."""
 
     @wraps(phase)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -96,7 +96,7 @@ def take_places(fsdp: Any) -> None:
 
 
 def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
-    """For each unit in turn, allocate the buckets of its buffers, then free the previous unit's buckets."""
+    """Allocate the sharded buckets of one unit after another; free each unit's once the next unit has its own."""
     before: list[Any] = []
     for unit in [*units, ()]:
         sharded = [buffer for buffer in unit if buffer.is_data_distributed]

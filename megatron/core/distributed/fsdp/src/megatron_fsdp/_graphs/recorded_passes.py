@@ -99,7 +99,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
-        """Context manager for warming up or recording a phase; on exit, all work has joined the current stream."""
+        """Context manager for one pass of warm-up or recording; on exit, all its work has joined the current stream."""
         self._begin(phase)
         self._release()
         gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
@@ -159,7 +159,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
-        """Context manager in which an eager pass gathers ``module`` in the same order as a replay on other ranks."""
+        """Context manager for an eager pass of ``module``: keeps the order of all-gathers of replays on other ranks."""
         if self.holds_model or module not in self.units:
             yield
             return
@@ -170,7 +170,7 @@ class RecordedPasses(GraphOwner):
             yield
 
     def gather_first_unit(self, phase: Direction) -> None:
-        """Start gathering the first unit of a phase, because its hook would gather the next unit first."""
+        """Start gathering the first unit of a pass. Otherwise its hook would gather the second unit first."""
         self._fsdp.all_gather_and_wait_parameters_ready(
             self._first[phase].params, prefetch=False, wait_bucket_ready=False, bwd=phase == "backward"
         )
@@ -234,7 +234,7 @@ class RecordedPasses(GraphOwner):
     def after_backward(self) -> None:
         """Stop awaiting the units' gradients, and set the units to idle.
 
-        Does nothing in a pass that only replays the whole model: it awaits no gradients.
+        Does nothing if graphs hold the whole model and no gradient is awaited: the whole pass was replayed.
         """
         if self._gradients.awaited or not self.holds_model:
             self._gradients.awaited.difference_update(self._params)
@@ -282,10 +282,14 @@ class EvaluatedModel(RecordedPasses):
 
 
 def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:
-    """Return aspects of a snapshot: the addresses at which ``buffers`` (by name) allocate buckets of ``dtype``.
+    """Return snapshot aspects with the addresses at which ``buffers`` allocate buckets.
 
-    An allocator may choose a different address while other buckets are in use. If all of its memory is unmoved and
-    idle, every bucket gets the same address again. With ``dtype`` None, each buffer uses its own dtype.
+    While other buckets are in use, an allocator may choose a different address. If its memory is idle and unmoved,
+    every bucket gets the same address again.
+
+    Args:
+        buffers: The buffers by name.
+        dtype: The dtype of the buckets; None for each buffer's own.
     """
     whole, pooled = {}, {}
     for name, buffer in reversed(buffers.items()):

@@ -226,7 +226,10 @@ class ReplayedRunner(EagerRunner, GraphOwner):
             self._main_grads.check()
 
     def collect(self, param: torch.nn.Parameter) -> None:
-        """Queue ``param`` for ``after_backward``; set ``grad_added_to_main_grad`` if fused. No-op during capture."""
+        """Queue ``param`` for ``after_backward``; do nothing during capture.
+
+        If fused kernels in the graph have added its gradient, set ``grad_added_to_main_grad``.
+        """
         if self._graphs.captured is None:
             if param in self._fused:
                 param.grad_added_to_main_grad = True
@@ -264,7 +267,10 @@ class ReplayedRunner(EagerRunner, GraphOwner):
 
     @shown_in_profiles
     def after_backward(self) -> None:
-        """Reduce gradients and release parameters; during capture, note fused gradients, and free the buckets."""
+        """Reduce gradients and release parameters.
+
+        During capture, record which gradients fused kernels have added, and free the gradient buckets.
+        """
         if self._graphs.captured is None and self.frames_backward:
             self.gradients_written()
         super().after_backward()
