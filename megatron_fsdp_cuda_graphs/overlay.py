@@ -156,7 +156,7 @@ def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> Modu
     """Return megatron-core's spec of ``name``, its loader replaced by ``kind(loader, what)``; None if not found."""
     spec = copy.copy(ordinary_spec(name, path))
     if spec is None and kind is ExtensionLoader:
-        raise ImportError(f"{what} extends {name}, which megatron-core lacks: remove its call of extend", name=name)
+        raise ImportError(f"{what} extends {name}, which megatron-core lacks: remove its call of extend()", name=name)
     if spec is not None:
         spec.loader = kind(spec.loader, what)
     return spec

@@ -209,7 +209,7 @@ def _ms(row: Mapping[str, Any]) -> str:
 
 
 def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = None) -> str:
-    """Return a figure of a row, with its range if launches differ.
+    """Format a value of a row, followed by its range over launches if they differ.
 
     Args:
         row: A row, possibly empty.

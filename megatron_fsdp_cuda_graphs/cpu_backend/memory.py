@@ -140,7 +140,7 @@ class Pool:
 
 
 def _is_abandoned(key: int, wholes: list[torch.Tensor]) -> bool:
-    """Return whether only ``wholes``, the pool's tensors, reference the storage ``key``."""
+    """Return whether only the pool's own tensors, ``wholes``, reference the storage ``key``."""
     # The count includes the tensors and the Python object of the storage.
     return bool(torch._C._storage_Use_Count(key) <= 1 + len(wholes))
 
@@ -306,10 +306,10 @@ class AddressBook:
         return list(self._private.values()), [pointer for _, pointer in self._private], list(range(len(self._private)))
 
     def check(self) -> None:
-        """Check that the memory of the tape is unchanged since the end of the capture.
+        """Check that all memory of captured operators is unchanged since the end of the capture.
 
         Raises:
-            StaleAddress: Memory was freed, resized or moved; names its first operator, shape and dtype.
+            StaleAddress: Memory was freed, resized or moved. The message has its first operator, shape and dtype.
         """
         alive = torch.UntypedStorage._new_with_weak_ptr
         for block in self._outside:

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.long
 
 
 def run(folder, flags, kind, ranks=2, layout=""):
-    """Train; return the metrics of each step, the numbers that must equal another run's, and the loss scales."""
+    """Train; return the metrics of each step, those that must equal another run's, and the logged loss scales."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setenv("USER_CODE", "adapters" * (layout == "adapters"))
         patches.setenv("SCALARS_PATH", f"{folder}.scalars")

@@ -303,7 +303,8 @@ class TECudaGraphHelper:
         log_single_rank(
             logger,
             logging.WARNING,
-            f"steps of {microbatches} micro-batches and all later steps run eagerly{self._recaptures.why_none()}",
+            f"steps now have {microbatches} micro-batches instead of {self._state.microbatches}, so this and all later "
+            f"steps run eagerly{self._recaptures.why_none()}",
         )
         if self.graphs_created():
             self.delete_cuda_graphs()

@@ -533,7 +533,7 @@ def engine_callable(graph: Any) -> Any:
 
 
 def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
-    """Return the number of captured layers. A layer with its own graphs counts once per slot, other layers once."""
+    """Return the number of captured layers: one per slot for a layer's own graphs, one per layer of a larger graph."""
     together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
     return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 

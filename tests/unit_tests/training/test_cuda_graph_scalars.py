@@ -1,4 +1,4 @@
-"""Test that scalars on CUDA graphs reach Megatron's writers at the log interval."""
+"""Test that metrics of CUDA graphs reach Megatron's writers at the log interval."""
 
 from types import SimpleNamespace
 

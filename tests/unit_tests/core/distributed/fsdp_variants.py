@@ -74,7 +74,7 @@ def small(**changes: Any) -> Case:
 
 
 def _with_our_buffers(kind: Any) -> type:
-    """Return a subclass of ``kind``, megatron-core's ``MegatronFSDP``, that scales our buffer's unsharded gradients."""
+    """Return a subclass of megatron-core's ``MegatronFSDP`` for our buffer: it scales unsharded gradients."""
 
     def attach(self: Any) -> None:
         self.param_and_grad_buffer.unsharded_gradients.scale()

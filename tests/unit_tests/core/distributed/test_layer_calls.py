@@ -49,7 +49,7 @@ def unusual(model):
 
 
 def trained(per_graph, called, reads, error=None):
-    """Train a step with ``called`` and ``reads`` (see ``unusual``), then a normal step, and return the trace.
+    """Train a step that calls layers ``called`` and reads outputs of ``reads``, then a normal step; return the trace.
 
     Capture first unless ``per_graph`` is None. If ``error`` is set, assert that the first step raises it.
     """

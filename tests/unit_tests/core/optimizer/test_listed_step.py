@@ -14,8 +14,8 @@ class FusedAdam(torch.optim.Optimizer):
     """Stand-in for TransformerEngine's ``FusedAdam`` that passes up to ``per_launch`` tensors to each kernel launch.
 
     Attributes:
-        inspected: Number of parameters that the Python code of the last step visited.
-        casts: Whether kernels get copies of the momenta.
+        inspected: Number of parameters that the last step looped over in Python.
+        casts: Whether kernels get temporary copies of the momenta.
     """
 
     def __init__(self, params, per_launch=1024, casts=False):

@@ -182,22 +182,22 @@ class BufferPool[Buffers]:
         self._free: defaultdict[Hashable, deque[Lease[Buffers]]] = defaultdict(deque)
 
     def acquire(self, key: Hashable, make: Callable[[], Buffers]) -> Lease[Buffers]:
-        """Return free tensors for ``key``, or else new ones from ``make``, with one holder."""
+        """Return free tensors for ``key``, or else new ones from ``make``, with one reference."""
         free = self._free[key]
         lease = free.popleft() if free else Lease(key, make())
         lease.holders = 1
         return lease
 
     def retain(self, lease: Lease[Buffers]) -> None:
-        """Add a holder; raise ValueError if the tensors are free."""
+        """Add a reference; raise ValueError if the tensors are free."""
         if not lease.holders:
             raise ValueError("static memory is used after its release: acquire it again")
         lease.holders += 1
 
     def release(self, lease: Lease[Buffers]) -> None:
-        """Remove a holder; raise ValueError without one. Tensors without holders are reused for equal keys."""
+        """Remove a reference; raise ValueError if there is none. Without references, tensors are free again."""
         if not lease.holders:
-            raise ValueError("static memory is released twice: release it once per holder")
+            raise ValueError("static memory is released more often than acquired: release it once per reference")
         lease.holders -= 1
         if not lease.holders:
             self._free[lease.key].append(lease)

@@ -244,7 +244,7 @@ class RecordedQuantization:
         return replaced_attribute([state], "skip_fp8_weight_update_tensor", lambda flag: self._skips_weights)
 
     def autocast(self) -> AbstractContextManager:
-        """Return an ``autocast`` context for modules; outside capture, it updates the statistics at the end."""
+        """Return the modules' ``autocast`` context. Its exit updates FP8 statistics, except in a capture."""
         return self._quantization.context(torch.cuda.is_current_stream_capturing())
 
     def before_forward(self, is_first_microbatch: object = None) -> None:

@@ -88,12 +88,12 @@ class TensorReusePool:
         return lease.buffers.detach().requires_grad_(meta.requires_grad)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Add a holder to the memory of ``tensor``, if it is from this pool; raise ValueError if it is free."""
+        """Add a reference to the memory of ``tensor``, if it is from this pool; raise ValueError if it is free."""
         if (lease := self._leases.get(storage_address(tensor))) is not None:
             self._buffers.retain(lease)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Remove a holder from the memory of ``tensor``, if it is from this pool; raise ValueError if it is free."""
+        """Remove a reference to the memory of ``tensor``, if it is from this pool; raise ValueError if it is free."""
         if (lease := self._leases.get(storage_address(tensor))) is not None:
             self._buffers.release(lease)
 

@@ -263,7 +263,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             self._passes(),
             preserve_buffers([self.module] if self.grad_enabled else []),
             preserve_tensors(moe_metrics()),
-            replaced_attribute(self._having("main_grad", graphs.params), "main_grad", torch.zeros_like),
+            replaced_attribute(self._tensors_with("main_grad", graphs.params), "main_grad", torch.zeros_like),
             between(state._set_warmup_start, state._set_warmup_end),
         ):
             # The second step uses the sharded weights that the first one gathered.
@@ -331,7 +331,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             self.sharded.note_backward((*self.get_connected_params(graphs.roots), *own))
         with (
             self._passes(),
-            replaced_attribute(self._having(_ADDED, graphs.params), _ADDED, lambda flag: False),
+            replaced_attribute(self._tensors_with(_ADDED, graphs.params), _ADDED, lambda flag: False),
             torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
             graphs.backward(Capture(self.mempool), lambda outputs: tuple(grads))
@@ -461,8 +461,8 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         with nullcontext() if self.grad_enabled else torch.no_grad(), kept:
             yield
 
-    def _having(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return ``params`` and sharded weights changed by a pass, unless their ``attribute`` is None or missing."""
+    def _tensors_with(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of ``params``, and of the sharded weights that a pass may change, whose ``attribute`` is set."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 

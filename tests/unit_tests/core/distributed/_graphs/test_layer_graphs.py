@@ -193,11 +193,8 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
         assert gathered(fsdp, replay) == expected
 
 
-def has_sinks(variant):
-    """Return whether a layer capture of ``variant`` records collectives.
-
-    Assert that layers have gradient owners if and only if it does.
-    """
+def has_collectives(variant):
+    """Return whether a layer capture of ``variant`` records collectives; if so, assert that layers have owners."""
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
     with fsdp.graphs.layer_capture(layers):
@@ -211,7 +208,9 @@ def has_sinks(variant):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_collectives_of_sharded_units_are_recorded(ranks, strategy):
-    assert has_sinks(Variant(small(data_parallel_sharding_strategy=strategy))) is (strategy == "optim_grads_params")
+    assert has_collectives(Variant(small(data_parallel_sharding_strategy=strategy))) is (
+        strategy == "optim_grads_params"
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,19 +219,19 @@ def test_collectives_of_sharded_units_are_recorded(ranks, strategy):
     ids=["no double buffer", "NaN check"],
 )
 def test_collectives_without_fixed_addresses_are_not_recorded(ranks, variant):
-    assert not has_sinks(variant)
+    assert not has_collectives(variant)
 
 
 @pytest.mark.parametrize(("mixing", "has"), [("0", False), ("1", True)])
 def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch, mixing, has):
     monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", mixing)
-    assert has_sinks(Variant()) is has
+    assert has_collectives(Variant()) is has
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """Return the names of the parameters whose gradients the first layer's owner writes to main gradients.
+    """Pass gradients to the first layer's owner; return the names of parameters whose ``main_grad`` it wrote.
 
-    Parameters in ``unused`` get no gradient; ``whole`` selects the owner of the whole layer or of its part.
+    Parameters in ``unused`` get no gradient. Without ``whole``, the owner is that of a partially captured layer.
     """
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.layer_capture([layer]):

@@ -64,11 +64,11 @@ def _free_buffers(prefix: str) -> list[torch.Tensor]:
 
 
 class FixedPoolAllocator(_OwnBuffers, _upstream.FixedPoolAllocator):
-    """Extends megatron-core's ``FixedPoolAllocator`` (for units of equal size) with its own buffers."""
+    """Extends megatron-core's ``FixedPoolAllocator`` (for units of equal size) to not share buffers between models."""
 
 
 class MaxPoolAllocator(_OwnBuffers, _upstream.MaxPoolAllocator):
-    """Extends megatron-core's ``MaxPoolAllocator`` (for units of any size) with its own buffers."""
+    """Extends megatron-core's ``MaxPoolAllocator`` (for units of any size) to not share buffers between models."""
 
 
 class DataParallelBuffer(_upstream.DataParallelBuffer):

@@ -13,9 +13,9 @@ import torch
 
 
 class ParameterSwap:
-    """Swaps the two sets of parameters of a model.
+    """Swaps a model between its raw parameters and the optimizer's ``DTensor`` parameters.
 
-    This bypasses ``__setattr__`` and ``register_parameter``, whose overrides already ran when each parameter was set.
+    It writes to ``module._parameters``: overrides of ``__setattr__`` and ``register_parameter`` have already run.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class TestTensorReusePool:
         pool = TensorReusePool()
         lent = pool.get(meta())
         pool.insert(lent)
-        with pytest.raises(ValueError, match="released twice"):
+        with pytest.raises(ValueError, match="released more often"):
             pool.insert(lent)
 
 

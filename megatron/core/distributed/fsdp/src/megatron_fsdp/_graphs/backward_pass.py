@@ -279,8 +279,8 @@ class BackwardPass:
                     "(of another shape, for example): call backward() for each loss separately"
                 )
 
-    def end_of_modules(self) -> None:
-        """Clear ``runners``, ``takers`` and ``collected`` at the end of the modules' backward passes."""
+    def clear_runners(self) -> None:
+        """Forget which runners handle modules and gradients, once the backward passes of all modules have ended."""
         self.runners.clear()
         self.takers.clear()
         self.collected.clear()
@@ -300,7 +300,7 @@ class BackwardPass:
         fsdp, gradients = self._fsdp, self._graphs.gradients
         if self.phase is not Phase.REPLAYED:
             self.finish_units()
-        self.end_of_modules()  # collected gradients are still awaited
+        self.clear_runners()  # collected gradients are still awaited
         if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and gradients.handle_rest(self.trainable):
             fsdp.grad_reduce_pipeline.reset()
         if fsdp.dist_index.use_hybrid_fsdp:
@@ -313,7 +313,7 @@ class BackwardPass:
     def close(self) -> None:
         """Close the backward pass, and stop awaiting gradients."""
         self.phase = Phase.CLOSED
-        self.end_of_modules()
+        self.clear_runners()
         self._graphs.gradients.awaited.clear()
         self._set_training_states(TrainingState.IDLE)
 

@@ -169,7 +169,7 @@ class FsdpGraphs:
                         collectives.set_up_communicators(fsdp, buckets, self.reduced_once)
                         yield
                     finally:
-                        self.backward.end_of_modules()
+                        self.backward.clear_runners()
                     release_captured(fsdp)
                     collectives.record(fsdp, buckets, reductions=True)
                     for runner in recorded:
