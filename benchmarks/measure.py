@@ -113,7 +113,6 @@ _EXCHANGED = (
 _SIZED = f"{_TIMES} --steps 20"
 _COLLECTIVES = f"native+fused:{_BY_COPY_ENGINES} {_AVERAGED}"
 _LLAMA = (*_DENSE.split(), _COLLECTIVES, "compute_alone+fused")
-_EXPERTS = ("eager", "native", *_GROUPED.split()[2:])
 _QWEN_EP1 = (
     *("eager+grouped", "native+grouped", "compute_alone+grouped", "compute_alone+grouped+fused"),
     _COLLECTIVES.replace("native", "native+grouped"),
@@ -161,9 +160,9 @@ PARTS = (
         for name, model, variants in (
             ("llama_3b", "llama-3.2-3b", _LLAMA),
             ("llama_8b", "llama-3.1-8b", _LLAMA),
-            ("qwen", "qwen3-30b-a3b", _EXPERTS),
+            ("qwen", "qwen3-30b-a3b", _GROUPED.split()),
             ("qwen_ep1", "qwen3-30b-a3b --expert-parallel 1", _QWEN_EP1),
-            ("deepseek", "deepseek-v3", _EXPERTS),
+            ("deepseek", "deepseek-v3", _GROUPED.split()),
         )
     ),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
