@@ -4,7 +4,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer._cuda_graphs.flags.options import give_to_config
-from megatron.training.cuda_graph_scalars import CudaGraphScalars
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -18,5 +17,4 @@ def core_transformer_config_from_args(args: argparse.Namespace, config_class: ty
     """Return megatron-core's model configuration extended with the options of ``TECudaGraphHelper``."""
     config = _upstream.core_transformer_config_from_args(args, config_class)
     give_to_config(args, config)
-    config.cuda_graph_step_log = CudaGraphScalars
     return config

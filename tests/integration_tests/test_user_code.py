@@ -30,7 +30,7 @@ TRAININGS = {
     "observed": ("averaged_weights unused_parameters masked_losses", OBSERVED),
     "experts": ("own_batches mean_losses weighted_by_a_first_pass shared_layers", EXPERTS),
 }
-DIFFER = ("mem-", "cuda-graphs/", "iteration-time")
+DIFFER = ("mem-", "iteration-time")
 
 
 class Run:

@@ -52,16 +52,7 @@ from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_run
 from ._cuda_graphs.te.capture_arguments import CaptureArguments, offload_interface
 from ._cuda_graphs.te.capture_report import report_capture
 from ._cuda_graphs.te.capture_session import CaptureSession, InputData
-from ._cuda_graphs.te.capture_state import (
-    BEFORE_CAPTURE,
-    CAPTURE_FAILED,
-    CAPTURES_USED_UP,
-    NO_LAYERS,
-    RELEASED,
-    UNBALANCED,
-    CaptureState,
-    GraphUse,
-)
+from ._cuda_graphs.te.capture_state import CaptureState, Status
 from ._cuda_graphs.te.changed_shapes import Recaptures
 from ._cuda_graphs.te.layers import (
     _determine_if_first_last_layer_of_this_vp_chunk,
@@ -139,8 +130,6 @@ class TECudaGraphHelper:
               ``eager`` warns and trains without graphs.
             - ``cuda_graph_max_captures``: The maximum number of captures, including recaptures.
             - ``cuda_graph_report``: The directory for capture reports.
-            - ``cuda_graph_step_log``: Factory for a callback ``(helper, deleting)``, called before each step and before
-              graphs are deleted.
         seq_length: Tokens per sequence.
         micro_batch_size: Sequences per micro-batch.
         optimizers: Optimizers whose gradients are zeroed after capture.
@@ -168,6 +157,8 @@ class TECudaGraphHelper:
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
+        if hasattr(config, "cuda_graph_step_log"):
+            raise OptionsError("config.cuda_graph_step_log was removed: delete it, and log in your training loop")
         if problem := allocator_problem():
             raise OptionsError(problem)
         sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
@@ -184,8 +175,6 @@ class TECudaGraphHelper:
         self.p2p_communicator = P2PCommunicator(pp_group=self.pp_group, config=config)
         self.num_model_chunks = len(model)
         self.num_microbatches: int | None = None
-        make_log = getattr(config, "cuda_graph_step_log", None) if self._role.language else None
-        self._step_log = None if make_log is None else make_log()
         self._discover_layers()
         self.stage = self._new_stage()
         self.stage.log(logging.INFO, f"Found {len(self.flattened_callables)} graphable layers")
@@ -193,7 +182,7 @@ class TECudaGraphHelper:
         self._calls = TrainingCalls(filter(None, models))
         self._state = self._new_state()
         self._recaptures = Recaptures(self.stage)
-        self._captures = self._replays_before = 0  # successful captures; replays of deleted graphs
+        self._captures = 0  # successful ones
         make_workspaces()  # before the first pass
 
     def _discover_layers(self) -> None:
@@ -227,8 +216,8 @@ class TECudaGraphHelper:
         ]
         return Stage(self.config, self.pg_collection, self.p2p_communicator, chunks, self._role)
 
-    def _new_state(self, eager_because: str = BEFORE_CAPTURE, not_model: str = "") -> CaptureState:
-        return CaptureState(self.stage, self._calls, eager_because, not_model)
+    def _new_state(self, status: Status = Status.BEFORE_CAPTURE, not_model: str = "") -> CaptureState:
+        return CaptureState(self.stage, self._calls, status, not_model)
 
     @property
     def model_graphs(self) -> ModelGraphs | None:
@@ -242,23 +231,14 @@ class TECudaGraphHelper:
 
     def graphs_created(self) -> bool:
         """Return whether graphs exist."""
-        return not self._state.eager_because
-
-    def eager_reason(self) -> str:
-        """Return why any pass since the last call ran eagerly; empty if all were replayed."""
-        return self._state.eager_reason()
-
-    def graph_use(self) -> GraphUse:
-        """Return the graph usage counters of this rank."""
-        replays = self._replays_before + self._state.replays()
-        return GraphUse(replays, self._captures, self._state.pool_bytes())
+        return self._state.status is Status.CAPTURED
 
     def capture_finished(self) -> bool:
         """Call ``before_step``. Megatron's training loop calls this method before each step."""
         return self.before_step()
 
     def before_step(self) -> bool:
-        """Log the previous step, and capture or recapture if needed. Call this on all ranks before each step.
+        """Capture or recapture if needed. Call this on all ranks before each step.
 
         If ``create_cudagraphs`` deferred the capture, it happens after the first step within the token limit.
 
@@ -281,19 +261,18 @@ class TECudaGraphHelper:
         Raises:
             CaptureFailedError, CaptureInterruptedError: See ``create_cudagraphs``.
         """
-        self._log_step()
         graphs = self._state
         graphs.adopt_rng_states()
         if graphs.microbatches not in (None, get_num_microbatches()):
             self._change_microbatches(get_num_microbatches())
-        elif graphs.eager_because == UNBALANCED:
+        elif graphs.status is Status.DEFERRED:
             if not token_bounds.defers_capture():
                 self._recapture()
         elif graphs.shapes is not None:
             shape = graphs.shapes.before_step(get_num_microbatches())
             if shape is not None:
                 self._change_shape(*shape, graphs.shapes.tokens)
-        return self._state.eager_because != BEFORE_CAPTURE
+        return self._state.status is not Status.BEFORE_CAPTURE
 
     def _change_microbatches(self, microbatches: int) -> None:
         if self._recaptures.are_left():
@@ -308,7 +287,7 @@ class TECudaGraphHelper:
         )
         if self.graphs_created():
             self.delete_cuda_graphs()
-        self._state = self._new_state(CAPTURES_USED_UP)  # otherwise the caller would capture
+        self._state = self._new_state(Status.EAGER)  # otherwise the caller would capture
 
     def _change_shape(self, tokens: int, sequences: int, captured_tokens: int) -> None:
         former = self.seq_length, self.micro_batch_size
@@ -317,7 +296,7 @@ class TECudaGraphHelper:
         finally:
             if not self.graphs_created():
                 self.seq_length, self.micro_batch_size = former
-        if self._state.eager_because == CAPTURE_FAILED:  # the old graphs were deleted to free memory
+        if not self.graphs_created():  # the old graphs were deleted to free memory
             self._recaptures.stop()
             self._capture_shape(*former)
 
@@ -347,10 +326,6 @@ class TECudaGraphHelper:
         if gathering and self.graphs_created():
             self.cuda_graph_set_manual_hooks()
 
-    def _log_step(self, deleting: bool = False) -> None:
-        if self._step_log is not None:
-            self._step_log(self, deleting)
-
     def create_cudagraphs(self) -> None:
         """Capture the whole model, or every layer once for each micro-batch that can be in flight.
 
@@ -377,14 +352,14 @@ class TECudaGraphHelper:
                 exception.
             RuntimeError: The store through which ranks coordinate the capture is gone, or a rank timed out.
         """
-        if self._state.eager_because == RELEASED:
+        if self._state.status is Status.RELEASED:
             raise CallOrderError("CUDA graphs are released: call restore to capture them again")
-        if self._state.eager_because not in (BEFORE_CAPTURE, UNBALANCED):
+        if self._state.status not in (Status.BEFORE_CAPTURE, Status.DEFERRED):
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
         if self._role.language and not self._captures and token_bounds.defers_capture():
-            self._state.eager_because = UNBALANCED
+            self._state.status = Status.DEFERRED
             self._reset_after_capture()
             return
         try:
@@ -395,7 +370,7 @@ class TECudaGraphHelper:
                 raise
             warn_of_failure(failed, "Training continues without these CUDA graphs (--cuda-graph-fallback eager)")
         release_cached_memory()  # the exception's frames no longer keep tensors alive
-        self._state = self._new_state(CAPTURE_FAILED)
+        self._state = self._new_state(Status.EAGER)
 
     def _capture_largest(self) -> None:
         """Capture; fall back to layers if the whole model was chosen by default and its capture fails."""
@@ -419,18 +394,16 @@ class TECudaGraphHelper:
         with grad, agreement.together(self._drop_graphs), self._capture_mode() as start_time:
             shape = self.seq_length, self.micro_batch_size
             graphs.select_scope(agreement)  # stages without layers also vote
+            graphs.status = Status.EAGER
             if not stage.layers:
                 names = ", ".join(type([*unwrapped(chunk)][-1]).__name__ for chunk in self.model)
                 logger.warning(
                     f"{type(self).__name__}: no graphable layers found in {names}, which trains eagerly: graphs need a "
                     "decoder with layers that --cuda-graph-modules selects"
                 )
-                graphs.eager_because = NO_LAYERS
             elif graphs.scope.holds:
                 session = CaptureSession(stage, graphs, agreement, self._recaptures, shape)
                 session.capture(self._get_cuda_graph_input_data)
-            else:
-                graphs.eager_because = graphs.scope.eager_because
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
         if self.graphs_created():
@@ -535,8 +508,6 @@ class TECudaGraphHelper:
         """
         if not self.graphs_created():
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
-        self._log_step(deleting=True)
-        self._replays_before = self.graph_use().replays
         self._drop_graphs()
         self.stage.log(logging.INFO, "Deleted all CUDA graphs")
 
@@ -554,12 +525,12 @@ class TECudaGraphHelper:
         moved in the meantime.
         """
         if (
-            self._state.scope.holds or self._state.eager_because == UNBALANCED
+            self._state.scope.holds or self._state.status is Status.DEFERRED
         ):  # also on a stage without layers, which joins the restore
             not_model = self._state.not_model
             if self.graphs_created():
                 self.delete_cuda_graphs()
-            self._state = self._new_state(RELEASED, not_model)
+            self._state = self._new_state(Status.RELEASED, not_model)
         for chunk in self.stage.chunks:
             if chunk.fsdp is not None:
                 chunk.fsdp.graphs.free_buffers()  # waits for reductions
@@ -578,7 +549,7 @@ class TECudaGraphHelper:
         Raises:
             CaptureFailedError, CaptureInterruptedError: See ``create_cudagraphs``.
         """
-        if self._state.eager_because == RELEASED:
+        if self._state.status is Status.RELEASED:
             self._recapture(self._state.not_model)
         for step in self._captured_steps():
             step.restore()

@@ -1,6 +1,6 @@
-"""Run ``examples/pretrain_gpt.py`` with stand-ins for TensorBoard's writer and W&B.
+"""Run ``examples/pretrain_gpt.py`` with a stand-in for TensorBoard's writer.
 
-The stand-ins append JSON lines with writer, name, value and iteration to the file SCALARS_PATH.
+It appends JSON lines with writer, name, value and iteration to the file SCALARS_PATH.
 """
 
 import json
@@ -11,7 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from unittest import mock
 
-from megatron.training import cuda_graph_scalars
 from tests.support.pretraining.pretrain import SCRIPT
 
 
@@ -30,24 +29,16 @@ class SummaryWriter:
         note("tensorboard", name, value, step)
 
 
-def log(scalars, step):
-    for name, value in scalars.items():
-        note("wandb", name, value, step)
-
-
 def install():
-    """Install the stand-ins as modules."""
-    tensorboard, wandb = ModuleType("torch.utils.tensorboard"), ModuleType("wandb")
+    """Install the stand-in as a module."""
+    tensorboard = ModuleType("torch.utils.tensorboard")
     vars(tensorboard).update(SummaryWriter=SummaryWriter)
-    vars(wandb).update(init=mock.Mock(), finish=mock.Mock(), log=log, config=mock.Mock())
-    for module in (tensorboard, wandb):
-        module.__spec__ = ModuleSpec(module.__name__, None)  # read by Megatron's checks for installed packages
-        sys.modules[module.__name__] = module
+    tensorboard.__spec__ = ModuleSpec(tensorboard.__name__, None)  # read by Megatron's checks for installed packages
+    sys.modules[tensorboard.__name__] = tensorboard
 
 
 def main():
     install()
-    cuda_graph_scalars.PAUSE = 0  # steps are short here
     sys.path.insert(0, str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

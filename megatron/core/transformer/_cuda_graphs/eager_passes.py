@@ -8,20 +8,15 @@ class EagerPasses:
 
     Args:
         outlook: A log suffix that describes how long passes with a new shape run eagerly.
-
-    Attributes:
-        total: The number of eager passes.
     """
 
     def __init__(self, outlook: str = ""):
         self.outlook = outlook
-        self.total = 0
         self._counts: Counter[tuple[int, int]] = Counter()
         self._reasons: set[str] = set()
 
     def note(self, reason: str, shape: tuple[int, int] | None = None) -> bool:
         """Count an eager pass; return whether ``reason`` is new. Give ``shape`` only if it differs from capture."""
-        self.total += 1
         if shape is not None:
             self._counts[shape] += 1
         first = reason not in self._reasons

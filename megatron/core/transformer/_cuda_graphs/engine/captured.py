@@ -141,7 +141,6 @@ class GraphedCallable:
         order: Checks the order of replays.
         forward_turn, backward_turn: The passes' positions in capture order; ``backward_turn`` is None without a
             backward graph or with ``retain_graph``.
-        replays: Number of replays of the forward graph.
         round: Round of the last forward replay, from ``order``.
     """
 
@@ -206,7 +205,7 @@ class GraphedCallable:
         self.backward_turn: int | None = None
 
         # Used by replays; set by ``finish``.
-        self.replays = self.round = 0
+        self.round = 0
         self.not_differentiable: list[int] = []
         self._places: _Places = []
         self._grad_places: _Places = []
@@ -540,7 +539,6 @@ class GraphedCallable:
     def replay_forward(self, inputs: Sequence[torch.Tensor], options: _ReplayOptions | None) -> Tensors:
         """Run the forward graph and return its outputs. ``inputs`` may be followed by parameters, which are ignored."""
         self.place(inputs)
-        self.replays += 1
         self.round = self.order.forward(self.forward_turn)
         if options is not None or torch.autograd._profiler_enabled():
             self._launch(self.forward_graph, "forward", options)

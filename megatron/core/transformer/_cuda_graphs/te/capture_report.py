@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .capture_state import CaptureState, graphs_of, pools_of
+from ..engine.memory import PoolMemory
+from .capture_state import CaptureState, Status
 from .layers import language_layers, layer_name, why_not_graphable
 from .stage import Stage
 
@@ -29,7 +30,7 @@ def report_capture(stage: Stage, graphs: CaptureState, started: float, number: i
         started: ``time.time()`` at the start of the capture.
         number: The 1-based number of this capture. Each capture writes its own file.
     """
-    if graphs.eager_because or torch.distributed.get_rank() != 0:
+    if graphs.status is not Status.CAPTURED or torch.distributed.get_rank() != 0:
         return
     report = _report(stage, graphs, time.time() - started)
     logger.info("\n  ".join(_lines(report)))
@@ -49,7 +50,7 @@ def _report(stage: Stage, graphs: CaptureState, seconds: float) -> dict[str, Any
 
     def captured(names: Sequence[str], graphed: Sequence[Any]) -> dict[str, Any]:
         every.extend(graphed)
-        pairs = (pair for each in graphed for pair in zip(KINDS, graphs_of(each), strict=True))
+        pairs = (pair for each in graphed for pair in zip(KINDS, _graphs_of(each), strict=True))
         counts = Counter(kind for kind, graph in pairs if graph is not None)
         return {"names": names, "graphs": {kind: counts[kind] for kind in KINDS}}
 
@@ -68,7 +69,7 @@ def _report(stage: Stage, graphs: CaptureState, seconds: float) -> dict[str, Any
         "captured": parts,
         "collectives": sum(fsdp.graphs.recorded_collectives() for fsdp in wrappers),
         "seconds": seconds,
-        "pools": [{"graphs": count, "bytes": size} for count, size in pools_of(every)],
+        "pools": [{"graphs": count, "bytes": size} for count, size in _pools_of(every)],
         "eager": [{"what": what, "why": why} for what, why in eager_parts(stage, graphs)],
     }
 
@@ -106,3 +107,18 @@ def eager_parts(stage: Stage, graphs: CaptureState) -> Iterator[tuple[str, str]]
                 why = why_not_graphable(layer, stage.config) or _NOT_CAPTURED
                 yield f"{layer_name(layer, index)}{where}", why
     yield "evaluation", "only a whole model is captured for evaluation"
+
+
+def _pools_of(graphed: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the number of graphs and the size in bytes of each memory pool used by the engine's callables."""
+    of_pool: dict[tuple, list[torch.cuda.CUDAGraph]] = {}
+    for each in graphed:
+        for graph in filter(None, _graphs_of(each)):
+            of_pool.setdefault(tuple(graph.pool()), []).append(graph)
+    return [(len(own), PoolMemory.of(own[0]).size()) for own in of_pool.values()]
+
+
+def _graphs_of(graphed: Any) -> list[torch.cuda.CUDAGraph | None]:
+    """Return the callable's forward, backward and weight-gradient graphs, with None for each missing graph."""
+    names = ("forward_graph", "backward_graph", "weight_gradient_graph")
+    return [getattr(graphed, name, None) for name in names]

@@ -24,7 +24,7 @@ from ..replacements import between
 from ..snapshot import Snapshot, module_aspects, named, refuse_changed_attributes
 from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
-from .capture_state import CaptureState, Holds
+from .capture_state import CaptureState, Holds, Status
 from .changed_shapes import Recaptures
 from .layers import layer_name, refuse_skipped_forward
 from .model import capture_decoder, capture_for_evaluation, capture_models
@@ -73,7 +73,7 @@ class CaptureSession:
             prepare = partial(capture_for_evaluation, self.stage, chunk, graphs)
             chunk.fsdp.graphs.before_evaluation.append(prepare)
         self.graphs.follow_rng_tracker()
-        self.graphs.eager_because = ""
+        self.graphs.status = Status.CAPTURED
 
     def _capture_model(self) -> None:
         stage, chunks = self.stage, self.stage.chunks

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..agreement import CaptureAgreement
-from ..engine.memory import PoolMemory
 from ..engine.rng import GraphStates
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import calls_weakly, has_other_hooks
@@ -22,10 +21,15 @@ from .stage import Chunk, Layers, Stage
 from .torch_fsdp import KeptParameters
 from .training_calls import TrainingCalls
 
-# Reasons for eager steps, used as scalar names.
-BEFORE_CAPTURE, OTHER_INPUTS, RELEASED = "before-capture", "other-inputs", "released"
-NO_LAYERS, CAPTURE_FAILED, CAPTURES_USED_UP = "no-layers", "capture-failed", "captures-used-up"
-INTERLEAVED_PASSES, RECOMPUTED_LAYERS, UNBALANCED = "interleaved-passes", "recomputed-layers", "unbalanced-experts"
+
+class Status(Enum):
+    """Whether a pipeline stage has graphs."""
+
+    BEFORE_CAPTURE = "not captured yet"
+    DEFERRED = "captured after the next step within --moe-alltoall-capacity-factor"
+    CAPTURED = "captured"
+    EAGER = "not captured: a capture failed, is impossible, or is no longer allowed"
+    RELEASED = "released until they are restored"
 
 
 class Holds(Enum):
@@ -150,14 +154,12 @@ class CaptureScope:
         not_model: Why the whole model is not captured; empty if it is captured, or was not requested.
         not_decoder: Why the decoder layers are not captured together; empty if they, or the whole model, are.
         why_nothing: Why nothing is captured; empty if something is.
-        eager_because: The short form of ``why_nothing``, used as a scalar name.
     """
 
     holds: Holds | None
     not_model: str = ""
     not_decoder: str = ""
     why_nothing: str = ""
-    eager_because: str = ""
 
 
 def largest_scope(stage: Stage, blocker_of: Callable[[Holds], str]) -> CaptureScope:
@@ -177,23 +179,7 @@ def largest_scope(stage: Stage, blocker_of: Callable[[Holds], str]) -> CaptureSc
     if not Options(stage.config).recomputes_layers:
         return CaptureScope(Holds.LAYER, not_model, not_decoder)
     why_nothing = f"layers are recomputed in their backward pass, and {not_decoder}"
-    return CaptureScope(None, not_model, not_decoder, why_nothing, RECOMPUTED_LAYERS)
-
-
-@dataclass(frozen=True)
-class GraphUse:
-    """Graph usage counters of this rank since the helper was created.
-
-    Attributes:
-        replays: The number of forward graph replays in training.
-        captures: The number of successful captures for training.
-        pool_bytes: The size of the graphs' memory pools, including evaluation graphs; None if the engine does not
-            report it.
-    """
-
-    replays: int
-    captures: int
-    pool_bytes: int | None
+    return CaptureScope(None, not_model, not_decoder, why_nothing)
 
 
 class CaptureState:
@@ -201,30 +187,28 @@ class CaptureState:
 
     Args:
         calls: Observes training calls until the first capture.
-        eager_because: Why steps run eagerly until graphs exist.
+        status: The initial status.
         not_model: Why the whole model must not be captured by default; empty if it may be.
 
     Attributes:
         scope: The captured part of the model; empty before ``select_scope``.
-        eager_because: Why steps run eagerly; empty once graphs exist.
+        status: Whether graphs exist.
         whole: The whole-pass graphs: one object per model chunk, or one for the decoder's layers.
         kept: The FSDP2 parameters kept in memory for the layers' graphs, by chunk.
         microbatches: The required number of micro-batches per step; None for any number.
         shapes: The detector of passes with new shapes; None if such passes raise an error.
     """
 
-    def __init__(self, stage: Stage, calls: TrainingCalls, eager_because: str = BEFORE_CAPTURE, not_model: str = ""):
+    def __init__(self, stage: Stage, calls: TrainingCalls, status: Status = Status.BEFORE_CAPTURE, not_model: str = ""):
         self._stage, self._calls, self.not_model = stage, calls, not_model
         self.scope = CaptureScope(None)
-        self.eager_because = eager_because
+        self.status = status
         self.whole: Sequence[PassGraphs] = ()
         self.kept: Mapping[torch.nn.Module, KeptParameters] = {}
         self.microbatches: int | None = None
         self.shapes: ChangedShapes | None = None
         self._rng_states: GraphStates | None = None
         self._rng_hooks: Sequence[Any] = ()
-        self._eager_passes_seen = 0
-        self._pools: tuple[int, int | None] = 0, 0  # the number of graphs, and the bytes of their pools
 
     @property
     def models(self) -> Sequence[Any]:
@@ -258,7 +242,7 @@ class CaptureState:
         own = {holds.name: self._blocker(holds) if candidate else "" for holds, candidate in candidates.items()}
         agreed = agreement.blockers({"INTERLEAVED": self._interleaved(), **own})
         if reason := agreed["INTERLEAVED"]:
-            scope = CaptureScope(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
+            scope = CaptureScope(None, why_nothing=reason)
         else:
             scope = largest_scope(stage, lambda holds: agreed[holds.name])
         self.scope = scope
@@ -304,31 +288,6 @@ class CaptureState:
         if self._rng_states is not None:
             self._rng_states.adopt()
 
-    def eager_reason(self) -> str:
-        """Return why any pass since the last call ran eagerly; empty if all passes replayed."""
-        if self.eager_because or self.shapes is None:
-            return self.eager_because
-        seen, self._eager_passes_seen = self._eager_passes_seen, self.shapes.passes.total
-        return OTHER_INPUTS if seen != self._eager_passes_seen else ""
-
-    def replays(self) -> int:
-        """Return the number of forward graph replays in training."""
-        return sum(getattr(graphed, "replays", 0) for graphed in self._graphed())
-
-    def pool_bytes(self) -> int | None:
-        """Return the size of all graphs' memory pools in bytes; None if the engine does not report it."""
-        graphs = self._graphed()
-        graphs += [each.evaluation.slots[0] for each in self.models if each.evaluation is not None]
-        if len(graphs) != self._pools[0]:  # reading the allocator is slow, and pools do not grow after the capture
-            sizes = [size for _, size in pools_of(graphs)]
-            self._pools = len(graphs), sum(sizes) if sizes else None
-        return self._pools[1]
-
-    def _graphed(self) -> list[Any]:
-        """Return the engine's callables for training."""
-        whole = [slot for graphs in self.whole for slot in graphs.slots]
-        return whole + [getattr(graph, "graphed", graph) for each in self._stage.layers for graph in each.cuda_graphs]
-
     def delete(self) -> None:
         """Free all graphs, if any. No other method may be called afterwards."""
         for hook in self._rng_hooks:
@@ -338,18 +297,3 @@ class CaptureState:
         for kept in self.kept.values():
             kept.release()
         detach_graphs(self._stage.chunks)
-
-
-def pools_of(graphed: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the number of graphs and the size in bytes of each memory pool used by the engine's callables."""
-    of_pool: dict[tuple, list[torch.cuda.CUDAGraph]] = {}
-    for each in graphed:
-        for graph in filter(None, graphs_of(each)):
-            of_pool.setdefault(tuple(graph.pool()), []).append(graph)
-    return [(len(own), PoolMemory.of(own[0]).size()) for own in of_pool.values()]
-
-
-def graphs_of(graphed: Any) -> list[torch.cuda.CUDAGraph | None]:
-    """Return the callable's forward, backward and weight-gradient graphs, with None for each missing graph."""
-    names = ("forward_graph", "backward_graph", "weight_gradient_graph")
-    return [getattr(graphed, name, None) for name in names]

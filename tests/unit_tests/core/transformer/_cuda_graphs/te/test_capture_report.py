@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.te.capture_report import eager_parts, report_capture
+from megatron.core.transformer._cuda_graphs.te.capture_state import Status
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed
@@ -116,9 +117,9 @@ def test_report_names_captured_modules(captured):
     assert expected in captured("layer", modules=("attn",))["eager"]
 
 
-def report(folder, number=1, eager_because=""):
+def report(folder, number=1, status=Status.CAPTURED):
     graphs = graphs_of()
-    vars(graphs).update(eager_because=eager_because, decoder=None, layers_apart=[])
+    vars(graphs).update(status=status, decoder=None, layers_apart=[])
     report_capture(stage_of([], cuda_graph_report=str(folder)), graphs, time.time(), number)
 
 
@@ -140,7 +141,7 @@ class TestFiles:
 
     def test_other_ranks_and_failed_captures_have_none(self, tmp_path, caplog, monkeypatch):
         with caplog.at_level("INFO"):
-            report(tmp_path, eager_because="capture-failed")
+            report(tmp_path, status=Status.EAGER)
             monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
             report(tmp_path)
         assert caplog.messages == [] and list(tmp_path.iterdir()) == []

@@ -209,10 +209,8 @@ def test_evaluation_inside_a_backward_pass_runs_eagerly(one_rank):
 
 def test_memory_is_freed_with_the_graphs(one_rank):
     training = CapturedTraining(graphed(MODEL))
-    before = training.helper.graph_use().pool_bytes
     training.evaluate()
     graphs = training.helper.model_graphs.evaluation
-    assert training.helper.graph_use().pool_bytes > before
     assert graphs.slots[0].forward_graph.pool() != training.helper.model_graphs.slots[0].forward_graph.pool()
     gone = weakref.ref(graphs.slots[0].forward_graph), weakref.ref(graphs)
     del graphs

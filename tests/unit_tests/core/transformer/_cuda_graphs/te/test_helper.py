@@ -23,9 +23,16 @@ from tests.support.replaced import replaced
 from .stages import Failure, MaskedLayer, capture, config, engine, helper_of, set_microbatches, stage_of
 
 
-def test_unknown_fallback_is_refused():
-    with pytest.raises(ValueError, match=r"--cuda-graph-fallback must be error or eager, got Eager"):
-        TECudaGraphHelper([], config(cuda_graph_fallback="Eager"), 1, 1)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"cuda_graph_fallback": "Eager"}, "--cuda-graph-fallback must be error or eager, got Eager"),
+        ({"cuda_graph_step_log": object}, "config.cuda_graph_step_log was removed: delete it"),
+    ],
+)
+def test_invalid_configuration_is_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        TECudaGraphHelper([], config(**options), 1, 1)
 
 
 # megatron-core asserts instead of raising these errors, so its callers may expect an AssertionError.
@@ -299,7 +306,6 @@ def test_stage_recaptures_for_each_micro_batch_count(two_stages, layers):
         seen.append((capturing.model[0].resets, capturing.graphs_created()))
     has = layers > 0
     assert seen == [(1, has), (2, has), (2, has), (2, False), (2, False)]
-    assert capturing.eager_reason() == "captures-used-up"
 
 
 def fail():
@@ -311,7 +317,7 @@ def test_no_recapture_after_a_failed_capture(two_stages):
     capturing.create_cudagraphs()
     set_microbatches(4)
     assert capturing.before_step()
-    assert (capturing.graphs_created(), capturing.eager_reason()) == (False, "capture-failed")
+    assert not capturing.graphs_created()
 
 
 def failing_at(*failures):
@@ -343,8 +349,10 @@ def test_deferred_capture_waits_for_a_fitting_step(one_stage, monkeypatch):
     monkeypatch.setattr(TokenBounds, "defers_capture", lambda _: next(answers))
     capturing = helper_of()
     capturing.create_cudagraphs()
-    seen = [(capturing.capture_finished(), capturing.graphs_created(), capturing.eager_reason()) for _ in range(2)]
-    assert seen == [(True, False, "unbalanced-experts"), (True, True, "")]
+    assert [(capturing.capture_finished(), capturing.graphs_created()) for _ in range(2)] == [
+        (True, False),
+        (True, True),
+    ]
 
 
 def test_deferred_capture_can_be_tried_again(one_stage, monkeypatch):
@@ -354,8 +362,8 @@ def test_deferred_capture_can_be_tried_again(one_stage, monkeypatch):
     seen = []
     for _ in range(3):
         capturing.create_cudagraphs()
-        seen.append((capturing.eager_reason(), capturing.model[0].resets))
-    assert seen == [("unbalanced-experts", 1), ("unbalanced-experts", 2), ("", 3)]
+        seen.append((capturing.graphs_created(), capturing.model[0].resets))
+    assert seen == [(False, 1), (False, 2), (True, 3)]
 
 
 def test_released_helper_makes_no_deferred_capture(one_stage, monkeypatch):
@@ -364,7 +372,7 @@ def test_released_helper_makes_no_deferred_capture(one_stage, monkeypatch):
     capturing = helper_of()
     capturing.create_cudagraphs()
     capturing.release()
-    assert (capturing.before_step(), capturing.eager_reason()) == (True, "released")
+    assert (capturing.before_step(), capturing.graphs_created()) == (True, False)
     capturing.restore()
     assert capturing.graphs_created()
 
@@ -397,13 +405,13 @@ def test_failed_recapture_for_a_shape_is_an_error(longer):
     assert (capturing.graphs_created(), capturing.seq_length, capturing.micro_batch_size) == (False, 32, 1)
 
 
-@pytest.mark.parametrize(("failures", "reason"), [((2,), ""), ((2, 3), "capture-failed")])
-def test_failed_recapture_captures_the_former_shape(longer, caplog, failures, reason):
+@pytest.mark.parametrize("failures", [(2,), (2, 3)])
+def test_failed_recapture_captures_the_former_shape(longer, caplog, failures):
     capturing = helper_of(failing_at(*failures), cuda_graph_fallback="eager")
     capturing.create_cudagraphs()
     assert capturing.before_step()
     assert [message.endswith("(--cuda-graph-fallback eager).") for message in caplog.messages] == [True] * len(failures)
-    assert (capturing.graphs_created(), capturing.eager_reason()) == (not reason, reason)
+    assert capturing.graphs_created() == (3 not in failures)
     assert (capturing.seq_length, capturing.micro_batch_size) == (32, 1)
 
 
@@ -415,5 +423,5 @@ def test_recapture_after_a_failed_recapture(two_stages):
     for microbatches in (4, 4, 2):
         set_microbatches(microbatches)
         assert capturing.before_step()
-        seen.append((capturing.graphs_created(), capturing.eager_reason()))
-    assert seen == [(False, "capture-failed")] * 2 + [(True, "")]
+        seen.append(capturing.graphs_created())
+    assert seen == [False, False, True]
