@@ -1,26 +1,16 @@
-"""List the graphs that a ``TECudaGraphHelper`` would capture, and the parts of the model that they contain."""
+"""List the graphs that a ``TECudaGraphHelper`` would capture."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.plan import Plan
-from megatron.core.transformer._cuda_graphs.flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
+from megatron.core.transformer._cuda_graphs.flags.options import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, Holds, blocker, largest_scope
-from megatron.core.transformer._cuda_graphs.te.layers import _modules_of, decoder_layers
+from megatron.core.transformer._cuda_graphs.te.layers import decoder_layers
 from megatron.core.transformer._cuda_graphs.te.model import inputs_of_slots
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
-# Keys: values of --cuda-graph-modules.
-_NAMES = {
-    "attn": "attention, with the norm before it",
-    "mlp": "MLP of dense layers, with the norm before it",
-    "moe_router": "router, with the norm before it",
-    "moe_preprocess": "preparation of the dispatch to experts",
-    "moe": "experts, with the exchange of tokens",
-    "mamba": "Mamba mixer, with the norm before it",
-}
 
 
 @dataclass(frozen=True)
@@ -84,45 +74,6 @@ def planned(helper: TECudaGraphHelper, scope: CaptureScope, masked: bool) -> Pla
     graphs = [f"forward of layers {first} to {last}", *result.graphs, f"backward of layers {last} to {first}"]
     inputs = CaptureArguments(stage, [together], *shape).of_decoder(masked)[0]
     return Planned(graphs, result.order, (inputs, result.static_inputs))
-
-
-def parts_of(helper: TECudaGraphHelper, scope: CaptureScope) -> Iterator[str]:
-    """Yield a line for each kind of module in execution order, with the reason if graphs exclude it."""
-    models = [chunk.model for chunk in helper.stage.chunks if chunk.model is not None]
-    decoders = [model.decoder for model in models]
-
-    def outside(name: str, owners: Sequence[Any], *attributes: str) -> Iterator[str]:
-        count = sum(getattr(owner, attribute, None) is not None for owner in owners for attribute in attributes)
-        if count:
-            yield _part(name, count, "" if scope.holds is Holds.MODEL else "outside of layers")
-
-    yield from outside("embedding", models, "embedding")
-    yield from _parts_of_layers(helper, scope)
-    yield from outside("multi-token prediction outside of its layers", models, "mtp")
-    yield from outside("final norm", decoders, "final_layernorm", "final_norm")  # second name: hybrid models
-    yield from outside("output layer and losses", models, "output_layer")
-
-
-def _parts_of_layers(helper: TECudaGraphHelper, scope: CaptureScope) -> Iterator[str]:
-    options, nothing = Options(helper.config), _why_nothing(helper, scope)
-    every: list[Any] = [layer for chunk in helper.stage.chunks for layer in chunk.every_layer]
-    for module, name in _NAMES.items():
-        layers = [layer for layer in every if module in [each.name for each in _modules_of(layer)]]
-        if not layers:
-            continue
-        why = nothing or ("" if {*layers} <= {*helper.flattened_callables} else "not all layers can be captured")
-        if not options.graphs(module, *(("moe",) if module.startswith("moe_") else ())):
-            why = f"--cuda-graph-modules lacks {module}"
-        yield _part(name, len(layers), why)
-        shared = sum(getattr(getattr(layer, "mlp", None), "shared_experts", None) is not None for layer in layers)
-        if module == "moe_router" and shared:
-            if not why and helper.config.moe_shared_expert_overlap and not options.graphs("moe"):
-                why = "--moe-shared-expert-overlap overlaps them with the dispatch, after the router's graph"
-            yield _part("shared experts", shared, why)
-
-
-def _part(name: str, count: int, why_eager: str) -> str:
-    return f"    {'eager' if why_eager else 'graph'}  {name} ({count}){why_eager and f': {why_eager}'}"
 
 
 def _why_nothing(helper: TECudaGraphHelper, scope: CaptureScope) -> str:

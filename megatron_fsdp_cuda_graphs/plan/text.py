@@ -4,12 +4,12 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
-from megatron.core.transformer._cuda_graphs.te.capture_state import Holds
+from megatron.core.transformer._cuda_graphs.te.capture_report import eager_parts
 
 from .command import quietly
 from .dry_stage import blocker_of_pipeline, dry_stage
 from .flags import Flags, message_of, read_flags
-from .graphs import parts_of, planned, scope_of
+from .graphs import planned, scope_of
 from .memory import stage_memory
 
 SHOWN = 12  # graphs per stage without --every-graph
@@ -51,7 +51,7 @@ def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
         with quietly(), dry_stage(args, stage) as helper:
             scope = scope_of(helper, elsewhere)
             graphs = planned(helper, scope, masked)
-            parts = list(parts_of(helper, scope))
+            eager = list(eager_parts(helper.stage, scope))
             memory = list(stage_memory(helper, scope, graphs, args))
         yield from ("", f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}")
         if graphs.why_nothing:
@@ -63,12 +63,9 @@ def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
             yield from (f"    {graph}" for graph in graphs.graphs[:shown])
             if count > shown:
                 yield f"    and {count - shown} more (--every-graph lists them)"
-        if scope.holds is not Holds.MODEL:
-            why = scope.not_model or f"--cuda-graph-layers-per-graph is {args.cuda_graph_layers_per_graph}"
-            yield f"  No graph of the whole model: {why}"
-        if scope.not_decoder:
-            yield f"  No graph of all layers: {scope.not_decoder}"
-        yield from ("  Parts of the model:", *parts)
+            if scope.not_decoder:
+                yield f"  No graph of all layers: {scope.not_decoder}"
+            yield from (f"  eager: {what}, because {why}" for what, why in eager)
         yield from ("  Memory per rank, MiB:", *memory)
     yield from ("", NOT_COUNTED)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..engine.memory import PoolMemory
-from .capture_state import CaptureState, Status
+from .capture_state import CaptureScope, CaptureState, Holds, Status
 from .layers import language_layers, layer_name, why_not_graphable
 from .stage import Stage
 
@@ -70,7 +70,7 @@ def _report(stage: Stage, graphs: CaptureState, seconds: float) -> dict[str, Any
         "collectives": sum(fsdp.graphs.recorded_collectives() for fsdp in wrappers),
         "seconds": seconds,
         "pools": [{"graphs": count, "bytes": size} for count, size in _pools_of(every)],
-        "eager": [{"what": what, "why": why} for what, why in eager_parts(stage, graphs)],
+        "eager": [{"what": what, "why": why} for what, why in eager_parts(stage, graphs.scope)],
     }
 
 
@@ -90,13 +90,13 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"eager: {part['what']}, because {part['why']}"
 
 
-def eager_parts(stage: Stage, graphs: CaptureState) -> Iterator[tuple[str, str]]:
-    """Yield each part of the model, or kind of call, that runs eagerly, with the reason."""
-    if graphs.models:
+def eager_parts(stage: Stage, scope: CaptureScope) -> Iterator[tuple[str, str]]:
+    """Yield each part of the model, or kind of call, that runs eagerly beside graphs of ``scope``, with the reason."""
+    if scope.holds is Holds.MODEL:
         yield "calls without labels or with tensors of other shapes", "graphs of the whole model do not match them"
         return
-    if graphs.scope.not_model:
-        yield "the model as a whole", graphs.scope.not_model
+    if scope.not_model:
+        yield "the model as a whole", scope.not_model
     yield "modules outside of layers", "graphs contain layers only"
     if modules := " ".join(module.name for module in stage.config.cuda_graph_modules or ()):
         yield "everything else in layers", f"--cuda-graph-modules names only {modules}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.te.capture_report import eager_parts, report_capture
-from megatron.core.transformer._cuda_graphs.te.capture_state import Status
+from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, Holds, Status
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed
@@ -33,16 +33,12 @@ class Graphable(GraphableMegatronModule):
         torch.nn.Module.__init__(self)
 
 
-def graphs_of(models=(), not_model="") -> Any:
-    return SimpleNamespace(models=models, scope=SimpleNamespace(not_model=not_model))
-
-
-def parts(*layers, modules=(), graphs=None):
+def parts(*layers, modules=(), not_model=""):
     """Return the eager parts of a stage with ``layers``, and the reason for each."""
     stage = stage_of([], cuda_graph_modules=list(modules))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
     stage = replace(stage, chunks=[replace(stage.chunks[0], model=model)])
-    return dict(eager_parts(stage, graphs or graphs_of()))
+    return dict(eager_parts(stage, CaptureScope(Holds.LAYER, not_model)))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +54,7 @@ def test_eager_layer_has_its_reason(layer, modules, why):
 
 
 def test_report_lists_why_the_model_is_not_captured():
-    assert parts(graphs=graphs_of(not_model="it has two chunks"))["the model as a whole"] == "it has two chunks"
+    assert parts(not_model="it has two chunks")["the model as a whole"] == "it has two chunks"
     assert "the model as a whole" not in parts()
 
 
@@ -118,8 +114,9 @@ def test_report_names_captured_modules(captured):
 
 
 def report(folder, number=1, status=Status.CAPTURED):
-    graphs = graphs_of()
-    vars(graphs).update(status=status, decoder=None, layers_apart=[])
+    graphs: Any = SimpleNamespace(
+        status=status, scope=CaptureScope(Holds.LAYER), models=(), decoder=None, layers_apart=[]
+    )
     report_capture(stage_of([], cuda_graph_report=str(folder)), graphs, time.time(), number)
 
 
