@@ -103,7 +103,7 @@ def train(eager: bool) -> None:
             helper.create_cudagraphs()
             print(f"rank {dist.get_rank()}: graphs captured: {helper.graphs_created()}")
         if helper:
-            helper.before_step()  # recaptures after a change of shape
+            helper.before_step()  # recaptures if a pipeline's number of micro-batches has changed
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reduced = get_forward_backward_func()(

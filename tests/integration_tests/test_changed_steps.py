@@ -1,41 +1,30 @@
-"""Test that graphs are recaptured after shape changes, and that every step is bit-identical to eager.
-
-Without pipeline stages, sequence lengths and micro-batch sizes change; with two stages, the number of micro-batches.
-"""
+"""Test that every step is bit-identical to eager if shapes, numbers of micro-batches or masks change."""
 
 from typing import Any
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
 from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
 from tests.support.trainings.compared import assert_as_eager
 
 CAPTURED_AFTER = 3
-# Ranks compare shapes every STEPS steps after a capture and recapture one step later. The second comparison detects a
-# change in the step after the capture.
-RECAPTURED_AFTER = 2 * STEPS + 1
-TURN = RECAPTURED_AFTER + 2  # steps per sequence length
-SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "sequence": 16, "dropout": 0.1, "turn": TURN}
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "sequence": 16, "dropout": 0.1}
 DDP: dict[str, Any] = {"wrapper": "ddp"}
-ONCE: dict[str, Any] = {"sequences_later": [24], "steps": CAPTURED_AFTER + 1 + TURN}
-TWICE: dict[str, Any] = {"sequences_later": [24, 32], "steps": CAPTURED_AFTER + 1 + 2 * TURN}
-ONE_RANK: dict[str, Any] = ONCE | {"later_on_one_rank": True}
-GROWING: list[dict[str, Any]] = [
-    TWICE | {"microbatches": 2},
-    ONCE | {"holds": "layer", "dtype": "bf16", "evaluates": True},
-    ONCE | {"holds": "model", "dtype": "bf16", "optimizer_graph": True},
-    ONCE | {"modules": ["attn"], "micro_batches_later": [1]},
-    ONCE | DDP | {"microbatches": 2},
+LONGER: dict[str, Any] = {"sequences_later": [24, 32], "turn": 2, "steps": CAPTURED_AFTER + 5}
+CAPTURED: list[dict[str, Any]] = [
+    LONGER | {"control": "captured_for_each_shape", **case}
+    for case in (
+        {"microbatches": 2},
+        {"holds": "layer", "dtype": "bf16", "evaluates": True},
+        {"holds": "model", "dtype": "bf16", "optimizer_graph": True},
+        {"modules": ["attn"], "micro_batches_later": [1]},
+        DDP | {"microbatches": 2},
+    )
 ]
-FAILED: list[dict[str, Any]] = [
-    {"control": "failed_recaptures", "sequences_later": [24, 16], "steps": TWICE["steps"], **case}
-    for case in ({"holds": None}, {"holds": "layer", "evaluates": True}, DDP)
-]
-KEPT: list[dict[str, Any]] = [
-    ONCE | {"cuda_graph_max_captures": 1},
-    ONCE | {"sequences_later": [24, 32], "turn": 1},
+ONE_RANK: dict[str, Any] = LONGER | {"later_on_one_rank": True}
+EAGER: list[dict[str, Any]] = [
+    LONGER,
     ONE_RANK | DDP,
     # Replays on one rank and eager passes on the other must launch collectives in the same order.
     ONE_RANK | {"microbatches": 2},
@@ -60,8 +49,8 @@ MICROBATCHES: list[dict[str, Any]] = [
     FEWER | {"holds": None, "virtual": 2},
     MORE | DDP | {"virtual": 2},
 ]
-NO_CAPTURE_LEFT: list[dict[str, Any]] = [
-    MORE | {"cuda_graph_max_captures": 1, **case} for case in ({"holds": None}, DDP | {"virtual": 2})
+NO_RECAPTURES: list[dict[str, Any]] = [
+    MORE | {"control": "no_recaptures", **case} for case in ({"holds": None}, DDP | {"virtual": 2})
 ]
 MASKED_IN_PIPELINE: list[dict[str, Any]] = [
     {"masked_step": step, "microbatches": 4, "holds": most, "virtual": 2} for most, step in ((None, 2), ("layer", 4))
@@ -85,28 +74,13 @@ def steps_of_replays(result):
     return [step for step, replays in enumerate(result["step_replays"]) if replays]
 
 
-@pytest.mark.parametrize("case", mostly_long(GROWING, GROWING[1]))
-def test_graphs_are_recaptured_for_each_sequence_length(train, case):
-    result = train(case)
-    assert_as_eager(result)
-    replayed = [CAPTURED_AFTER]  # the only step with the sequence length of the first capture
-    captured = CAPTURED_AFTER
-    for turn in range(len(case["sequences_later"])):
-        captured += RECAPTURED_AFTER
-        replayed += range(captured, CAPTURED_AFTER + 1 + (turn + 1) * TURN)
-    assert steps_of_replays(result) == replayed
+@pytest.mark.parametrize("case", mostly_long(CAPTURED, CAPTURED[1]))
+def test_own_loop_captures_each_shape(train, case):
+    assert_steps_replay(train(case))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", FAILED)
-def test_failed_recapture_keeps_old_graphs(train, case):
-    result = train(case)
-    assert_as_eager(result)
-    assert steps_of_replays(result) == [CAPTURED_AFTER, *range(CAPTURED_AFTER + 1 + TURN, case["steps"])]
-
-
-@pytest.mark.parametrize("case", mostly_long(KEPT, KEPT[3]))
-def test_graphs_are_kept_without_a_lasting_change_on_all_ranks(train, case):
+@pytest.mark.parametrize("case", mostly_long(EAGER, EAGER[2]))
+def test_other_shapes_run_eagerly(train, case):
     result = train(case)
     assert_as_eager(result)
     unchanged = case.get("later_on_one_rank")  # on the first rank, whose replays are counted
@@ -149,7 +123,7 @@ def test_graphs_are_recaptured_for_each_number_of_micro_batches(pipeline, case):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", NO_CAPTURE_LEFT)
+@pytest.mark.parametrize("case", NO_RECAPTURES)
 def test_other_numbers_of_micro_batches_are_eager_at_the_limit(pipeline, case):
     result = pipeline(case)
     assert_as_eager(result)

@@ -53,7 +53,6 @@ from ._cuda_graphs.te.capture_arguments import CaptureArguments, offload_interfa
 from ._cuda_graphs.te.capture_report import report_capture
 from ._cuda_graphs.te.capture_session import CaptureSession, InputData
 from ._cuda_graphs.te.capture_state import CaptureState, Status
-from ._cuda_graphs.te.changed_shapes import Recaptures
 from ._cuda_graphs.te.layers import (
     _determine_if_first_last_layer_of_this_vp_chunk,
     _layer_is_graphable,
@@ -114,6 +113,8 @@ __all__ = [
     "tree_map",
 ]
 
+MAX_RECAPTURES = 8  # for other numbers of micro-batches; each takes seconds
+
 
 class TECudaGraphHelper:
     """Captures the CUDA graphs of a model and attaches them to its modules.
@@ -128,7 +129,6 @@ class TECudaGraphHelper:
 
             - ``cuda_graph_fallback``: ``error`` (the default) raises CaptureFailedError when a capture fails;
               ``eager`` warns and trains without graphs.
-            - ``cuda_graph_max_captures``: The maximum number of captures, including recaptures.
             - ``cuda_graph_report``: The directory for capture reports.
         seq_length: Tokens per sequence.
         micro_batch_size: Sequences per micro-batch.
@@ -181,8 +181,7 @@ class TECudaGraphHelper:
         models = [chunk.model for chunk in self.stage.chunks if chunk.layers]
         self._calls = TrainingCalls(filter(None, models))
         self._state = self._new_state()
-        self._recaptures = Recaptures(self.stage)
-        self._captures = 0  # successful ones
+        self._captures = self._recaptures = 0  # successful captures; recaptures for other numbers of micro-batches
         make_workspaces()  # before the first pass
 
     def _discover_layers(self) -> None:
@@ -242,18 +241,10 @@ class TECudaGraphHelper:
 
         If ``create_cudagraphs`` deferred the capture, it happens after the first step within the token limit.
 
-        A recapture deletes the graphs, zeroes gradients, and restores layer hooks under ``DistributedDataParallel``. It
-        happens if
-
-        - the number of micro-batches changes under pipeline parallelism, or
-        - all ranks have trained with the same new shape for at least ``changed_shapes.STEPS`` steps.
-
-        At most ``config.cuda_graph_max_captures - 1`` recaptures happen. After that, steps with a new shape run
-        eagerly, and the graphs are deleted permanently if the number of micro-batches changes.
-
-        If a recapture fails and ``config.cuda_graph_fallback`` is ``eager``, the previous shape is captured again and
-        no further recaptures happen; if the number of micro-batches had changed, steps run eagerly until it changes
-        again. ``seq_length``, ``micro_batch_size`` and ``num_microbatches`` change only when a recapture succeeds.
+        If the number of micro-batches changes under pipeline parallelism, a recapture deletes the graphs, zeroes
+        gradients, and restores layer hooks under ``DistributedDataParallel``. After ``MAX_RECAPTURES`` recaptures, such
+        a change deletes the graphs permanently. If a recapture fails and ``config.cuda_graph_fallback`` is ``eager``,
+        steps run eagerly until the number changes again.
 
         Returns:
             Whether ``create_cudagraphs`` has run, even if there were no layers to capture.
@@ -265,50 +256,23 @@ class TECudaGraphHelper:
         graphs.adopt_rng_states()
         if graphs.microbatches not in (None, get_num_microbatches()):
             self._change_microbatches(get_num_microbatches())
-        elif graphs.status is Status.DEFERRED:
-            if not token_bounds.defers_capture():
-                self._recapture()
-        elif graphs.shapes is not None:
-            shape = graphs.shapes.before_step(get_num_microbatches())
-            if shape is not None:
-                self._change_shape(*shape, graphs.shapes.tokens)
+        elif graphs.status is Status.DEFERRED and not token_bounds.defers_capture():
+            self._recapture()
         return self._state.status is not Status.BEFORE_CAPTURE
 
     def _change_microbatches(self, microbatches: int) -> None:
-        if self._recaptures.are_left():
-            self._capture_again(f"steps of {microbatches} micro-batches, not {self._state.microbatches}")
+        steps = f"steps now have {microbatches} micro-batches instead of {self._state.microbatches}"
+        if self._recaptures < MAX_RECAPTURES:
+            log_single_rank(logger, logging.INFO, f"Recapturing CUDA graphs, because {steps}")
+            self._recaptures += 1
+            self._recapture()
             self._state.microbatches = microbatches  # even after a failure, so that the next change recaptures
             return
-        log_single_rank(
-            logger,
-            logging.WARNING,
-            f"steps now have {microbatches} micro-batches instead of {self._state.microbatches}, so this and all later "
-            f"steps run eagerly{self._recaptures.why_none()}",
-        )
+        after = f"after {MAX_RECAPTURES} recaptures, this and all later steps run eagerly"
+        log_single_rank(logger, logging.WARNING, f"{steps}; {after}")
         if self.graphs_created():
             self.delete_cuda_graphs()
         self._state = self._new_state(Status.EAGER)  # otherwise the caller would capture
-
-    def _change_shape(self, tokens: int, sequences: int, captured_tokens: int) -> None:
-        former = self.seq_length, self.micro_batch_size
-        try:
-            self._capture_shape(tokens * self.seq_length // captured_tokens, sequences)
-        finally:
-            if not self.graphs_created():
-                self.seq_length, self.micro_batch_size = former
-        if not self.graphs_created():  # the old graphs were deleted to free memory
-            self._recaptures.stop()
-            self._capture_shape(*former)
-
-    def _capture_shape(self, seq_length: int, micro_batch_size: int) -> None:
-        self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
-        self._capture_again(f"sequence length {seq_length} and micro-batch size {micro_batch_size}")
-
-    def _capture_again(self, steps: str) -> None:
-        """Recapture between two steps; ``steps`` describes the new steps in the log."""
-        log_single_rank(logger, logging.INFO, f"Recapturing CUDA graphs for {steps}")
-        self._recaptures.begin()
-        self._recapture()
 
     def _recapture(self, not_model: str = "") -> None:
         """Replace existing graphs by a new capture; ``not_model`` is the reason to exclude the whole model, if any."""
@@ -402,7 +366,7 @@ class TECudaGraphHelper:
                     "decoder with layers that --cuda-graph-modules selects"
                 )
             elif graphs.scope.holds:
-                session = CaptureSession(stage, graphs, agreement, self._recaptures, shape)
+                session = CaptureSession(stage, graphs, agreement, shape)
                 session.capture(self._get_cuda_graph_input_data)
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
@@ -503,6 +467,8 @@ class TECudaGraphHelper:
     def delete_cuda_graphs(self) -> None:
         """Free all graphs. The model then runs eagerly and can be captured again.
 
+        To capture another shape, set ``seq_length`` and ``micro_batch_size`` before ``create_cudagraphs``.
+
         Raises:
             CallOrderError: No graphs exist.
         """
@@ -544,7 +510,7 @@ class TECudaGraphHelper:
         """Capture the graphs that ``release`` freed, for the same shape. All ranks must call this together.
 
         The next optimizer step is captured if its graph was freed. Gradients are zero afterwards. Does nothing if no
-        graphs were released. ``config.cuda_graph_max_captures`` does not count this capture.
+        graphs were released.
 
         Raises:
             CaptureFailedError, CaptureInterruptedError: See ``create_cudagraphs``.

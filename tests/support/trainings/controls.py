@@ -111,16 +111,11 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
 @control
 def interrupted_on_one_rank(training: Training) -> None:
     """Interrupt the last rank in a capture, a recapture and an evaluation capture. All ranks must raise each time."""
-    from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
-
-    helper, case = training.helper, training.case
-    other_shape = case.sequence // 2, case.micro_batch
+    helper = training.helper
     training.config.cuda_graph_fallback = "eager"
     _interrupt(training, helper.create_cudagraphs)
     helper.create_cudagraphs()
-    with mock.patch.object(ChangedShapes, "before_step", return_value=other_shape):
-        _interrupt(training, helper.before_step)
-    assert (helper.seq_length, helper.micro_batch_size) == (case.sequence, case.micro_batch)
+    _interrupt(training, helper._recapture)
     helper.create_cudagraphs()
     if helper.model_graphs is not None:
         _interrupt(training, training.evaluate)
@@ -152,20 +147,30 @@ def _interrupt(training: Training, capture: Callable[[], object]) -> None:
 
 
 @control
-def failed_recaptures(training: Training) -> None:
-    """Capture, then run out of memory on the last rank when other shapes are captured."""
-    mlp = training.layers[-1].mlp
-    forward = mlp.forward
+def captured_for_each_shape(training: Training) -> None:
+    """Capture; before each step with another shape, delete the graphs and capture that shape."""
+    helper, case = training.helper, training.case
+    helper.create_cudagraphs()
 
-    def fail(hidden_states, *args, **kwargs):
-        if torch.cuda.is_current_stream_capturing() and hidden_states.shape[0] != training.case.sequence:
-            raise torch.OutOfMemoryError("simulated: out of memory")
-        return forward(hidden_states, *args, **kwargs)
+    def step() -> None:
+        number = len(training.losses)
+        shape = case.sequence_of(number), case.micro_batch_of(number)
+        if shape != (helper.seq_length, helper.micro_batch_size):
+            helper.delete_cuda_graphs()
+            helper.seq_length, helper.micro_batch_size = shape
+            training.capture(lambda _: helper.create_cudagraphs())
+        Training.step(training)
 
-    training.config.cuda_graph_fallback = "eager"
+    training.patches.enter_context(mock.patch.object(training, "step", step))
+
+
+@control
+def no_recaptures(training: Training) -> None:
+    """Capture, and allow no recapture for another number of micro-batches."""
+    from megatron.core.transformer import cuda_graphs
+
     training.helper.create_cudagraphs()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        training.patches.enter_context(mock.patch.object(mlp, "forward", fail))
+    training.patches.enter_context(mock.patch.object(cuda_graphs, "MAX_RECAPTURES", 0))
 
 
 @control

@@ -10,7 +10,6 @@ import torch
 
 from megatron.core.utils import log_single_rank
 
-from .eager_passes import EagerPasses
 from .errors import ArgumentError, ChangedSinceCaptureError
 from .inputs import DefaultInputs, PackedUse
 from .snapshot import Snapshot
@@ -25,6 +24,10 @@ ATTENTION_INPUTS = frozenset(
         "rotary_pos_cos_sin",
         "sequence_len_offset",
     )
+)
+ANOTHER_SHAPE = (
+    "To capture another shape in your own training loop, call helper.delete_cuda_graphs(), set helper.seq_length and "
+    "helper.micro_batch_size, and call helper.create_cudagraphs()"
 )
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class LayerGraph:
         gathered: Addresses of parameters and main gradients, checked after the hooks of a step's first micro-batch.
         may_run_eagerly: Whether passes that do not match the graphs run eagerly. If so, passes without gradients
             always run eagerly, because replays would add their tokens to the counts of routers.
-        eager_passes: Counts passes that run eagerly; shared by all layers.
+        logged: Reasons for eager passes that have been logged; shared by all layers.
         packed: How the graphs use packed sequences; None without packed sequences or if attention is not captured.
         runner: Gathers and releases parameters around replays, for Megatron-FSDP's hooks; None without Megatron-FSDP.
     """
@@ -64,7 +67,7 @@ class LayerGraph:
     snapshot: Snapshot
     gathered: Snapshot
     may_run_eagerly: bool
-    eager_passes: EagerPasses
+    logged: set[str]
     packed: PackedUse | None
     runner: Any
 
@@ -77,25 +80,23 @@ class LayerGraph:
         if self.may_run_eagerly and not torch.is_grad_enabled():
             return False
         if self.shape is not None and getattr(hidden_states, "shape", self.shape) != self.shape:
-            self._warn_of_shape(hidden_states.shape)
+            reason = (  # the same for all layers
+                f"captured with hidden_states of {tuple(self.shape)}. All layers run passes of shape "
+                f"{tuple(hidden_states.shape)} eagerly. {ANOTHER_SHAPE}"
+            )
+            if reason not in self.logged:
+                self.logged.add(reason)
+                log_single_rank(logger, logging.WARNING, f"{self.name} was {reason}")
             return False
         if not self.snapshot.changed():
             return True
         if not self.may_run_eagerly:
             raise ChangedSinceCaptureError(f"{self.name} can neither replay nor run eagerly: {self.snapshot.reason()}")
         reason = f"{self.name} runs eagerly: {self.snapshot.reason()}"
-        if self.eager_passes.note(reason):
+        if reason not in self.logged:
+            self.logged.add(reason)
             logger.warning(reason)
         return False
-
-    def _warn_of_shape(self, shape: torch.Size) -> None:
-        """Count an eager pass with a new ``shape`` of hidden states; warn once per shape."""
-        reason = (  # the same for all layers
-            f"captured with hidden_states of {tuple(self.shape or ())}. All layers run passes of "
-            f"shape {tuple(shape)} eagerly{self.eager_passes.outlook}"
-        )
-        if self.eager_passes.note(reason, (shape[0], shape[1])):
-            log_single_rank(logger, logging.WARNING, f"{self.name} was {reason}")
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """Replay on ``args`` and ``kwargs``, and return the output of ``run``.

@@ -21,7 +21,7 @@ LAYERS = (
     {
         f"{PACKAGE}.{name}"
         for name in (
-            *("state", "errors", "inputs", "eager_passes", "hooks", "flags", "evaluation_mode", "launches"),
+            *("state", "errors", "inputs", "hooks", "flags", "evaluation_mode", "launches"),
             *("replacements", "snapshot"),
         )
     },

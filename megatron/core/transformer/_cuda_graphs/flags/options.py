@@ -10,14 +10,11 @@ TORCH_FSDP = "--use-torch-fsdp2"
 WHOLE_MODEL: Literal["model"] = "model"
 ALL_LAYERS: Literal["all"] = "all"
 LayersPerGraph = Literal["all", "model", 1]
-CAPTURES_FLAG = "--cuda-graph-max-captures"
 PACKED_FLAG = "--cuda-graph-packed-sequences"
 GROUPED_FLAG = "--moe-use-grouped-tensor"
 FACTOR_FLAG = "--moe-alltoall-capacity-factor"
 LAYERS_FLAG = "--cuda-graph-layers-per-graph"
 _FALLBACK_FLAG = "--cuda-graph-fallback"
-# Enough for schedules of sequence lengths and batch sizes; each capture takes seconds.
-_MAX_CAPTURES = 8
 
 
 @dataclass(frozen=True)
@@ -65,15 +62,6 @@ FLAGS = {
         "megatron.core.packed_seq_params.pad_packed_seq_params when you create batches.",
         allowed=lambda value: value > 0,
         words="a positive number of sequences",
-        arguments={"type": int, "metavar": "N"},
-    ),
-    CAPTURES_FLAG: Flag(
-        "Maximum number of captures with --cuda-graph-impl transformer_engine, including the first. Graphs are "
-        "recaptured for other sequence lengths, micro-batch sizes and, under pipeline parallelism, numbers of "
-        f"micro-batches (default: {_MAX_CAPTURES}). After the last capture, other steps run eagerly.",
-        default=_MAX_CAPTURES,
-        allowed=lambda value: value >= 1,
-        words="1 or more, including the first capture",
         arguments={"type": int, "metavar": "N"},
     ),
     GROUPED_FLAG: Flag(
@@ -124,11 +112,6 @@ def given(options: Any, name: str) -> Any:
 def goes_on_eagerly(options: Any) -> bool:
     """Return whether training continues eagerly after a failed capture."""
     return bool(given(options, _FALLBACK_FLAG) == "eager")
-
-
-def max_captures(options: Any) -> int:
-    """Return the maximum number of captures, including the first."""
-    return int(given(options, CAPTURES_FLAG))
 
 
 def layers_per_graph(options: Any) -> LayersPerGraph | None:

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from ..eager_passes import EagerPasses
 from ..engine.plan import Plan
 from ..inputs import DefaultInputs
 from ..layer_graph import ATTENTION_INPUTS, LayerGraph, LayerGraphs
@@ -27,7 +26,7 @@ def attach_graphs(
     graphs: Sequence[Any],
     samples: Sequence[SampleArguments],
     snapshots: Sequence[Snapshot],
-    eager_passes: EagerPasses | None,
+    other_shapes: bool,
 ) -> None:
     """Attach graphs to layers. Without Megatron-FSDP, replays also check the addresses of parameters.
 
@@ -35,13 +34,13 @@ def attach_graphs(
         layers: The captured layers of each chunk; ``snapshots`` has one entry per layer.
         graphs: The engine's callables, one per slot of ``plan``.
         samples: The static inputs of each slot.
-        eager_passes: Counts passes with new shapes; None if such passes may not run eagerly.
+        other_shapes: Whether passes with other shapes run eagerly; otherwise they raise an error.
     """
     wrappers = [chunk.fsdp for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
     every = [layer for own in layers for layer in own]
     absent = default_kwargs(every, [kwargs for _, kwargs in samples])
+    logged: set[str] = set()
     defaults: defaultdict[Any, DefaultInputs] = defaultdict(DefaultInputs)
-    counted = eager_passes or EagerPasses()
     for index, (layer, fsdp, slots) in enumerate(zip(every, wrappers, plan.slots_of_callables, strict=True)):
         name, apart = layer_name(layer, index), fsdp is None
         fused = stage.config.gradient_accumulation_fusion
@@ -57,7 +56,7 @@ def attach_graphs(
                     name,
                     graphed,
                     run=stage.role.wrap(graphed),
-                    shape=None if eager_passes is None else hidden_states.shape,
+                    shape=hidden_states.shape if other_shapes else None,
                     keywords={key: absent[slot][key] for key in kwargs},
                     defaults=defaults[attention_mask_type(layer)],
                     ignored=frozenset() if captures_attention(layer) else ATTENTION_INPUTS,
@@ -65,7 +64,7 @@ def attach_graphs(
                     snapshot=snapshots[index],
                     gathered=gathered,
                     may_run_eagerly=stage.may_skip_replays,
-                    eager_passes=counted,
+                    logged=logged,
                     packed=packed_use(layer),
                     runner=None if apart else fsdp.graphs.layers[layer],
                 )

@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from .. import state
 from ..agreement import CaptureAgreement
-from ..eager_passes import EagerPasses
 from ..engine.graph import preserve_buffers
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
@@ -25,7 +24,6 @@ from ..snapshot import Snapshot, module_aspects, named, refuse_changed_attribute
 from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .capture_state import CaptureState, Holds, Status
-from .changed_shapes import Recaptures
 from .layers import layer_name, refuse_skipped_forward
 from .model import capture_decoder, capture_for_evaluation, capture_models
 from .stage import Stage
@@ -40,14 +38,12 @@ class CaptureSession:
 
     Attributes:
         agreement: Stores the name of the current pass for error messages.
-        recaptures: Limits recaptures, and creates the detector of passes whose shape differs from the capture.
         shape: Sequence length before any sharding, and micro-batch size.
     """
 
     stage: Stage
     graphs: CaptureState
     agreement: CaptureAgreement
-    recaptures: Recaptures
     shape: tuple[int, int]
 
     def capture(self, input_data: Callable[[], InputData]) -> None:
@@ -85,7 +81,6 @@ class CaptureSession:
             chunk.fsdp.graphs.recorded_passes(partial(self.agreement.begin, name))
             for chunk, name in zip(chunks, names, strict=True)
         ]
-        eager_passes = self._watch_shapes(tokens=self.shape[0] // stage.config.context_parallel_size, calls=1)
         quantized = [recorded_quantization(stage, model) for model in models]
         with self._several_layers([chunk.module for chunk in chunks]):
             self.graphs.whole = capture_models(
@@ -94,7 +89,6 @@ class CaptureSession:
                 order.plan,
                 self.shape,
                 warmup_iters,
-                eager_passes,
                 quantized,
                 masked=self.graphs.masked,
             )
@@ -107,12 +101,10 @@ class CaptureSession:
         layers = list(decoder.layers)
         inputs, read = CaptureArguments(stage, [layers], *self.shape).of_decoder(self.graphs.masked)
         owner = chunk.fsdp.graphs.recorded_passes(partial(self.agreement.begin, "the decoder"), layers)
-        others = len(stage.layers) - len(layers)
-        eager_passes = self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others)
         quantized = recorded_quantization(stage, decoder.layers)
         with self._several_layers([decoder]):
             self.graphs.whole = capture_decoder(
-                decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), eager_passes, quantized
+                decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), quantized
             )
         self._warn_of_hooks([(decoder, named(decoder, parts=[decoder.layers]))])
 
@@ -126,10 +118,6 @@ class CaptureSession:
         outside = between(state._set_capture_end, state._set_capture_start)
         with outside, preserve_rng(), preserve_buffers(modules):
             yield
-
-    def _watch_shapes(self, tokens: int, calls: int) -> EagerPasses:
-        self.graphs.shapes = self.recaptures.watch(tokens, calls)
-        return self.graphs.shapes.passes
 
     def _warn_of_hooks(self, captured: Iterable[tuple[torch.nn.Module, dict[torch.nn.Module, str]]]) -> None:
         """Warn about third-party hooks in graphs, given each captured module and the names of its submodules."""
@@ -173,13 +161,8 @@ class CaptureSession:
             ]
         self._warn_of_hooks(zip(layers, held, strict=True))
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
-        eager_passes = self._eager_passes_of_layers(tokens=sample_args[0][0].shape[0])
-        attach_graphs(stage, apart, plan, graphs, samples, snapshots, eager_passes)
-
-    def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
-        if self.graphs.shapes is not None:  # share the decoder's counter
-            return self.graphs.shapes.passes
-        return self._watch_shapes(tokens, len(self.stage.layers)) if self.stage.may_change_shape else None
+        other_shapes = self.graphs.decoder is not None or stage.may_change_shape
+        attach_graphs(stage, apart, plan, graphs, samples, snapshots, other_shapes)
 
     def _gradient_owners(self) -> list[Any]:
         """Return the gradient owners of the layers captured under Megatron-FSDP; see ``gradient_owners``."""

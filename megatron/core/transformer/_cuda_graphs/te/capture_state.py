@@ -13,7 +13,6 @@ from ..engine.rng import GraphStates
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import calls_weakly, has_other_hooks
 from .attached_graphs import detach_graphs
-from .changed_shapes import ChangedShapes
 from .layers import _layer_is_graphable, decoder_layers, language_layers, layer_name
 from .model import PassGraphs
 from .sample_inputs import attention_mask_type
@@ -196,7 +195,6 @@ class CaptureState:
         whole: The whole-pass graphs: one object per model chunk, or one for the decoder's layers.
         kept: The FSDP2 parameters kept in memory for the layers' graphs, by chunk.
         microbatches: The required number of micro-batches per step; None for any number.
-        shapes: The detector of passes with new shapes; None if such passes raise an error.
     """
 
     def __init__(self, stage: Stage, calls: TrainingCalls, status: Status = Status.BEFORE_CAPTURE, not_model: str = ""):
@@ -206,7 +204,6 @@ class CaptureState:
         self.whole: Sequence[PassGraphs] = ()
         self.kept: Mapping[torch.nn.Module, KeptParameters] = {}
         self.microbatches: int | None = None
-        self.shapes: ChangedShapes | None = None
         self._rng_states: GraphStates | None = None
         self._rng_hooks: Sequence[Any] = ()
 

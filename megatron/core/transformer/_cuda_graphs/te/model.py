@@ -22,7 +22,6 @@ from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
 
 from ..agreement import CaptureAgreement, warn_of_failure
-from ..eager_passes import EagerPasses
 from ..engine.captured import GraphedCallable, GraphOwner, capture_passes
 from ..engine.plan import Plan, unordered_plan
 from ..engine.quantization import RecordedQuantization
@@ -31,7 +30,7 @@ from ..evaluation_mode import may_replay_evaluation
 from ..flags.options import FACTOR_FLAG
 from ..hooks import has_other_hooks
 from ..inputs import ADVICE, OFFSETS, DefaultInputs, from_static_offsets, unpack
-from ..layer_graph import ATTENTION_INPUTS
+from ..layer_graph import ANOTHER_SHAPE, ATTENTION_INPUTS
 from ..replacements import TakenForward
 from ..snapshot import InputSignature, Snapshot, module_aspects, named, quantized_aspect, refuse_changed_attributes
 from .capture_arguments import WARMUP_ITERATIONS, recorded_quantization
@@ -64,7 +63,6 @@ class PassGraphs:
     Args:
         slots: The captured graphs: one pair in total, or one per micro-batch of a step. Static inputs are named after
             the arguments of ``forward``.
-        eager_passes: Counts training calls that do not match the graphs.
         snapshot: State that the graphs depend on.
         unused: Arguments that the captured passes do not read.
         kept: Tensors that the graphs read and that must be kept alive.
@@ -80,7 +78,6 @@ class PassGraphs:
         self,
         module: Any,
         slots: Sequence[GraphedCallable],
-        eager_passes: EagerPasses,
         snapshot: Snapshot,
         *,
         unused: Collection[str] = (),
@@ -88,7 +85,8 @@ class PassGraphs:
         training: bool = True,
     ):
         self.module, self.slots = module, slots
-        self._eager_passes, self._snapshot, self._kept = eager_passes, snapshot, kept
+        self._snapshot, self._kept = snapshot, kept
+        self._logged: set[str] = set()
         self._order = list(inspect.signature(type(module).forward).parameters)[1:]
         inputs = slots[0].kwargs
         self._names = list(inputs)
@@ -156,7 +154,6 @@ class PassGraphs:
             if mask is not None:
                 (self._defaults.restore if unmasked else self._defaults.will_overwrite)(_MASK, mask)
             return inputs
-        shape = self.shape_of(given)
         if changed:
             reason = self._snapshot.reason()
         elif packed_otherwise:
@@ -166,16 +163,16 @@ class PassGraphs:
         elif missing := [name for name, value in zip(self._names, inputs, strict=True) if value is None]:
             reason = f"{', '.join(missing)} is missing"
         else:
-            reason = "tensors have other shapes, dtypes or devices than at capture"
-            reason += self._eager_passes.outlook if shape != self._shape else ""
-        self._note_eager_pass(reason, shape if not others and shape != self._shape else None)
+            reason = f"tensors have other shapes, dtypes or devices than at capture. {ANOTHER_SHAPE}"
+        self._log_eager_pass(reason)
         return None
 
-    def _note_eager_pass(self, reason: str, shape: tuple[int, int] | None = None) -> None:
-        """Count an eager training call, and log ``reason`` if it is new; see ``EagerPasses.note``."""
+    def _log_eager_pass(self, reason: str) -> None:
+        """Log why a training call runs eagerly, each ``reason`` once."""
         name = type(self.module).__name__
         reason = f"{name} runs eagerly because its CUDA graphs do not fit the call: {reason}"
-        if self._eager_passes.note(reason, shape):
+        if reason not in self._logged:
+            self._logged.add(reason)
             logger.warning(reason)
 
     def reset(self) -> None:
@@ -233,7 +230,7 @@ class ModelGraphs(PassGraphs):
         number = getattr(decoder_layers(model)[0], "current_microbatch", None)
         if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
             micro_batches = f"{len(self.slots)} micro-batches in a pipeline schedule"
-            self._note_eager_pass(f"captured for steps of {micro_batches}")
+            self._log_eager_pass(f"captured for steps of {micro_batches}")
             return None
         return self.slots[number]
 
@@ -313,7 +310,6 @@ def _capture(
     owners: Sequence[Any],
     plan: Plan,
     num_warmup_iters: int,
-    eager_passes: EagerPasses,
     around: AbstractContextManager[None],
     training: bool = True,
     **options: Any,
@@ -325,7 +321,6 @@ def _capture(
         slots: The callables to capture for each module, in the order of the plan's slots.
         owners: Megatron-FSDP's ``RecordedPasses`` of the modules.
         num_warmup_iters: Iterations of the whole plan before the capture.
-        eager_passes: Counts training calls that do not match the graphs.
         around: Context manager for warm-up and capture.
     """
     every = [slot for own in slots.values() for slot in own]
@@ -356,7 +351,7 @@ def _capture(
                 )
                 snapshots.append(snapshot)
         for (module, own), snapshot in zip(slots.items(), snapshots, strict=True):
-            graphs.append(kind(module, own, eager_passes, snapshot, training=training, **options))
+            graphs.append(kind(module, own, snapshot, training=training, **options))
     except BaseException:
         for made in graphs:
             made.reset()
@@ -372,7 +367,6 @@ def capture_models(
     plan: Plan,
     shape: tuple[int, int],
     num_warmup_iters: int,
-    eager_passes: EagerPasses,
     quantized: Sequence[RecordedQuantization | None],
     *,
     masked: bool,
@@ -397,7 +391,7 @@ def capture_models(
         own.append(_graphed(name, forward, inputs, model, owners[index], quantized[index]))
     kept: list[Any] = []
     around = _around_passes(models, kept)
-    return _capture(ModelGraphs, slots, owners, plan, num_warmup_iters, eager_passes, around, training, kept=kept)
+    return _capture(ModelGraphs, slots, owners, plan, num_warmup_iters, around, training, kept=kept)
 
 
 def inputs_of_slots(
@@ -467,7 +461,6 @@ def capture_decoder(
     inputs: dict[str, torch.Tensor],
     read: Sequence[Sequence[str]],
     num_warmup_iters: int,
-    eager_passes: EagerPasses,
     quantized: RecordedQuantization | None,
 ) -> list[DecoderGraphs]:
     """Capture the passes of all layers of ``decoder``; later calls replay them. See ``_capture``.
@@ -496,9 +489,7 @@ def capture_decoder(
     slot = _graphed(type(decoder).__name__, run, inputs, decoder.layers, owner, quantized, copies_results=False)
     unused = () if any(map(captures_attention, decoder.layers)) else ATTENTION_INPUTS
     of_slots, plan = {decoder: [slot]}, unordered_plan(1)
-    return _capture(
-        DecoderGraphs, of_slots, [owner], plan, num_warmup_iters, eager_passes, nullcontext(), unused=unused
-    )
+    return _capture(DecoderGraphs, of_slots, [owner], plan, num_warmup_iters, nullcontext(), unused=unused)
 
 
 def _recomputed(
@@ -566,6 +557,6 @@ def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args:
         plan = unordered_plan(1).forward_only()
         masked = given.get(_MASK) is not None
         (training.evaluation,) = capture_models(
-            [model], [owner], plan, shape, WARMUP_ITERATIONS, EagerPasses(), quantized, masked=masked, training=False
+            [model], [owner], plan, shape, WARMUP_ITERATIONS, quantized, masked=masked, training=False
         )
     return ""

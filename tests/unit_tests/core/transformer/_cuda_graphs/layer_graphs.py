@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.inputs import DefaultInputs
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
@@ -41,7 +40,7 @@ def layer_graph(graphed: Any = None, keywords: dict[str, torch.Tensor] | None = 
         "snapshot": Snapshot(""),
         "gathered": Snapshot(""),
         "may_run_eagerly": False,
-        "eager_passes": EagerPasses(),
+        "logged": set(),
         "packed": None,
         "runner": None,
     }

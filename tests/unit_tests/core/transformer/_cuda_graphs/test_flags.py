@@ -349,7 +349,6 @@ def test_error_for_unknown_module_names_the_flag(capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--cuda-graph-max-captures 0", "--cuda-graph-max-captures must be 1 or more, .* got 0"),
         ("--cuda-graph-packed-sequences 0", "--cuda-graph-packed-sequences must be a positive number .* got 0"),
         ("--cuda-graph-layers-per-graph 2", "--cuda-graph-layers-per-graph must be all, model or 1, got 2"),
         ("--moe-alltoall-capacity-factor nan", "--moe-alltoall-capacity-factor must be above 0, .* got nan"),
@@ -378,7 +377,6 @@ def test_configurations_have_the_flags_of_this_patch():
         "cuda_graph_fallback": "eager",
         "cuda_graph_layers_per_graph": None,
         "cuda_graph_packed_sequences": None,
-        "cuda_graph_max_captures": 8,
         "cuda_graph_report": None,
         "moe_use_grouped_tensor": True,
         "moe_alltoall_capacity_factor": None,

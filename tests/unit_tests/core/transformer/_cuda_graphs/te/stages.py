@@ -1,7 +1,7 @@
 """Build pipeline stages of simple layers, and capture them."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,11 +11,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session, changed_shapes
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
 from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, CaptureState, Holds
-from megatron.core.transformer._cuda_graphs.te.changed_shapes import Recaptures
 from megatron.core.transformer._cuda_graphs.te.order import PassOrder
 from megatron.core.transformer._cuda_graphs.te.stage import Chunk, Role, Stage
 from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
@@ -104,11 +103,8 @@ def capture(stage, order, engine=capture_session.make_graphed_callables):  # typ
         args, kwargs = zip(*arguments.samples(order), strict=True)
         return list(args), arguments.of_engine(passes, kwargs)
 
-    session = CaptureSession(stage, graphs, Alone(), Recaptures(stage), (2, 1))
-    with ExitStack() as stack:
-        for module in (capture_arguments, changed_shapes):
-            stack.enter_context(mock.patch.object(module, "get_num_microbatches", return_value=1))
-        stack.enter_context(using(engine))
+    session = CaptureSession(stage, graphs, Alone(), (2, 1))
+    with mock.patch.object(capture_arguments, "get_num_microbatches", return_value=1), using(engine):
         session.capture(input_data)
     return graphs
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
 from megatron.core.transformer._cuda_graphs.te import model as te_model
@@ -70,14 +69,14 @@ def mask(size=SHAPE[1]):
     return torch.zeros(SHAPE[0], 1, size, size, dtype=torch.bool)
 
 
-def graphed(with_mask=True, eager_passes=None, more=None):
+def graphed(with_mask=True, more=None):
     """Return a model, its ``ModelGraphs`` of stand-in passes, and their static inputs; ``more`` adds static inputs."""
     model = Model()
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
         del static["attention_mask"]
     static |= more or {}
-    graphs = ModelGraphs(model, [cast(Any, Passes(static))], eager_passes or EagerPasses(), Snapshot(""))
+    graphs = ModelGraphs(model, [cast(Any, Passes(static))], Snapshot(""))
     return model, graphs, static
 
 
@@ -295,7 +294,7 @@ def chunk(monkeypatch):
     chunk = Chunk()
     monkeypatch.setattr(te_model, "get_num_microbatches", lambda: chunk.microbatches)
     slots = [Passes({"attention_mask": mask(), "hidden_states": hidden()}) for _ in range(2)]
-    ModelGraphs(chunk, cast(Any, slots), EagerPasses(), Snapshot(""))
+    ModelGraphs(chunk, cast(Any, slots), Snapshot(""))
     return chunk, slots
 
 
@@ -332,7 +331,7 @@ def test_decoder_without_packed_sequences_runs_eagerly():
 
     decoder = Decoder()
     passes = Passes({"hidden_states": torch.zeros(8, 1, 4)} | dict.fromkeys(OFFSETS, offsets(8, 8)))
-    graphs = DecoderGraphs(decoder, [cast(Any, passes)], EagerPasses(), Snapshot(""))
+    graphs = DecoderGraphs(decoder, [cast(Any, passes)], Snapshot(""))
     assert graphs.inputs_of({"hidden_states": torch.zeros(8, 1, 4)}, graphs.slots[0]) is None
     given = {"hidden_states": torch.zeros(8, 1, 4), "packed_seq_params": packed(3, 8)}
     assert graphs.inputs_of(given, graphs.slots[0]) is not None
