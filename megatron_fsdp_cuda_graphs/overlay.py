@@ -12,7 +12,6 @@ import ast
 import copy
 import functools
 import importlib.util
-import inspect
 import logging
 import os
 import sys
@@ -276,25 +275,6 @@ def is_patched(module: Any) -> bool:
     return _extension(module) is not None or getattr(module, "__file__", "") == str(tree_file(module.__name__))
 
 
-def _find_classes_by_methods(getfile: Any) -> Any:
-    """Wrap ``inspect.getfile`` to locate a class of a patched module by its first method.
-
-    The ``__file__`` of the class's module may be megatron-core's file, or the file of a module that exports the class.
-    """
-
-    @functools.wraps(getfile)
-    def wrapper(object: Any) -> str:
-        module = sys.modules.get(getattr(object, "__module__", "")) if isinstance(object, type) else None
-        if module is not None and is_patched(module):
-            codes = (getattr(getattr(each, "__func__", each), "__code__", None) for each in vars(object).values())
-            for code in filter(None, codes):
-                if code.co_qualname.startswith(f"{object.__qualname__}."):
-                    return code.co_filename
-        return getfile(object)
-
-    return wrapper
-
-
 def switch() -> Literal["on", "off", "untested"]:
     """Return the setting in the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS``."""
     return _SETTINGS.get(os.environ.get(SWITCH, "").strip().lower(), "on")
@@ -330,7 +310,6 @@ def activate() -> None:
         )
         return
     sys.meta_path.insert(0, OverlayFinder())
-    inspect.getfile = _find_classes_by_methods(inspect.getfile)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Transformer configurations that allow full recomputation with CUDA graphs."""
+"""Allow full recomputation with CUDA graphs in transformer configurations."""
 
 from copy import copy
 from typing import Any
@@ -6,22 +6,20 @@ from typing import Any
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
+_check = _upstream.TransformerConfig.__post_init__
 
 
-class TransformerConfig(_upstream.TransformerConfig):
-    """Extends megatron-core's ``TransformerConfig`` to allow full recomputation of layers that share one graph."""
-
-    def __post_init__(self) -> None:
-        recomputes_layers = self.recompute_granularity == "full" and self.cuda_graph_impl == "transformer_engine"
-        if recomputes_layers:  # megatron-core rejects this; run its other checks without graphs
-            eager = copy(self)
-            eager.cuda_graph_impl = "none"
-            eager.__post_init__()
-            self.recompute_granularity: Any = None
-        super().__post_init__()
-        if recomputes_layers:
-            self.recompute_granularity = "full"
+def _post_init(self: Any) -> None:
+    """Run megatron-core's checks, and allow full recomputation of layers that share one graph."""
+    recomputes_layers = self.recompute_granularity == "full" and self.cuda_graph_impl == "transformer_engine"
+    if recomputes_layers:  # megatron-core rejects this; run its other checks without graphs
+        eager = copy(self)
+        eager.cuda_graph_impl = "none"
+        eager.__post_init__()
+        self.recompute_granularity = None
+    _check(self)
+    if recomputes_layers:
+        self.recompute_granularity = "full"
 
 
-class MLATransformerConfig(_upstream.MLATransformerConfig, TransformerConfig):
-    """Extends megatron-core's ``MLATransformerConfig`` to allow full recomputation with graphs."""
+_upstream.TransformerConfig.__post_init__ = _post_init  # in place, so that all subclasses inherit it
