@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from .captured_training import CapturedTraining, compared
@@ -96,22 +97,39 @@ def test_unsupported_layer_order_names_the_layer(one_rank):
     assert (got.losses, got.grad_norms) == (expected.losses[:2], expected.grad_norms[:2])
 
 
-class Doubling(TransformerLayer):
-    def forward(self, hidden_states, *args, **kwargs):
-        return super().forward(2 * hidden_states, *args, **kwargs)
+def negated(forward):
+    """Wrap ``forward`` of a layer or decoder to negate its output."""
+
+    @functools.wraps(forward)
+    def call(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        return -output if torch.is_tensor(output) else (-output[0], *output[1:])
+
+    return call
 
 
-def double(model):
-    """Make the second layer double its input."""
-    model.decoder.layers[1].__class__ = Doubling
+@pytest.mark.parametrize("replaced", ["instance", "subclass", "class"])
+def test_layer_that_replaces_forward_runs_in_larger_graphs_only(one_rank, monkeypatch, replaced):
+    def negate(model):
+        layer = model.decoder.layers[1]
+        if replaced == "instance":
+            layer.forward = negated(layer.forward)
+        elif replaced == "class":
+            monkeypatch.setattr(TransformerLayer, "forward", negated(original))
+        else:
+            layer.__class__ = type("Negated", (TransformerLayer,), {"forward": negated(original)})
 
-
-def test_layer_that_overrides_forward_runs_in_larger_graphs_only(one_rank):
+    original = TransformerLayer.forward
     case = small(layers=COUNT, holds=ALL, warmup=10)
-    assert compared(case, variant=Variant(case, change=double)).replays
+    assert compared(case, variant=Variant(case, change=negate)).replays
     case = replace(case, holds=ONE)
-    with pytest.raises(RuntimeError, match=r"layer 2 \(Doubling\) overrides forward"):
-        CapturedTraining(case, variant=Variant(case, change=double))
+    with pytest.raises(RuntimeError, match=r"layer \d \(.*\) replaces forward"):
+        CapturedTraining(case, variant=Variant(case, change=negate))
+
+
+def test_layers_of_patched_decoder_class_have_their_own_graphs(one_rank, monkeypatch):
+    monkeypatch.setattr(TransformerBlock, "forward", negated(TransformerBlock.forward))
+    assert compared(small(layers=COUNT, holds=ALL, warmup=10)).step_replays[-1] == 2 * COUNT
 
 
 def read_in_hooks(model):

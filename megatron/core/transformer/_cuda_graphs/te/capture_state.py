@@ -13,7 +13,7 @@ from ..engine.rng import GraphStates
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import calls_weakly, has_other_hooks
 from .attached_graphs import detach_graphs
-from .layers import _layer_is_graphable, decoder_layers, language_layers, layer_name
+from .layers import _layer_is_graphable, decoder_layers, has_forward_of, language_layers, layer_name
 from .model import PassGraphs
 from .sample_inputs import attention_mask_type
 from .stage import Chunk, Layers, Stage
@@ -109,8 +109,7 @@ def known_class(model: Any) -> type | None:
     from megatron.core.models.gpt.gpt_model import GPTModel  # these import cuda_graphs, which imports this module
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    own = None if "forward" in vars(model) else getattr(type(model), "forward", None)
-    return next((kind for kind in (GPTModel, HybridModel) if isinstance(model, kind) and own is kind.forward), None)
+    return next((kind for kind in (GPTModel, HybridModel) if has_forward_of(model, kind)), None)
 
 
 def other_method(model: Any) -> str:
@@ -133,8 +132,7 @@ def _other_decoder(decoder: Any) -> str:
     from megatron.core.models.hybrid.hybrid_block import HybridStack  # these import cuda_graphs
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    known = getattr(type(decoder), "forward", None) in (TransformerBlock.forward, HybridStack.forward)
-    if known and "forward" not in vars(decoder):
+    if has_forward_of(decoder, TransformerBlock) or has_forward_of(decoder, HybridStack):
         return ""
     return f"{type(decoder).__name__} is not an unmodified TransformerBlock or HybridStack"
 

@@ -100,16 +100,22 @@ def why_not_graphable(layer: torch.nn.Module, config: Any) -> str:
     return f"--cuda-graph-modules {' '.join(module.name for module in chosen)} selects no part of it"
 
 
+def has_forward_of(module: Any, kind: Any) -> bool:
+    """Return whether ``module`` uses the ``forward`` that the source of megatron-core's class ``kind`` defines."""
+    if not isinstance(module, kind) or "forward" in vars(module) or type(module).forward is not kind.forward:
+        return False
+    return getattr(kind.forward, "__globals__", {}).get("__name__") == kind.__module__  # the class may be patched
+
+
 def refuse_skipped_forward(layer: torch.nn.Module, name: str) -> None:
-    """Raise UnsupportedError if ``layer`` overrides a ``forward`` that ``_te_cuda_graph_capture`` does not call."""
+    """Raise UnsupportedError if ``layer`` replaces a ``forward`` that ``_te_cuda_graph_capture`` does not call."""
     from megatron.core.transformer.transformer_layer import TransformerLayer  # imports this module
 
-    kind: Any = type(layer)
-    captures = getattr(kind, "_te_cuda_graph_capture", None) is TransformerLayer._te_cuda_graph_capture
-    if captures and kind.forward is not TransformerLayer.forward:
+    captures = getattr(type(layer), "_te_cuda_graph_capture", None) is TransformerLayer._te_cuda_graph_capture
+    if captures and not has_forward_of(layer, TransformerLayer):
         raise UnsupportedError(
-            f"{name} overrides forward, which a graph of this layer alone would skip: override _te_cuda_graph_capture, "
-            f"or capture more than single layers ({LAYERS_FLAG})"
+            f"{name} replaces forward, which a graph of this layer alone would skip: override _te_cuda_graph_capture "
+            f"instead or, under Megatron-FSDP, capture more than single layers ({LAYERS_FLAG})"
         )
 
 
