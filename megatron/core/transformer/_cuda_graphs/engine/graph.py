@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..replacements import between, replaced_attribute
+from ..replacements import Replacements, between, replaced_attribute
 from .rng import current_rng_state, generator_states, preserve_rng, refuse_host_draws
 
 
@@ -334,16 +334,19 @@ def moe_metrics() -> list[torch.Tensor]:
     return [entry.values for entry in metrics.values()]
 
 
-@contextmanager
-def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within the context, hide ``grad`` and the hooks (``register_hook``) of ``params``.
+def hide_grads_and_hooks(params: Iterable[torch.Tensor]) -> Replacements:
+    """Return a context that hides ``grad`` and the hooks of ``params``.
 
     This separates new gradients from earlier ones. Hooks run at replay on the returned gradients; recorded in the
     graph, they would run twice.
     """
-    without = replaced_attribute(params, "_backward_hooks", lambda hooks: None)
-    with replaced_attribute(params, "grad", lambda grad: None), without:
-        yield
+    hidden = Replacements()
+    for param in params:
+        hidden.add(param, "grad", None)
+        hidden.add(param, "_backward_hooks", None)
+        if param._post_accumulate_grad_hooks:  # they run if activation checkpointing accumulates gradients
+            hidden.add(param, "_post_accumulate_grad_hooks", {})  # torch would keep calling them after None
+    return hidden
 
 
 def pause_gc() -> AbstractContextManager[None]:

@@ -114,19 +114,24 @@ def test_nested_backward_is_bit_identical_to_eager(also_outside):
     assert_same_bits(train(case, make_graphed_callables), train(case, None))
 
 
-def test_gradients_from_before_capture_are_preserved():
+def test_capture_preserves_gradients_and_calls_no_hooks():
     module = _Checkpointed(False)
     params = list(module.parameters())
+    called: list[torch.Tensor] = []
     module(device_tensor(4, 6)).square().sum().backward()
     expected = copies([param.grad for param in params])
     kept = [param.grad for param in params]
+    for param in params:
+        param.register_post_accumulate_grad_hook(called.append)
     graphed = make_graphed_callables(module, (device_tensor(4, 6),))
+    assert called == []
     assert all(param.grad is grad for param, grad in zip(params, kept, strict=True))
     assert_same_bits(kept, expected)
     for param in params:
         param.grad = None
     graphed(device_tensor(4, 6)).square().sum().backward()
     assert_same_bits([param.grad for param in params], expected)
+    assert len(called) == len(params)
 
 
 def test_second_derivatives_are_refused():
