@@ -89,14 +89,8 @@ _LEVERS = (
     *(f"{name}+fused:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native", "full_iteration")),
 )
 _ON_FOUR = (
-    *(*_DENSE.split(), "compute_alone+fused", "full_iteration+optimizer", "native+optimizer"),
+    *(*_DENSE.split(), "compute_alone+fused"),
     *(f"{name}:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native+fused", "full_iteration+fused")),
-    f"native+fused+optimizer:{_BY_COPY_ENGINES} {_AVERAGED}",
-)
-_OPTIMIZER = "full_iteration full_iteration+optimizer eager+optimizer native+optimizer"
-_OPTIMIZER_LEVERS = (
-    *_OPTIMIZER.split(),
-    *("eager+fused+optimizer", f"native+fused+optimizer:{_BY_COPY_ENGINES} {_AVERAGED}"),
 )
 # Each kind of graph that holds dropless experts.
 _KINDS_OF_GRAPHS = (
@@ -166,13 +160,6 @@ PARTS = (
         )
     ),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
-    Part("step_time_a_b_optimizer", (1,), f"{_TIMES} --configurations A B --variants {_OPTIMIZER}", 150),
-    Part(
-        "step_time_a_b_optimizer",
-        (2,),
-        f"{_TIMES} --configurations A B --variants {shlex.join(_OPTIMIZER_LEVERS)}",
-        180,
-    ),
     Part("equality", (1,), f"{_EQUALITY}", 450),
     *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --share {part}/2", 450) for part in (1, 2)),
     # Layouts that require four GPUs: HSDP replicas of several shards, replicated experts or tensors.

@@ -22,11 +22,10 @@ Variants:
                                the GPU is the bottleneck, the time beyond this variant is the cost of sharding
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
     fsdp2, fsdp2_graphs        torch's FSDP2, without and with a graph per layer; not in the default set
-    eager+optimizer, ...       a variant with a graph of the optimizer step
     eager+fused, ...           a variant with fused weight gradients; not in the default set
     eager+checks, ...          a variant that checks each micro-batch's loss, Megatron's default; not in the default set
     eager+grouped, ...         a variant with grouped experts (--moe-use-grouped-tensor)
-    native+fused+optimizer     a variant with several additions
+    native+fused+checks        a variant with several additions
     native:NAME=VALUE,...:FLAGS    a variant with environment variables and flags; ~--flag removes a flag
 
 The same processes train all variants of configurations with the same rank layout sequentially, each with a fresh model,

@@ -55,7 +55,6 @@ def _forget_globals() -> None:
 def _forget_graphs() -> None:
     """Delete the graphs and static tensors held by megatron-core's global variables."""
     from megatron.core import full_cuda_graph
-    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
     delete_cuda_graphs()  # local graphs
@@ -65,8 +64,6 @@ def _forget_graphs() -> None:
         whole.curr_iteration[stage] = 0
         full_cuda_graph.StaticBufferLoader.static_buffers[stage].clear()
     full_cuda_graph._shared_graph_pool = None
-    OptimizerCudaGraphWrapper.cuda_graph = OptimizerCudaGraphWrapper.result = None
-    OptimizerCudaGraphWrapper.curr_iteration = 0
     override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if override is not None:
         override(False)

@@ -33,8 +33,7 @@ def rows(variants: Sequence[Variant], timed: Mapping[str, Result], profiled: Map
 
         - ``reference``: variant that must be bit-identical.
         - ``equal_steps``: number of steps before the first difference from the reference.
-        - ``ratio_to_VARIANT``: step time relative to ``compute_alone``, or to ``eager`` or ``full_iteration`` (both
-          with ``+optimizer`` if the row's variant has it).
+        - ``ratio_to_VARIANT``: step time relative to ``compute_alone``, ``eager`` or ``full_iteration``.
         - ``ratio_to_compute``: step time relative to the compute time of eager Megatron-FSDP, a lower bound for the
           same kernels on one stream.
         - ``repeatable``: whether losses and gradient norms of the profiled run equal the timed run's.
@@ -56,10 +55,8 @@ def _row(
     row: dict[str, Any] = {"variant": variant.name}
     dropped = ("numbers", "run", "event")
     row |= {key: value for key, value in result.items() if key not in dropped}
-    with_optimizer = "--optimizer-cuda-graph" in variant.flags
-    suffix = "+optimizer" if with_optimizer else ""
-    row["ratio_to_full_iteration"] = _ratio(result, timed.get(FULL_ITERATION + suffix))
-    row["ratio_to_eager"] = _ratio(result, timed.get(EAGER + suffix))
+    row["ratio_to_full_iteration"] = _ratio(result, timed.get(FULL_ITERATION))
+    row["ratio_to_eager"] = _ratio(result, timed.get(EAGER))
     row["ratio_to_compute_alone"] = _ratio(result, timed.get(ALONE))
     row["ratio_to_compute"] = round(result["ms"] / compute, 3) if compute else None
     reference = _reference(variant, timed)

@@ -22,7 +22,6 @@ DDP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-
 FSDP2 = ("--use-torch-fsdp2", "--ckpt-format", "torch_dcp", "--untie-embeddings-and-output-weights")
 WARMUP_STEPS = 3  # eager steps before capture
 IMPLEMENTATION = "--cuda-graph-impl"
-OPTIMIZER = ("--optimizer-cuda-graph",)
 GROUPED = "--moe-use-grouped-tensor"  # token counts stay on the GPU
 TE_GRAPHS = "transformer_engine"
 # Required by a full-iteration graph.
@@ -107,7 +106,6 @@ ADDITIONS: dict[str, tuple[dict[str, bool], tuple[str, ...]]] = {
     "checks": ({"checks_losses": True}, ()),
     "grouped": ({}, (GROUPED,)),  # may round differently
     "fused": ({"fuses_gradients": True}, ()),  # matrix products accumulate over micro-batches
-    "optimizer": ({}, OPTIMIZER),  # uses a capturable Adam
 }
 ON_CPU = ("eager", "native")
 
@@ -120,7 +118,7 @@ def parts(text: str) -> tuple[str, list[str], list[str]]:
 
 
 def variant(text: str) -> Variant:
-    """Return a variant by name, for example ``native+fused+optimizer:NAME=VALUE,...:FLAGS`` (see ``ADDITIONS``).
+    """Return a variant by name, for example ``native+fused+checks:NAME=VALUE,...:FLAGS`` (see ``ADDITIONS``).
 
     Raises:
         ValueError: The variant or an addition is unknown, or a variable has no value.
@@ -131,14 +129,11 @@ def variant(text: str) -> Variant:
         raise ValueError(f"--variants: a variable in {text!r} has no value: write NAME:VARIABLE=VALUE,...:FLAGS")
     first, *added = name.split("+")
     base = _choice(VARIANTS, first)
-    references = base.references
     for each in added:
         fields, more = _choice(ADDITIONS, each)
         base = replace(base, flags=(*base.flags, *more), **fields)
-    if "optimizer" in added and "eager" in references:
-        references = (*references, "full_iteration")
     unchecked = [each for each in added if each != "checks"]  # bit-identical
-    names = ["+".join([reference, *these]) for these in (added, unchecked) for reference in references]
+    names = ["+".join([reference, *these]) for these in (added, unchecked) for reference in base.references]
     return replace(
         base,
         name=text,
@@ -160,7 +155,6 @@ def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
         return list(ON_CPU)
     known = [name for name, each in VARIANTS.items() if not set(FSDP2) <= set(each.flags)]
     if not configuration.has_dynamic_shapes:
-        return [*known, "full_iteration+optimizer", "eager+optimizer", "native+optimizer"]
+        return known
     several = [name for name in known if not VARIANTS[name].one_graph]
-    grouped = ["eager+grouped", "native+grouped", "full_iteration+grouped"]
-    return [*several, *grouped, "eager+optimizer", "native+optimizer"]
+    return [*several, "eager+grouped", "native+grouped", "full_iteration+grouped"]

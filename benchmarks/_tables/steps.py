@@ -26,7 +26,6 @@ _SETTINGS = {"NCCL_CTA_POLICY=2": "", "--use-nccl-ub": "user buffers", "--ddp-av
 PEAK_TFLOPS = 989.4  # H100 and H200 (SXM), dense bf16, from NVIDIA's data sheets
 FLAGS = {
     "+grouped": "`--moe-use-grouped-tensor`",
-    "+optimizer": "`--optimizer-cuda-graph`",
     "+checks": "losses checked",
 }
 

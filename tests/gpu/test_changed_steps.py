@@ -24,7 +24,7 @@ TWICE: dict[str, Any] = SIZES | {
 CASES: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 2},
     {"holds": "layer", "evaluates": True},
-    {"holds": "model", "optimizer_graph": True},
+    {"holds": "model"},
     {"modules": ["attn"], "micro_batches_later": [1, 2]},
     {"wrapper": "ddp", "microbatches": 2},
 ]

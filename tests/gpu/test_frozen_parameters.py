@@ -17,10 +17,9 @@ CASES: list[dict[str, Any]] = [
     {"modules": ["attn"], **ADAPTERS},
     {"holds": "model", "microbatches": 2, **FIRST_LAYERS},
     {"holds": "layer", "microbatches": 2, **FIRST_LAYERS},
-    {"holds": "model", "optimizer_graph": True, **FIRST_LAYERS},
     {"holds": "model", "dtype": "bf16", "experts": 8, "moe_use_grouped_tensor": True, "frozen": "experts"},
     {"holds": "layer", "wrapper": "ddp", **ADAPTERS},
-    {"holds": "model", "dtype": "bf16", "decoupled_lr": 0.01, "thawed": 6, "optimizer_graph": True},
+    {"holds": "model", "dtype": "bf16", "decoupled_lr": 0.01, "thawed": 6},
 ]
 
 

@@ -15,7 +15,6 @@ CASES: list[dict[str, Any]] = [
     OPTIM | {"holds": "model", "microbatches": 3, "dropout": 0.1, "evaluates": "often"},
     OPTIM | {"holds": "model", "norm_on_device": True, "gradient_accumulation_fusion": True},
     OPTIM | {"holds": "model", "sequences_later": [512, 1024], "microbatches": 2},
-    OPTIM | {"holds": "model", "optimizer_graph": True},
     OPTIM | {"holds": "model", "warmup": 0, "dropout": 0.1},
     OPTIM | {"holds": "model", "control": "captured_again", "microbatches_later": 2},
     HYBRID | {"microbatches": 2, "dropout": 0.1},

@@ -17,7 +17,7 @@ CAPTURED: list[dict[str, Any]] = [
     for case in (
         {"microbatches": 2},
         {"holds": "layer", "dtype": "bf16", "evaluates": True},
-        {"holds": "model", "dtype": "bf16", "optimizer_graph": True},
+        {"holds": "model", "dtype": "bf16"},
         {"modules": ["attn"], "micro_batches_later": [1]},
         DDP | {"microbatches": 2},
     )

@@ -21,7 +21,6 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"warmup": 0, "average_in_collective": True},
     {"dropout": 0.1, **MOE},
     {"dropout": 0.1, "mtp": 1},
-    {"dtype": "bf16", "optimizer_graph": True},
 ]
 PIPELINE: list[dict[str, Any]] = [
     {"layers": 4, "dropout": 0.1, "microbatches": 4},

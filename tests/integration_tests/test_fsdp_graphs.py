@@ -32,7 +32,7 @@ MODEL: list[dict[str, Any]] = [
     for case in (
         {"dropout": 0.1, **FEWER},
         {"warmup": 0, "dropout": 0.1, "evaluates": True},
-        {"dtype": "bf16", "optimizer_graph": True, "microbatches": 2, "layers": 5},
+        {"dtype": "bf16", "microbatches": 2, "layers": 5},
         FP16,
         {"mtp": 1, **FEWER},
         {"mtp": 2, "warmup": 0, "dtype": "fp16", "tied": False, "steps": 10},
@@ -43,7 +43,7 @@ MODEL: list[dict[str, Any]] = [
         {"multi_latent_attention": True, "dropout": 0.1},
         {"recompute_modules": ["core_attn"], "microbatches": 2, "evaluates": True},
         FULL_RECOMPUTE | {"recompute_num_layers": 2, "microbatches": 2, "evaluates": True},
-        FULL_RECOMPUTE | {"optimizer_graph": True, **PADDED, **SHARED},
+        FULL_RECOMPUTE | PADDED | SHARED,
         FUSED | {"warmup": 0, "mtp": 1, "tied": False},
         FUSED | {"microbatches_later": 2, "average_in_collective": True},
     )
@@ -83,9 +83,9 @@ LAYERS: list[dict[str, Any]] = [
     {"holds": "layer", "warmup": 0, "dropout": 0.1},
     {"holds": "layer", "control": "captured_again_later", "dropout": 0.1, "microbatches": 2},
     {"holds": "layer", **SHORTER, "dropout": 0.1, "microbatches": 2},
-    {"holds": "layer", "data_parallel_sharding_strategy": "optim", "optimizer_graph": True},
-    {"holds": "layer", "data_parallel_sharding_strategy": "no_shard", "optimizer_graph": True, "dtype": "bf16"},
-    {"holds": "layer", "data_parallel_sharding_strategy": "optim_grads", "optimizer_graph": True, "evaluates": True},
+    {"holds": "layer", "data_parallel_sharding_strategy": "optim"},
+    {"holds": "layer", "data_parallel_sharding_strategy": "no_shard", "dtype": "bf16"},
+    {"holds": "layer", "data_parallel_sharding_strategy": "optim_grads", "evaluates": True},
 ]
 MODULES: list[dict[str, Any]] = [
     {"modules": ["attn"], "dtype": "bf16", "dropout": 0.1, "microbatches": 2},
@@ -95,7 +95,7 @@ MODULES: list[dict[str, Any]] = [
     {"modules": ["attn"], "warmup": 0, "microbatches": 2, "megatron_fsdp_max_pool_double_buffer": True, **FUSED},
     {"modules": ["mlp"], "dropout": 0.1},
     {"modules": ["attn", "mlp", "moe_router"], "experts": 4, "moe_layer_freq": [0, 1, 1], "dropout": 0.1},
-    {"modules": ["moe_router"], **SHARED, "optimizer_graph": True},
+    {"modules": ["moe_router"], **SHARED},
     {"modules": ["attn", "moe"], **PADDED},
     {"modules": PARTS, "experts": 4, "dtype": "bf16", **OFTEN},
     {"modules": PARTS, **SHARED, "moe_shared_expert_overlap": True, "dtype": "bf16", "evaluates": True},

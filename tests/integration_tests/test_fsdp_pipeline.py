@@ -59,7 +59,7 @@ CHUNKS: list[tuple[str, dict[str, Any]]] = [
         ("PP2", {"dtype": "fp16", "holds": "model"}),
         ("PP2", {"virtual": 2, "dropout": 0.1, "evaluates": "often", "evaluated_sequence": 48, **PADDED}),
         ("PP2", {"dtype": "bf16", "experts": 4, "moe_use_grouped_tensor": True, "virtual": 2}),
-        ("PP2", {"dtype": "bf16", "multi_latent_attention": True, "optimizer_graph": True}),
+        ("PP2", {"dtype": "bf16", "multi_latent_attention": True}),
         ("PP2", {"virtual": 2, "layers": 12, "microbatches": 6, **RECOMPUTED}),
         ("PP2", {"virtual": 4, "layers": 8, "steps": 8, "dropout": 0.1, "control": "captured_again_later"}),
         ("PP2", {"fp8": "delayed", "virtual": 2, "dropout": 0.1, "evaluates": True}),

@@ -25,7 +25,7 @@ DATA_PARALLEL: list[tuple[dict[str, Any], int, int]] = [
     ({"pattern": "M-*M", "modules": ["attn", "mlp"], "microbatches": 2}, 2, 2),
     ({"pattern": "*EM-", "experts": 4, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]}, 3, 3),
     ({"pattern": "M*-E/*M/*M", **PADDED, "dtype": "bf16", "microbatches": 2, "evaluates": True}, 8, 5),
-    ({"pattern": "M*-M", "data_parallel_sharding_strategy": "optim_grads", "optimizer_graph": True}, 4, 4),
+    ({"pattern": "M*-M", "data_parallel_sharding_strategy": "optim_grads"}, 4, 4),
 ]
 STAGES: list[tuple[dict[str, Any], int]] = [
     ({"pattern": "*-|M*", "dropout": 0.1}, 8),

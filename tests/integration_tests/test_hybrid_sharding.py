@@ -24,7 +24,6 @@ CASES: list[dict[str, Any]] = [
     MODEL | OPTIM | {"dropout": 0.1, "evaluates": True, "warmup": 0},
     MODEL | OPTIM | BF16 | {"norm_on_device": True},
     MODEL | OPTIM | {"dtype": "bf16", "microbatches": 3, "microbatches_later": 1, "evaluates": "often"},
-    MODEL | OPTIM | {"dtype": "bf16", "optimizer_graph": True},
     MODEL | OPTIM | {"control": "captured_again", "microbatches": 2},
     MODEL | OPTIM | {"dtype": "fp16", "steps": 10},
     {"microbatches": 2, "dropout": 0.1},

@@ -11,7 +11,7 @@ RELEASED = 5
 CASE: dict[str, Any] = {"layers": 3, "hidden": 32, "sequence": 16, "dropout": 0.1, "released": RELEASED, "steps": 8}
 CASES: list[dict[str, Any]] = [
     {"holds": None, "dtype": "bf16", "evaluates": "often"},
-    {"holds": None, "dtype": "bf16", "microbatches": 2, "optimizer_graph": True, "reloads": True},
+    {"holds": None, "dtype": "bf16", "microbatches": 2, "reloads": True},
     {"dtype": "bf16", "mtp": 1},
     {"holds": "layer", "dtype": "fp16", "reloads": True},
     {"holds": "layer", "experts": 4, "moe_use_grouped_tensor": True},

@@ -18,7 +18,7 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"dtype": "bf16", "holds": "layer", "control": "captured_again_later"}, 4),
     ({"modules": ["attn"], "dropout": 0.1}, 4),
     ({"holds": "model"}, 2),  # captures its layers
-    ({"data_parallel_sharding_strategy": "optim_grads", "optimizer_graph": True}, 4),
+    ({"data_parallel_sharding_strategy": "optim_grads"}, 4),
 ]
 
 

@@ -233,13 +233,6 @@ WORKING = (
     ),
     Working("decoupled learning rate", "--decoupled-lr", _FROZEN, "--decoupled-lr 1e-2"),
     Working(
-        "optimizer graph",
-        "--optimizer-cuda-graph",
-        _GPU,
-        "--optimizer-cuda-graph",
-        "runs with and without it load each other's checkpoints",
-    ),
-    Working(
         "tensor parallel", "--tensor-model-parallel-size, --sequence-parallel", _GPU, "--tensor-model-parallel-size 2"
     ),
     Working(

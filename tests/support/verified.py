@@ -32,7 +32,6 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "moe_expert_capacity_factor": ("--moe-pad-expert-input-to-capacity",),
     "mtp": ("--mtp-num-layers",),
     "nccl_ub": ("--use-nccl-ub",),
-    "optimizer_graph": ("--optimizer-cuda-graph",),
     "outer": ("--outer-dp-sharding-strategy",),
     "packed": ("--cuda-graph-packed-sequences",),
     "pattern": ("--hybrid-layer-pattern",),
@@ -108,7 +107,7 @@ def of_variant(configuration: str, variant: str, hardware: str) -> Iterator[str]
         yield "--expert-model-parallel-size"
     if "fused" in additions:
         yield "--no-gradient-accumulation-fusion not given"
-    added = (flag for each in additions for flag in ADDITIONS[each][1])
+    added = (flag for each in additions if each in ADDITIONS for flag in ADDITIONS[each][1])
     for flag, *values in map(str.split, (*FLAG.findall(f"{flags} {own}"), *added)):
         if not flag.startswith("~"):
             yield from (flag, *(f"{flag} {value}" for value in values))

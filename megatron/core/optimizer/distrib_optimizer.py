@@ -82,13 +82,6 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             self._clipping.reset()
         self._clipping = None
 
-    def free_gradients(self) -> None:
-        """Free the gradients under Megatron-FSDP, even if a graph has read them."""
-        self._free_clipping()
-        self._local_shards = self._kept = None
-        for chunk in self.model_chunks if self.ddp_config.use_megatron_fsdp else ():
-            chunk.param_and_grad_buffer.free_gradients()
-
     def _whole_model_passes(self) -> Any:
         """Return the graphs of the whole model if clipping can be captured, else None.
 
@@ -197,11 +190,10 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """Return the parameters' states and groups, both keyed by parameter name, and the loss scale.
 
         megatron-core omits the loss scale and the states of empty shards, although saving and loading run collectives
-        for each state. Learning rates are floats, even if ``--optimizer-cuda-graph`` keeps them in tensors.
+        for each state.
         """
         saved: dict[str, Any] = super().sharded_param_state_fsdp_dtensor(is_loading)
         if not self.is_stub_optimizer:
-            saved[GROUPS] = {name: group | {"lr": float(group["lr"])} for name, group in saved[GROUPS].items()}
             saved["state"] = state_of_every_parameter(self.optimizer, saved["state"], self._param_name)
             if self.grad_scaler is not None and (scale := self.grad_scaler.state_dict()):
                 saved[LOSS_SCALE] = scale
@@ -227,28 +219,10 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
                 counted["step"] *= 0
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states and the loss scale of a checkpoint; see megatron-core.
-
-        ``capturable`` and the type of learning rates (float or tensor) come from this run, not from the checkpoint.
-        """
-        if self.ddp_config.use_megatron_fsdp:
-            if LOSS_SCALE in state_dict:
-                self.grad_scaler.load_state_dict(state_dict.pop(LOSS_SCALE))
-            if state_dict.get(GROUPS):
-                state_dict[GROUPS] = self._as_own(state_dict[GROUPS])
+        """Load the states and the loss scale of a checkpoint; see megatron-core."""
+        if self.ddp_config.use_megatron_fsdp and LOSS_SCALE in state_dict:
+            self.grad_scaler.load_state_dict(state_dict.pop(LOSS_SCALE))
         super().load_state_dict(state_dict)
-        for group in self.optimizer.param_groups if self.ddp_config.use_megatron_fsdp else ():
-            if isinstance(group.get("lr"), torch.Tensor):  # groups with equal rates share one
-                group["lr"] = group["lr"].clone()
-
-    def _as_own(self, groups: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return a checkpoint's ``groups`` with this run's ``capturable`` and type of learning rates."""
-        own = self.optimizer.param_groups[0]
-        is_tensor = isinstance(own["lr"], torch.Tensor)
-        rates = {float(group["lr"]) for group in groups.values()}
-        own_rates = {rate: torch.full_like(own["lr"], rate) if is_tensor else rate for rate in rates}
-        captured = {"capturable": own["capturable"]} if "capturable" in own else {}
-        return {name: group | captured | {"lr": own_rates[float(group["lr"])]} for name, group in groups.items()}
 
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Copy the model's parameters to the optimizer's after loading only weights; see megatron-core.

@@ -162,7 +162,8 @@ class TECudaGraphHelper:
         if problem := allocator_problem():
             raise OptionsError(problem)
         sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
-        check(Options(config, *sharded[:1], sharding=MEGATRON_FSDP if sharded else None))
+        stepping = [getattr(each, "config", None) for each in optimizers[:1]]
+        check(Options(config, *sharded[:1], *stepping, sharding=MEGATRON_FSDP if sharded else None))
         self.model, self.optimizers = model, optimizers
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
@@ -484,7 +485,7 @@ class TECudaGraphHelper:
         self._state = self._new_state()
 
     def release(self) -> None:
-        """Free the graphs of model and optimizers, free Megatron-FSDP's communication buffers, and zero gradients.
+        """Free the model's graphs and Megatron-FSDP's communication buffers, and zero gradients.
 
         All ranks must call this between steps. Until ``restore``, the model runs eagerly and allocates communication
         buffers as needed; calling ``release`` again frees them. Weights, gradient buffers and optimizer states may be
@@ -500,8 +501,6 @@ class TECudaGraphHelper:
         for chunk in self.stage.chunks:
             if chunk.fsdp is not None:
                 chunk.fsdp.graphs.free_buffers()  # waits for reductions
-        for step in self._captured_steps():
-            step.release()
         self._reset_after_capture()
         gc.collect()
         release_cached_memory()
@@ -509,23 +508,13 @@ class TECudaGraphHelper:
     def restore(self) -> None:
         """Capture the graphs that ``release`` freed, for the same shape. All ranks must call this together.
 
-        The next optimizer step is captured if its graph was freed. Gradients are zero afterwards. Does nothing if no
-        graphs were released.
+        Gradients are zero afterwards. Does nothing if no graphs were released.
 
         Raises:
             CaptureFailedError, CaptureInterruptedError: See ``create_cudagraphs``.
         """
         if self._state.status is Status.RELEASED:
             self._recapture(self._state.not_model)
-        for step in self._captured_steps():
-            step.restore()
-
-    def _captured_steps(self) -> list[Any]:
-        """Return the wrappers that ``--optimizer-cuda-graph`` has installed as the optimizers' ``step``."""
-        from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper  # imports this module
-
-        steps = [getattr(optimizer, "step", None) for optimizer in self.optimizers]
-        return [step for step in steps if isinstance(step, OptimizerCudaGraphWrapper)]
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

@@ -156,7 +156,6 @@ FEATURES: dict[str, Setting] = {
     "job: overlapped collectives": {"--overlap-grad-reduce": True, "--overlap-param-gather": True},
     "fused weight gradients of sharded parameters": {"--no-gradient-accumulation-fusion": False},
     "multi-token prediction": {"--mtp-num-layers": "1"},
-    "optimizer graph": {"--optimizer-cuda-graph": True},
     "tensor parallel": {"--tensor-model-parallel-size": "2"},
     "pipeline": {**STAGES, "--num-layers-per-virtual-pipeline-stage": False},
     "interleaved stages": CHUNKS,

@@ -45,7 +45,6 @@ class Case:
         local: Use ``cuda_graph_impl="local"``.
         full_iteration: Use megatron-core's ``cuda_graph_impl="full_iteration"``.
         unchecked: Skip flag validation.
-        optimizer_graph: Capture the optimizer step; eager runs use the same optimizer.
         norm_on_device: Compute the gradient norm without synchronizing, as TransformerEngine's kernels do.
         adapters: Rank of adapters on linear layers; all other parameters are frozen. 0 for none.
         frozen: Regular expression of the names of parameters to freeze before wrapping; empty for none.
@@ -90,7 +89,6 @@ class Case:
     local: bool = False
     full_iteration: bool = False
     unchecked: bool = False
-    optimizer_graph: bool = False
     norm_on_device: bool = False
     adapters: int = 0
     frozen: str = ""

@@ -252,7 +252,6 @@ def optimizer(case: Case, chunks: list[torch.nn.Module], **options: Any):
         hysteresis=1,
         params_dtype=case.torch_dtype,
         use_distributed_optimizer=case.wrapper != "fsdp2",
-        optimizer_cuda_graph=case.optimizer_graph,
         decoupled_lr=case.get("decoupled_lr"),
     )
     return get_megatron_optimizer(config, chunks, **options)

@@ -116,12 +116,10 @@ class Training:
             self.optimizer = models.optimizer(case, self.chunks)
         self.helper: Any = None
         self._connect()
-        if case.optimizer_graph or case.norm_on_device:
-            from tests.support.layers.capturable import capturable_on_this_device
+        if case.norm_on_device:
+            from tests.support.layers.norm_on_device import norm_on_device
 
-            self.patches.enter_context(capturable_on_this_device())
-        if case.optimizer_graph:
-            self._capture_optimizer(graphs)
+            self.patches.enter_context(norm_on_device())
         self._gather_in_hooks(False)
         self.taken: list[torch.Tensor] = []  # memory allocated by a control
         self.losses: list[float] = []
@@ -157,16 +155,6 @@ class Training:
             self.config.grad_sync_func = self._of_chunks("start_grad_sync")
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
-
-    def _capture_optimizer(self, graphs: bool) -> None:
-        """Capture the optimizer step after ``case.warmup`` steps; without ``graphs``, only make it capturable."""
-        from megatron.core.optimizer import optimizer_cuda_graph
-
-        wrapper = optimizer_cuda_graph.OptimizerCudaGraphWrapper
-        steps = self.case.warmup if graphs else self.case.steps
-        wrapper.curr_iteration = 0
-        self.optimizer.step = wrapper(self.optimizer.step, cuda_graph_warmup_steps=steps)
-        self.patches.callback(vars(self.optimizer).pop, "step")
 
     def _captured_iteration(self, passes: Callable) -> Callable:
         """Wrap the schedule ``passes`` in ``FullCudaGraphWrapper``, which captures after ``case.warmup`` steps."""
@@ -290,8 +278,7 @@ class Training:
             self._read_log()
             for group in self.optimizer.param_groups:
                 if group.get("max_lr") == self.case.get("decoupled_lr", -1):
-                    rate = group["max_lr"] * (number >= self.case.thawed)
-                    group["lr"] = group["lr"].fill_(rate) if self.case.optimizer_graph else rate
+                    group["lr"] = group["max_lr"] * (number >= self.case.thawed)
             _, grad_norm, _ = self.optimizer.step()
             # only in the last pipeline stage
             loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
@@ -299,8 +286,6 @@ class Training:
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             self.losses.append(loss.item() / (dist.get_world_size() // stages))
             self.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
-            for group in self.optimizer.param_groups if self.case.optimizer_graph else ():
-                group["lr"].mul_(0.75)  # graphs must read the new learning rate
         if number == 0:
             self._gather_in_hooks(True)
 

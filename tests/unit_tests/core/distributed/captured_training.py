@@ -39,12 +39,9 @@ class CapturedTraining(Training):
         return self.chunks[0].module
 
     def delete(self) -> None:
-        """Free all graphs, including the graph of the optimizer step, which the next training run would reuse."""
+        """Free all graphs."""
         if self.helper is not None and self.helper.graphs_created():
             self.helper.delete_cuda_graphs()
-        if self.case.optimizer_graph:
-            wrapper = type(self.optimizer.step)
-            wrapper.cuda_graph, wrapper.curr_iteration = None, 0
 
 
 class CapturedModel:

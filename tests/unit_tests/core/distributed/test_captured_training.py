@@ -125,38 +125,12 @@ def stepped_twice_with_nothing_gathered(training):
 
 @pytest.mark.parametrize(
     ("graphs", "case"),
-    [
-        (False, graphed(MODEL)),
-        (True, graphed(MODEL)),
-        (True, graphed(ONE)),
-        (True, graphed(MODEL, optimizer_graph=True)),
-    ],
-    ids=["eagerly", "model", "a layer", "optimizer"],
+    [(False, graphed(MODEL)), (True, graphed(MODEL)), (True, graphed(ONE))],
+    ids=["eagerly", "model", "a layer"],
 )
 def test_weights_of_a_second_optimizer_step_are_used(one_rank, graphs, case):
     expected = trained(case, False, stepped_twice_with_nothing_gathered)
     assert expected.differences(trained(case, graphs, stepped_twice)) == []
-
-
-@pytest.mark.parametrize("steps", [0, 1])  # before the release; the optimizer's step is captured in the first
-@pytest.mark.parametrize("lists", [False, True])  # whether the optimizer keeps lists of gradients
-def test_graph_of_the_optimizer_is_freed_until_restore(one_rank, lists, steps):
-    training = CapturedTraining(graphed("layer", optimizer_graph=True, dtype="bf16"))
-    if lists:
-        training.optimizer.optimizer.multi_tensor_adam = None  # an attribute of TransformerEngine's FusedAdam
-    captured = training.optimizer.step
-    captured.cuda_graph_warmup_steps = captured.curr_iteration
-    for _ in range(steps):
-        training.step()
-    grad = weakref.ref(training.optimizer.get_parameters()[0].grad._local_tensor)
-    training.release()
-    assert captured.cuda_graph is None and grad() is None
-    training.step()
-    assert captured.cuda_graph is None
-    training.restore()
-    training.step()
-    assert captured.cuda_graph is not None
-    training.delete()
 
 
 def evaluate_in_turn(training):

@@ -75,19 +75,6 @@ def test_gradients_take_no_memory_between_steps(training):
             assert {grad.untyped_storage().nbytes() for grad in grads} == {0}
 
 
-def test_gradients_stay_for_a_graph_of_the_optimizer(training):
-    fsdp, case = training
-    step(fsdp, case)
-    fsdp.param_and_grad_buffer.keep_gradients_in_place()
-    step(fsdp, case)
-    before = step(fsdp, case)
-    fsdp.zero_grad_buffer()
-    assert all(one is other for one, other in zip(before, attached(fsdp), strict=True))
-    addresses = [None if grad is None else grad.data_ptr() for grad in before]
-    after = step(fsdp, case)
-    assert [None if grad is None else grad.data_ptr() for grad in after] == addresses
-
-
 @pytest.mark.parametrize("captured", [0, 1])
 def test_gradients_stay_once_a_graph_has_written_them(training, captured):
     fsdp, case = training

@@ -183,30 +183,6 @@ def test_checkpoints_hold_the_loss_scale(optimizer, monkeypatch):
         assert saving.sharded_param_state_fsdp_dtensor() == empty
 
 
-@pytest.mark.parametrize("saved", [False, True], ids=["saved without", "saved with"])
-@pytest.mark.parametrize("loads", [False, True], ids=["loaded without", "loaded with"])
-def test_checkpoints_do_not_depend_on_optimizer_graphs(optimizer, monkeypatch, saved, loads):
-    upstream, taken = distrib_optimizer._upstream.DistributedOptimizer, []
-    options = {"lr": torch.tensor(0.5) if saved else 0.5, "capturable": saved, "eps": 1e-8}
-    groups = {"state": {}, "param_to_group_meta": {"a": options, "b": options}}
-    monkeypatch.setattr(upstream, "sharded_param_state_fsdp_dtensor", lambda self, is_loading: dict(groups))
-    monkeypatch.setattr(upstream, "load_state_dict", lambda self, state_dict: taken.append(state_dict))
-    monkeypatch.setattr(distrib_optimizer, "state_of_every_parameter", lambda optimizer, states, name_of: states)
-    saving, loading = optimizer([]), optimizer([])
-    saving.grad_scaler = None
-    equal = {"lr": torch.tensor(0.1) if loads else 0.1, "capturable": loads}
-    for group in loading.optimizer.param_groups:
-        group.update(equal)
-    written = saving.sharded_param_state_fsdp_dtensor()["param_to_group_meta"]
-    assert all(type(each["lr"]) is float for each in written.values())
-    loading.load_state_dict({"state": {}, "param_to_group_meta": written})
-    found = taken[0]["param_to_group_meta"]
-    assert found["a"] == found["b"] == {"lr": 0.5, "capturable": loads, "eps": 1e-8}
-    assert isinstance(found["a"]["lr"], torch.Tensor) is loads
-    first, second = (group["lr"] for group in loading.optimizer.param_groups)
-    assert (first is not second) is loads  # later steps may set them to different values
-
-
 class CountsInGroups(torch.optim.AdamW):
     """Counts steps in the parameter groups, as TransformerEngine's Adam does."""
 

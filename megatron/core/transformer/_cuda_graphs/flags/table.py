@@ -302,25 +302,10 @@ _REFUSED = [
         sharding=None,
     ),
     _refused(
-        "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level above 0",
-        lambda o: (
-            o.get("optimizer_cuda_graph") and o.any("fp16", "loss_scale", "log_num_zeros_in_grad", "timing_log_level")
-        ),
-        "--optimizer-cuda-graph captures the optimizer step, but --fp16, --loss-scale, --log-num-zeros-in-grad and "
-        "--timing-log-level read values on the host during it: do not combine them",
-    ),
-    _refused(
-        "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0",
-        lambda o: o.get("optimizer_cuda_graph") and not int(o.get("cuda_graph_warmup_steps", 1)),
-        "--optimizer-cuda-graph needs an eager first step, which creates the optimizer states: set "
-        "--cuda-graph-warmup-steps to 1 or more",
-    ),
-    _refused(
-        "--use-torch-fsdp2 with --optimizer-cuda-graph",
-        lambda o: o.get("optimizer_cuda_graph"),
-        "--optimizer-cuda-graph does not work with --use-torch-fsdp2, which creates new gradient tensors in every "
-        "step: leave it out, or use --use-megatron-fsdp",
-        sharding=TORCH_FSDP,
+        "--optimizer-cuda-graph with --use-megatron-fsdp or --use-torch-fsdp2",
+        lambda o: o.get("optimizer_cuda_graph") and o.sharding,
+        "--optimizer-cuda-graph is not supported with --use-megatron-fsdp or --use-torch-fsdp2: leave it out",
+        sharding=None,
     ),
     _refused(
         "--use-torch-fsdp2 with --cuda-graph-impl full_iteration",
@@ -450,16 +435,6 @@ _NO_EFFECT = [
         ),
         "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, or without "
         "--data-parallel-sharding-strategy optim_grads_params: each layer gets its own graphs; leave it out",
-    ),
-    _no_effect(
-        "--optimizer-cuda-graph with --weight-decay-incr-style linear or cosine",
-        lambda o: (
-            o.get("optimizer_cuda_graph")
-            and o.get("weight_decay_incr_style", "constant") != "constant"
-            and o.get("start_weight_decay") != o.get("end_weight_decay")
-        ),
-        "--optimizer-cuda-graph has no effect with --weight-decay-incr-style linear or cosine: optimizer steps run "
-        "eagerly, because a graph would repeat the captured weight decay; do not combine them",
     ),
 ]
 

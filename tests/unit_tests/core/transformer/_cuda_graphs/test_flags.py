@@ -53,6 +53,7 @@ from tests.support.ranks.on_cpu_backend import on_cpu_backend
 
 ROOT = Path(__file__).parents[5]
 UNSHARDED = "!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format"
+OPTIMIZER_GRAPH = "--optimizer-cuda-graph with --use-megatron-fsdp or --use-torch-fsdp2"
 WHOLE_OVERLAP = "--overlap-moe-expert-parallel-comm with DistributedDataParallel and whole layers"
 RECOMPUTED_ALONE = "--recompute-granularity full with graphs per layer"
 REDRAWN = "--recompute-granularity, --recompute-modules with dropout or random routing in recomputed modules"
@@ -105,15 +106,7 @@ _EXAMPLES = [
     ("--cuda-graph-packed-sequences with Mamba layers in graphs", f"{PACKED} --hybrid-layer-pattern *M"),
     (OBSERVED, "--experimental-attention-variant dsa"),
     (SAVED_TENSORS, f"{STAGES} --cuda-graph-modules attn --save-dgrads-interval 5"),
-    (
-        "--optimizer-cuda-graph with --fp16, --loss-scale, --log-num-zeros-in-grad or --timing-log-level above 0",
-        "--optimizer-cuda-graph --fp16",
-    ),
-    (
-        "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0",
-        "--optimizer-cuda-graph --cuda-graph-warmup-steps 0",
-    ),
-    ("--use-torch-fsdp2 with --optimizer-cuda-graph", f"{UNSHARDED} {TORCH} --optimizer-cuda-graph"),
+    (OPTIMIZER_GRAPH, "--optimizer-cuda-graph"),
     (
         "--use-torch-fsdp2 with --cuda-graph-impl full_iteration",
         f"{UNSHARDED} {TORCH} --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
@@ -126,10 +119,6 @@ _EXAMPLES = [
     (
         "--cuda-graph-layers-per-graph with --cuda-graph-modules, or model without optim_grads_params",
         "--cuda-graph-modules attn --cuda-graph-layers-per-graph all",
-    ),
-    (
-        "--optimizer-cuda-graph with --weight-decay-incr-style linear or cosine",
-        "--optimizer-cuda-graph --start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear",
     ),
     ("--optimizer-cpu-offload", "--optimizer-cpu-offload"),
     ("--fp4-format, --fp8-recipe mxfp8 or custom", "--fp8-format hybrid --fp8-recipe mxfp8"),
@@ -284,6 +273,7 @@ def test_full_iteration_is_checked_under_fsdp2_only(impl):
 @pytest.mark.parametrize(
     ("row", "flags", "refused"),
     [
+        (OPTIMIZER_GRAPH, f"{UNSHARDED} {TORCH} --optimizer-cuda-graph", True),
         (RECOMPUTED_ALONE, FULL, False),
         (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-layers-per-graph all", False),
         (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-modules attn", True),
@@ -298,7 +288,7 @@ def test_full_iteration_is_checked_under_fsdp2_only(impl):
         (SAVED_TENSORS, f"{STAGES} {MOE} --save-tokens-per-expert-interval 5 --cuda-graph-modules moe", True),
     ],
 )
-def test_refusals_depend_on_the_content_of_graphs(row, flags, refused):
+def test_refusals_depend_on_sharding_and_content_of_graphs(row, flags, refused):
     assert (row in [each.flags for each in rows_of(Options(parsed(flags)))]) == refused
 
 

@@ -87,14 +87,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.param_and_grad_buffer.zero_grad()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start gathering parameters for the next forward pass; see megatron-core.
-
-        Does nothing during a capture (of the optimizer step, for example): later passes could not wait for a gather
-        inside a graph, and replays would not swap parameters. Call it after each replay of such a graph.
-        """
+        """Start gathering parameters for the next forward pass; see megatron-core."""
         gathers = self.ddp_config.fsdp_all_gather_in_start_param_sync
-        if gathers and torch.cuda.is_current_stream_capturing():
-            return
         if gathers and not force_sync and self.ddp_config.overlap_param_gather:
             self._replace_param_with_raw_if_needed()
             if self.graphs.model_passes is not None:

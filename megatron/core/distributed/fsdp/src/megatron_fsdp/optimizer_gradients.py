@@ -31,9 +31,9 @@ class OptimizerGradients:
         in_place: Whether a graph may read the gradients. If so, they stay attached, at the same addresses.
     """
 
-    def __init__(self, buffer: Any, *, in_place: bool):
+    def __init__(self, buffer: Any):
         """Manage the gradients that a ``ParamAndGradBuffer`` has attached to the optimizer's parameters."""
-        self.in_place = in_place
+        self.in_place = in_place = torch.cuda.is_current_stream_capturing()
         self._name = gradient_name(buffer.use_decoupled_grad)
         self._params = buffer.optimizer_named_parameters
         self._attached: list[tuple[torch.nn.Parameter, Any]] = []

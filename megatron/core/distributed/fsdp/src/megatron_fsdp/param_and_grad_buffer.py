@@ -21,7 +21,6 @@ from .optimizer_gradients import (
     OptimizerGradients,
     PlannedCopies,
     copies_of_weights,
-    gradient_name,
 )
 from .unsharded_gradients import UnshardedGradients
 
@@ -125,7 +124,6 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
 
     gathered_across_replicas = False
     gathers: "AllGatherPipeline | None" = None
-    _gradients_in_place = False
     _gradients: OptimizerGradients | None = None
     _weight_copies: PlannedCopies | None = None
 
@@ -148,19 +146,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             torch.cuda.empty_cache()
         super().update_main_grads()
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:  # otherwise ``zero_grad`` frees them
-            in_place = self._gradients_in_place or torch.cuda.is_current_stream_capturing()
-            self._gradients = OptimizerGradients(self, in_place=in_place)
-
-    def keep_gradients_in_place(self) -> None:
-        """Keep the optimizer's gradients attached and in place, because a graph of the optimizer step reads them."""
-        self._gradients_in_place, self._gradients = True, None
-
-    def free_gradients(self) -> None:
-        """Detach the optimizer's gradients, even if a graph has read them, and free their casts to other dtypes."""
-        for _, param in self.optimizer_named_parameters:
-            setattr(param, gradient_name(self.use_decoupled_grad), None)
-        self.dist_main_grad.clear()
-        self._gradients = None
+            self._gradients = OptimizerGradients(self)
 
     def gradient_storages(self) -> GradientStorages | None:
         """Return the storages of the optimizer's gradients; None if they are always in use.

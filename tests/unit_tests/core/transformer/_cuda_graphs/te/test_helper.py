@@ -41,6 +41,13 @@ def test_other_cuda_graph_impl_is_refused():
         TECudaGraphHelper([], config(cuda_graph_impl="local"), 8, 1)
 
 
+def test_optimizer_with_its_own_graph_is_refused(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "fsdp_of", lambda chunk: SimpleNamespace(ddp_config=None))
+    optimizer = SimpleNamespace(config=SimpleNamespace(optimizer_cuda_graph=True))
+    with pytest.raises(AssertionError, match="--optimizer-cuda-graph is not supported with --use-megatron-fsdp"):
+        TECudaGraphHelper([torch.nn.Module()], config(), 8, 1, [optimizer])
+
+
 def test_expandable_segments_with_registered_memory_are_refused(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
