@@ -31,6 +31,7 @@ STEPS, WARMUP = 8, 3
 
 def build(eager: bool):
     """Build the wrapped model, its optimizer and its configuration."""
+    torch.manual_seed(1234)  # local routers draw their weights on the host
     model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True)
     config = TransformerConfig(
         num_layers=4,
