@@ -290,6 +290,7 @@ def why_unknown(helper: Any, args: Any, *, of_layers: bool) -> str:
         "dropout": bool(config.hidden_dropout or config.attention_dropout),
         "--cross-entropy-loss-fusion": config.cross_entropy_loss_fusion,
         "multi-token prediction": bool(config.mtp_num_layers),
+        "--moe-latent-size": bool(config.moe_latent_size),
         "other layers than self-attention with an MLP or dropless experts (--moe-use-grouped-tensor)": not all(
             type(getattr(layer, "self_attention", None)) is SelfAttention
             and (type(layer.mlp) is MLP or (isinstance(layer.mlp, MoELayer) and grouped_tensor(config)))

@@ -8,6 +8,9 @@ import pytest
 from megatron.core.transformer._cuda_graphs.te import capture_state
 from megatron_fsdp_cuda_graphs import overlay
 from megatron_fsdp_cuda_graphs.plan import command
+from megatron_fsdp_cuda_graphs.plan.dry_stage import dry_stage
+from megatron_fsdp_cuda_graphs.plan.flags import read_flags
+from megatron_fsdp_cuda_graphs.plan.pools import why_unknown
 
 from .conftest import DENSE, EXPERTS, FSDP, GRAPHS, SIZES, TRAINING
 
@@ -120,6 +123,14 @@ def test_recomputed_layers_without_a_graph_of_all(capsys, flags):
     _, lines = planned(capsys, given)
     assert any(line.startswith("  No graphs: layers are recomputed") for line in lines)
     assert graphs(lines) == []
+
+
+def test_latent_experts_have_no_pool_estimate(flags):
+    args = read_flags(flags(DENSE, EXPERTS, "--num-layers 2 --moe-use-grouped-tensor"), None).args
+    with dry_stage(args, 0) as helper:
+        assert why_unknown(helper, args, of_layers=False) == ""
+        helper.config.moe_latent_size = 16  # the flag needs TransformerEngine
+        assert why_unknown(helper, args, of_layers=False) == "--moe-latent-size"
 
 
 def test_sequence_parallelism_of_local_layers(capsys, flags):
