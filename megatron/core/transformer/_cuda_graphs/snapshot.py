@@ -58,7 +58,6 @@ _DATA = (
 _OF_LOOPS = frozenset(
     ("timers", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 )
-_ROUTING = ("router_replay_action", "target_topk_idx", "static_buffer")  # attributes of megatron-core's RouterReplay
 _GLOBAL_HOOKS = [getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS]
 # C functions that each take a fraction of a microsecond.
 CONTEXTS: dict[str, Callable[[], Any]] = {
@@ -355,9 +354,7 @@ def module_aspects(
         parts += [(module._modules, key, f"{key} of {name}") for key in module._modules]
         places += [(vars(module), key, f"{key} of {name}") for key in _attributes(module)]
         for key, value in vars(module).items():
-            if key == "router_replay" and value is not None:
-                places += [(vars(value), entry, f"{entry} of {type(value).__name__}") for entry in _ROUTING]
-            elif (key == "config" or type(value).__name__.endswith("Config")) and hasattr(value, "__dict__"):
+            if (key == "config" or type(value).__name__.endswith("Config")) and hasattr(value, "__dict__"):
                 configs[id(value)] = value
     by_identity = [_is_on_device(entries.get(key)) for entries, key, _ in places]
     tensors = [*compress(places, by_identity), *trained]

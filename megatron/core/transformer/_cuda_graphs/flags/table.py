@@ -199,10 +199,15 @@ _REFUSED = [
         "--moe-router-load-balancing-type",
     ),
     _refused(
-        "--moe-routing-trace-path with the router in graphs",
-        lambda o: o.get("moe_routing_trace_path") and o.has_experts and o.graphs("moe", "moe_router"),
-        "--moe-routing-trace-path records routing in hooks, which replays do not run: leave moe, moe_router and "
-        "moe_preprocess out of --cuda-graph-modules",
+        "--moe-routing-trace-path, --moe-enable-routing-replay with the router in graphs",
+        lambda o: (
+            o.any("moe_routing_trace_path", "moe_enable_routing_replay")
+            and o.has_experts
+            and o.graphs("moe", "moe_router")
+        ),
+        "--moe-routing-trace-path and --moe-enable-routing-replay need Python code, which replays do not run: leave "
+        "moe, moe_router and moe_preprocess out of --cuda-graph-modules",
+        graphs=("transformer_engine", "local"),
         sharding=None,
     ),
     _refused(
@@ -210,6 +215,7 @@ _REFUSED = [
         lambda o: o.several("mlp_chunks_for_training") and o.has_experts and "moe_router" in o.modules,
         "--mlp-chunks-for-training routes each chunk separately, but a graph of moe_router ends after the first "
         "chunk's router: leave moe_router out of --cuda-graph-modules, or leave out --mlp-chunks-for-training",
+        sharding=None,
     ),
     _refused(
         "--recompute-granularity full with graphs per layer",
@@ -285,6 +291,7 @@ _REFUSED = [
         ),
         "--qk-clip, --log-max-attention-logit and --experimental-attention-variant dsa read values that Python code "
         "stores in each pass, but replays do not run it: leave them out, or set --cuda-graph-modules without attn",
+        graphs=("transformer_engine", "local"),
         sharding=None,
     ),
     _refused(
@@ -371,6 +378,12 @@ EXPERT_ROWS = [
         "moe_act and fused_group_mlp out of --offload-modules",
     ),
     _grouped(
+        "with flags that add hooks to experts",
+        lambda o: o.any("save_activations_interval", "save_dgrads_interval", "save_tokens_per_expert_interval"),
+        "does not run the hooks of --save-activations-interval, --save-dgrads-interval and "
+        "--save-tokens-per-expert-interval: leave these flags out",
+    ),
+    _grouped(
         "with another implementation of experts",
         lambda o: (
             o.any(
@@ -413,6 +426,11 @@ EXPERT_ROWS = [
         "out",
     ),
     _bounded(
+        "without --disable-bias-linear",
+        lambda o: o.get("add_bias_linear", True),
+        "needs --disable-bias-linear: graphs have more padded rows than eager passes, which changes bias gradients",
+    ),
+    _bounded(
         "with --qk-clip or --log-max-attention-logit",
         lambda o: o.any("qk_clip", "log_max_attention_logit"),
         "repeats steps, but --qk-clip and --log-max-attention-logit would also record the discarded passes: do "
@@ -421,12 +439,6 @@ EXPERT_ROWS = [
 ]
 
 _NO_EFFECT = [
-    _no_effect(
-        "--moe-enable-routing-replay with the router in graphs",
-        lambda o: o.get("moe_enable_routing_replay") and o.graphs("moe", "moe_router"),
-        "--moe-enable-routing-replay makes a pass run eagerly if its experts differ from the captured ones, because "
-        "graphs contain the router: leave moe, moe_router and moe_preprocess out of --cuda-graph-modules",
-    ),
     _no_effect(
         "--cuda-graph-layers-per-graph with --cuda-graph-modules, or model without optim_grads_params",
         lambda o: (

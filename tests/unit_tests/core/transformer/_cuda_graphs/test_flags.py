@@ -61,7 +61,8 @@ SAVED_TENSORS = (
     "--save-activations-interval, --save-dgrads-interval, --save-tokens-per-expert-interval with graphs per layer"
 )
 OBSERVED = "--qk-clip, --log-max-attention-logit, --experimental-attention-variant dsa with attention in graphs"
-TRACED_ROUTER = "--moe-routing-trace-path with the router in graphs"
+TRACED_ROUTER = "--moe-routing-trace-path, --moe-enable-routing-replay with the router in graphs"
+CHUNKED = "--mlp-chunks-for-training with --cuda-graph-modules moe_router"
 _EXAMPLES = [
     ("--fsdp-double-buffer not given", "!fsdp-double-buffer"),
     ("--fsdp-db-use-persist-buf-on-alloc-fail not given", "!fsdp-db-use-persist-buf-on-alloc-fail"),
@@ -79,10 +80,7 @@ _EXAMPLES = [
         f"{MOE} --cuda-graph-modules attn moe_router --moe-router-load-balancing-type sinkhorn",
     ),
     (TRACED_ROUTER, f"{MOE} --cuda-graph-modules moe_router --moe-routing-trace-path traces"),
-    (
-        "--mlp-chunks-for-training with --cuda-graph-modules moe_router",
-        f"{MOE} --cuda-graph-modules moe_router --mlp-chunks-for-training 2",
-    ),
+    (CHUNKED, f"{MOE} --cuda-graph-modules moe_router --mlp-chunks-for-training 2"),
     (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-layers-per-graph 1"),
     (REDRAWN, f"{SELECTIVE} core_attn --attention-dropout 0.1 --cuda-graph-modules mlp"),
     ("--overlap-moe-expert-parallel-comm", f"{MOE} --cuda-graph-modules attn {OVERLAP}"),
@@ -113,10 +111,6 @@ _EXAMPLES = [
     ),
     ("--cuda-graph-warmup-steps below 0", "--cuda-graph-warmup-steps -1"),
     (
-        "--moe-enable-routing-replay with the router in graphs",
-        f"{MOE} --cuda-graph-modules moe_router --moe-enable-routing-replay",
-    ),
-    (
         "--cuda-graph-layers-per-graph with --cuda-graph-modules, or model without optim_grads_params",
         "--cuda-graph-modules attn --cuda-graph-layers-per-graph all",
     ),
@@ -131,13 +125,13 @@ _EXAMPLES = [
 ]
 EXAMPLES = dict(_EXAMPLES)
 # Rows that also apply to models that are not sharded.
-FOR_ALL = {WHOLE_OVERLAP, RECOMPUTED_ALONE, REDRAWN, OBSERVED, SAVED_TENSORS, TRACED_ROUTER}
+FOR_ALL = {WHOLE_OVERLAP, RECOMPUTED_ALONE, REDRAWN, OBSERVED, SAVED_TENSORS, TRACED_ROUTER, CHUNKED}
 # megatron-core's validation of these flags needs TransformerEngine.
 NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", OBSERVED}
 LATER_CORE = "--megatron-fsdp-version 2"
 # Options that the rows of grouped experts reject.
 GROUPED: dict[str, Any] = {"moe_use_grouped_tensor": True, "num_moe_experts": 8}
-GROUPED |= {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
+GROUPED |= {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2, "add_bias_linear": False}
 UNFIT_EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("--num-experts", {"num_moe_experts": None}),
     ("--moe-expert-capacity-factor", {"moe_expert_capacity_factor": 1.0}),
@@ -159,6 +153,8 @@ UNFIT_EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("--cuda-graph-impl none or transformer_engine", {"cuda_graph_impl": "local"}),
     ("--pipeline-model-parallel-size", {"pipeline_model_parallel_size": 2}),
     ("--qk-clip", {"qk_clip": True}),
+    ("--disable-bias-linear", {"add_bias_linear": True}),
+    ("--save-dgrads-interval", {"save_dgrads_interval": 5}),
 ]
 
 
@@ -279,6 +275,11 @@ def test_full_iteration_is_checked_under_fsdp2_only(impl):
         (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-modules attn", True),
         (RECOMPUTED_ALONE, f"{FULL} --data-parallel-sharding-strategy optim", True),
         (RECOMPUTED_ALONE, f"{FULL} {UNSHARDED}", True),
+        (TRACED_ROUTER, f"{MOE} --moe-enable-routing-replay {UNSHARDED}", True),
+        (TRACED_ROUTER, f"{MOE} --moe-enable-routing-replay --cuda-graph-impl local {UNSHARDED}", True),
+        (TRACED_ROUTER, f"{MOE} --moe-enable-routing-replay --cuda-graph-modules attn", False),
+        (OBSERVED, f"--log-max-attention-logit --cuda-graph-impl local {UNSHARDED}", True),
+        (CHUNKED, f"{MOE} --cuda-graph-modules moe_router --mlp-chunks-for-training 2 {UNSHARDED}", True),
         (SAVED_TENSORS, f"{STAGES} --save-dgrads-interval 5", False),
         (SAVED_TENSORS, f"{STAGES} --save-dgrads-interval 5 --cuda-graph-layers-per-graph all", True),
         (SAVED_TENSORS, "--save-activations-interval 5 --cuda-graph-layers-per-graph 1", False),

@@ -49,13 +49,6 @@ class Provider(ModelParallelConfig):
     scale: float = 2.0
 
 
-class RouterReplay:
-    """Stand-in for megatron-core's class of this name (``--moe-enable-routing-replay``)."""
-
-    def __init__(self):
-        self.router_replay_action, self.target_topk_idx, self.recorded_topk_idx = "record", None, None
-
-
 @of_core
 class Core(torch.nn.Module):
     """A module of megatron-core."""
@@ -63,7 +56,7 @@ class Core(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config, self.hidden_dropout, self.softmax_scale, self.act = config, 0, None, torch.tanh
-        self.linear, self.dropout, self.router_replay = torch.nn.Linear(2, 2), torch.nn.Dropout(0.0), RouterReplay()
+        self.linear, self.dropout = torch.nn.Linear(2, 2), torch.nn.Dropout(0.0)
         self.calls, self.is_moe = 0, False
 
     def forward(self, x):
@@ -116,10 +109,6 @@ CHANGES = {
     "act of layer 3.core": lambda root: setattr(root.core, "act", torch.relu),
     "config of layer 3.core": lambda root: setattr(root.core, "config", Config(scale=3.0)),
     "scale of Config (2.0 at capture, 3.0 now)": lambda root: setattr(root.core.config, "scale", 3.0),
-    "router_replay_action of RouterReplay": lambda root: setattr(
-        root.core.router_replay, "router_replay_action", "replay_forward"
-    ),
-    "target_topk_idx of RouterReplay": lambda root: setattr(root.core.router_replay, "target_topk_idx", torch.ones(2)),
     "forward of layer 3.core": lambda root: setattr(root.core, "forward", abs),
     "linear of layer 3.core": lambda root: setattr(root.core, "linear", torch.nn.Linear(2, 2)),
     "hooks of layer 3.core.linear": lambda root: root.core.linear.register_forward_hook(lambda *call: None),
@@ -164,7 +153,6 @@ def test_change_is_noticed_and_named(root, snapshot, name):
         lambda root: setattr(root.core, "current_microbatch", 7),
         lambda root: setattr(root.core.config, "cuda_graph_impl", "none"),
         lambda root: setattr(root.core.config, "timers", object()),
-        lambda root: setattr(root.core.router_replay, "recorded_topk_idx", torch.ones(2)),
         lambda root: root.core.linear.weight.data.fill_(1.0),
         lambda root: root.own.on_device.fill_(1.0),
         lambda root: root.own.by_length.update({3: torch.zeros(3)}),
@@ -174,7 +162,7 @@ def test_change_is_noticed_and_named(root, snapshot, name):
         lambda root: setattr(root.own, "input_tensor", torch.zeros(2)),
     ],
     ids=[
-        *("hook around replays", "core counter", "microbatch", "graph option", "timers", "recorded result"),
+        *("hook around replays", "core counter", "microbatch", "graph option", "timers"),
         *("parameter in place", "tensor in place", "growing cache", "late buffer", "equal dictionary", "other object"),
         "stage input",
     ],
@@ -232,15 +220,13 @@ def test_requires_grad_is_compared_in_grad_mode(root, snapshot):
 def test_device_tensors_are_not_compared_by_value(root, monkeypatch):
     root.own.on_host = None
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: pytest.fail("waited for the device"))
-    router = root.core.router_replay
     root.own.pair, zero = None, torch.zeros(1)
     snapshot = snapshot_of(root)
-    changes = (root.own, "on_device", zero), (router, "target_topk_idx", zero), (root.own, "parts", [zero])
-    for owner, name, changed in (*changes, (root.own, "_offset", zero)):
-        value = getattr(owner, name)
-        setattr(owner, name, changed)
+    for name, changed in (("on_device", zero), ("parts", [zero]), ("_offset", zero)):
+        value = getattr(root.own, name)
+        setattr(root.own, name, changed)
         assert snapshot.changed()
-        setattr(owner, name, value)
+        setattr(root.own, name, value)
         assert not snapshot.changed()
 
 
