@@ -76,16 +76,18 @@ def is_of_ddp(hook: Callable) -> bool:
     return getattr(hook, "__module__", None) == "megatron.core.distributed.distributed_data_parallel"
 
 
-def hooks_on(module: torch.nn.Module) -> Iterator[Callable]:
-    """Yield the hooks of every kind on ``module``, excluding hooks on its submodules."""
-    for name in _HOOK_DICTS:
-        yield from getattr(module, name).values()
+def has_own_hooks(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` has hooks other than sharding hooks."""
+    return any(
+        not (must_run_outside(hook) or _is_of_torch_fsdp(hook) or is_of_ddp(hook))
+        for name in _HOOK_DICTS
+        for hook in getattr(module, name).values()
+    )
 
 
 def has_other_hooks(module: torch.nn.Module) -> bool:
     """Return whether ``module`` has hooks other than sharding hooks, or global module hooks exist."""
-    own = any(not (must_run_outside(hook) or _is_of_torch_fsdp(hook) or is_of_ddp(hook)) for hook in hooks_on(module))
-    return own or torch.nn.modules.module._has_any_global_hook()
+    return has_own_hooks(module) or torch.nn.modules.module._has_any_global_hook()
 
 
 def refuse_pre_hooks(modules: Iterable[torch.nn.Module]) -> None:
@@ -107,13 +109,11 @@ def recorded_hooks(captured: Iterable[tuple[torch.nn.Module | None, Mapping[torc
         captured: For each graph, the module whose own hooks run around replays, if any, and the captured modules with
             their names.
     """
-    if torch.nn.modules.module._has_any_global_hook():  # has_other_hooks would be true for every module
-        return ""
     hooked = (
         name
         for root, modules in captured
         for module, name in modules.items()
-        if module is not root and has_other_hooks(module)
+        if module is not root and has_own_hooks(module)
     )
     names = ", ".join(hooked)
     return names and (

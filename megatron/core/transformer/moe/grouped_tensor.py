@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import grouped_mm
 
+from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
+from megatron.core.transformer._cuda_graphs.hooks import has_own_hooks
+from megatron.core.transformer._cuda_graphs.snapshot import is_third_party
 from megatron.core.transformer.mlp import MLP
 
 
@@ -115,9 +118,21 @@ def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = 
 
 
 def run_pre_hooks(experts: torch.nn.Module) -> None:
-    """Run the forward pre-hooks of the submodules of ``experts``: some gather parameters, but no submodule runs."""
+    """Run the forward pre-hooks of the submodules of ``experts``: some gather parameters, but no submodule runs.
+
+    Raises:
+        UnsupportedError: A submodule has third-party hooks or a third-party ``forward``, which would not run.
+    """
     for module in experts.modules():
-        for hook in [] if module is experts else [*module._forward_pre_hooks.values()]:
+        if module is experts:
+            continue
+        own = is_third_party(type(module)) or "forward" in vars(module)  # type: ignore[arg-type]
+        if own or has_own_hooks(module):
+            raise UnsupportedError(
+                f"--moe-use-grouped-tensor does not call {type(module).__name__} in experts, which has a third-party "
+                "hook or forward: remove it, or leave out --moe-use-grouped-tensor"
+            )
+        for hook in [*module._forward_pre_hooks.values()]:
             hook(module, ())
 
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
 from ..errors import UnsupportedError
+from ..hooks import runs_outside_graphs
 from ..replacements import TakenForward
 from ..snapshot import InputSignature
 from .capture_time_hooks import CaptureTimeHooks
@@ -859,6 +860,7 @@ def _is_read_later(param: torch.Tensor) -> bool:
     return getattr(param, "skip_backward_post_hook", False)
 
 
+@runs_outside_graphs  # not a third-party hook
 def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: Any) -> None:
     # TransformerEngine's operation sequences and grouped experts run inner modules fused, without calling them.
     fused = hasattr(module, "_module_groups") or getattr(module, "calls_no_inner_modules", False)

@@ -11,8 +11,17 @@ from torch.nn.functional import gelu, silu
 
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
+from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe.grouped_tensor import Linears, as_one, compute_experts, grouped_linear, linears
+from megatron.core.transformer.moe.grouped_tensor import (
+    Linears,
+    as_one,
+    compute_experts,
+    grouped_linear,
+    linears,
+    run_pre_hooks,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -201,6 +210,32 @@ def test_parameters_of_both_kinds_of_experts_are_found():
         grouped.register_parameter(f"bias{index}", torch.nn.Parameter(torch.ones(0)))  # TransformerEngine has no biases
     assert [id(each) for each in linears([grouped], range(2)).weights] == [id(grouped.weight0), id(grouped.weight1)]
     assert linears([grouped], range(2)).biases == []
+
+
+class Adapter(torch.nn.Linear):
+    """A third-party layer."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: layer.register_forward_pre_hook(print),
+        lambda layer: layer.register_forward_hook(print),
+        lambda layer: layer.register_full_backward_hook(print),
+        lambda layer: setattr(layer, "forward", layer.forward),
+        lambda layer: setattr(layer, "__class__", Adapter),
+    ],
+    ids=["forward pre-hook", "forward hook", "backward hook", "forward", "class"],
+)
+def test_hooks_and_adapters_in_experts_are_refused(change):
+    experts, ran = torch.nn.Sequential(torch.nn.Linear(2, 2)), []
+    experts.register_forward_hook(print)  # the experts module itself is called
+    experts[0].register_forward_pre_hook(runs_outside_graphs(lambda *call: ran.append(call)))
+    run_pre_hooks(experts)
+    assert ran == [(experts[0], ())]
+    change(experts[0])
+    with pytest.raises(UnsupportedError, match=r"--moe-use-grouped-tensor does not call (Linear|Adapter) in experts"):
+        run_pre_hooks(experts)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "fused swiglu"])
