@@ -4,18 +4,20 @@ A GPU collective would block the hosts: while the GPU runs a multi-stream graph 
 unable to start any other work, even a copy of four bytes, until almost all of the graph has started.
 """
 
+import os
 import sys
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron.core import parallel_state
 
-TAG = 0x4A71  # plus the distance; other users of the group mostly send with tag 0
+_T = TypeVar("_T")
 
 
 class HostAgreement:
@@ -23,16 +25,38 @@ class HostAgreement:
 
     Each rank sends and receives ceil(log2(ranks)) messages: in round k it sends all flags seen so far to the rank 2^k
     after it, and receives the flags seen by the rank 2^k before it. This is the dissemination barrier of Hensgen,
-    Finkel and Manber ("Two algorithms for barrier synchronization", 1988), with flags as the payload.
+    Finkel and Manber ("Two algorithms for barrier synchronization", 1988), with flags as the payload. A rank
+    connects only to ranks that it exchanges messages with. GLOO_SOCKET_IFNAME selects the network interface.
 
     Args:
-        group: A gloo process group of all ranks. Its timeout applies to each message.
+        group: The process group of the ranks; its timeout applies to each message. Ranks do not communicate if it has
+            one rank or torch's ``fake`` backend.
+
+    Attributes:
+        size: The number of ranks that communicate.
+        calls: How often ``any`` has returned.
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self._group: Any = weakref.proxy(group)  # the group may be destroyed before this object
-        self._options = group._get_backend(torch.device("cpu")).options
+        self._ranks = dist.get_process_group_ranks(group)
+        device = torch.device(distributed_c10d._get_object_coll_device(group))
+        self._options: Any = group._get_backend(device).options  # not the group: it may be destroyed before this object
         self._expected: dict[int, tuple[torch.Tensor, Any]] = {}  # by distance
+        self._error: RuntimeError | None = None
+        self.calls, self.size = 0, 1 if dist.get_backend(group) == "fake" else group.size()
+        if self.size > 1:
+            gloo: Any = dist.ProcessGroupGloo
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+            options = gloo._Options()
+            options._timeout = self._options._timeout
+            network = gloo.create_device(interface=interface, lazy_init=True) if interface else None
+            options._devices = [network or gloo.create_default_device(lazy_init=True)]
+            store = dist.PrefixStore(f"host_agreement/{group.group_name}", distributed_c10d._get_default_store())
+            self._gloo = gloo(store, group.rank(), self.size, options)
+            # The first message to or from a rank waits until both have connected: wait for no other message before.
+            first = [self._post(0, distance) for distance in self._distances()]
+            for exchange in first:
+                self._finish(*exchange)
 
     def expect(self) -> None:
         """Post the receives of the next ``any`` early (optional), so that messages arrive before this rank calls it.
@@ -47,67 +71,77 @@ class HostAgreement:
 
     def _distances(self) -> Iterator[int]:
         distance = 1
-        while distance < self._group.size():
+        while distance < self.size:
             yield distance
             distance *= 2
 
     def _peer(self, distance: int) -> int:
-        return (self._group.rank() + distance) % self._group.size()
+        return (self._gloo.rank() + distance) % self.size
 
     def _receive(self, distance: int) -> tuple[torch.Tensor, Any]:
         heard = torch.zeros(1, dtype=torch.int64, device="cpu")
-        return heard, self._group.recv([heard], self._peer(-distance), TAG + distance)
+        return heard, self._gloo.recv([heard], self._peer(-distance), distance)
 
     def any(self, flags: Sequence[bool]) -> tuple[bool, ...]:
         """Return the logical OR of each flag over all ranks, for at most 63 flags.
 
         Raises:
-            RuntimeError: Another rank has exited or did not answer in time.
+            RuntimeError: Another rank has exited or did not answer in time, now or in an earlier call.
         """
+        if self._error is not None:
+            raise self._error
         known = sum(flag << place for place, flag in enumerate(flags))
         for distance in self._distances():
-            known |= self._exchange(known, distance)
+            known |= self._finish(*self._post(known, distance))
+        self.calls += 1
         return tuple(bool(known >> place & 1) for place in range(len(flags)))
 
-    def _exchange(self, known: int, distance: int) -> int:
-        """Send ``known`` to rank + ``distance``, and return the flags of rank - ``distance`` (modulo group size)."""
-        timeout = self._options._timeout
-        after, before = self._peer(distance), self._peer(-distance)
-        told = torch.tensor([known], dtype=torch.int64, device="cpu")
-        peer = after
-        try:
-            sent = self._group.send([told], after, TAG + distance)
-            peer = before
-            heard, received = self._expected.pop(distance) if distance in self._expected else self._receive(distance)
-            received.wait(timeout)
-            peer = after
-            sent.wait(timeout)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {peer} did not answer when ranks agreed on whether to rerun the step: {error}. Look for its "
-                f"error, or the error of a rank it waits for. If it was only slow, raise the timeout ({timeout}) with "
-                "--distributed-timeout-minutes (--distributed-timeout-seconds-after-init)."
-            ) from error
+    def _post(self, known: int, distance: int) -> tuple[int, torch.Tensor, Any, torch.Tensor, Any]:
+        """Start sending ``known`` to rank + ``distance`` and receiving from rank - ``distance`` (modulo group size)."""
+        told, peer = torch.tensor([known], dtype=torch.int64, device="cpu"), self._peer(distance)
+        sent = self._naming(peer, lambda: self._gloo.send([told], peer, distance))
+        if distance not in self._expected:
+            self._expected[distance] = self._naming(self._peer(-distance), lambda: self._receive(distance))
+        return distance, told, sent, *self._expected.pop(distance)
+
+    def _finish(self, distance: int, told: torch.Tensor, sent: Any, heard: torch.Tensor, received: Any) -> int:
+        """Wait for an exchange that ``_post`` started, and return the received flags."""
+        self._naming(self._peer(-distance), lambda: received.wait(self._options._timeout))
+        self._naming(self._peer(distance), lambda: sent.wait(self._options._timeout))
         return int(heard)
+
+    def _naming(self, peer: int, call: Callable[[], _T]) -> _T:
+        """Return ``call()``; if it fails, name the rank ``peer`` of the group in the error."""
+        try:
+            return call()
+        except RuntimeError as error:
+            self._error = RuntimeError(
+                f"rank {self._ranks[peer]} did not answer within {self._options._timeout} when hosts of ranks agreed: "
+                f"{error}. Look for its error, or the error of a rank it waits for. If it was only slow, raise the "
+                "timeout with --distributed-timeout-minutes (--distributed-timeout-seconds-after-init). If the hosts "
+                "cannot connect, set GLOO_SOCKET_IFNAME to the name of a network interface."
+            )
+            raise self._error from error
 
 
 _agreements: MutableMapping[dist.ProcessGroup, HostAgreement] = weakref.WeakKeyDictionary()
 
 
-def agreement_of_all_ranks() -> HostAgreement | None:
-    """Return the ``HostAgreement`` on Megatron's data-parallel gloo group, or None if that group cannot be used.
+def agreement_of(group: dist.ProcessGroup) -> HostAgreement:
+    """Return the ``HostAgreement`` of ``group``. All callers share it, so that messages arrive in order."""
+    if group not in _agreements:
+        _agreements[group] = HostAgreement(group)
+    return _agreements[group]
 
-    The group does not exist with ``--disable-gloo-process-groups``, with GTP weight rematerialization, or before
-    ``initialize_model_parallel``; under tensor or pipeline parallelism it does not span all ranks. It is not used with
+
+def agreement_of_all_ranks() -> HostAgreement | None:
+    """Return the ``HostAgreement`` of all ranks, or None if hosts should not exchange messages in each step.
+
+    This is the case with ``--disable-gloo-process-groups``, before ``initialize_model_parallel``, and with
     ``--inprocess-restart``, which can interrupt waits on devices but not on hosts.
     """
-    group = parallel_state._DATA_PARALLEL_GROUP_WITH_CP_GLOO
-    if group is None or group not in dist.distributed_c10d._world.pg_map:  # left over from a destroyed world
-        return None
-    if dist.get_backend(group) != "gloo" or group.size() < dist.get_world_size():
+    if not dist.is_initialized() or parallel_state._DATA_PARALLEL_GROUP_WITH_CP_GLOO is None:
         return None
     if "nvidia_resiliency_ext.inprocess" in sys.modules:
         return None
-    if group not in _agreements:  # all callers share one object, so that messages arrive in order
-        _agreements[group] = HostAgreement(group)
-    return _agreements[group]
+    return agreement_of(dist.group.WORLD)

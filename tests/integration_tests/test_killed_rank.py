@@ -24,9 +24,9 @@ def test_killed_rank_during_replay_ends_the_other(holds):
     assert "Connection closed by peer" in output or "Connection reset by peer" in output, output[-3000:]
 
 
-def test_killed_rank_during_capture_times_out_the_other():
+def test_killed_rank_during_capture_ends_the_other():
     status, seconds, output = killed(TIMEOUT, "layer", in_capture=True)
     assert LAUNCHED not in output
     assert status not in (0, -9)
     assert seconds < TIMEOUT
-    assert "rank 0 waited 0:00:02 in a CUDA graph capture for rank 1" in output
+    assert "rank 1 did not answer" in output

@@ -3,22 +3,23 @@
 A failed rank would leave the others waiting in the next collective. Ranks therefore vote before and after the capture,
 and before each collective that is not recorded. Such collectives come from Megatron-FSDP's hooks and, during warm-up,
 also from layers under tensor, expert or context parallelism. The first vote selects the part of the model in each
-graph. Votes go through the process groups' store on the host: the device may be busy with a collective, and a capturing
-stream accepts no other work.
+graph. Hosts vote by messages: the device may be busy with a collective, and a capturing stream accepts no other work.
 """
 
 import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
+from torch.distributed import PrefixStore, ProcessGroup, distributed_c10d
 
+from megatron.core.host_agreement import agreement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
 
@@ -70,7 +71,7 @@ class Ballot:
     """Collects the votes of the ranks of ``group`` in one capture.
 
     All ranks create a ballot and call ``vote`` the same number of times. A vote has the timeout of the group's
-    collectives. Ranks do not communicate if the group has one rank or torch's ``fake`` backend.
+    collectives.
 
     Attributes:
         failure: The failure that the ranks agreed on; None if there is none yet.
@@ -78,84 +79,46 @@ class Ballot:
 
     def __init__(self, group: ProcessGroup):
         self.failure: Failure | None = None
-        self._size = 1 if torch.distributed.get_backend(group) == "fake" else group.size()
-        self._votes = 0
-        self._store: Store | None = None
-        if self._size > 1:
-            store = PrefixStore(f"cuda_graph_capture/{group.group_name}", distributed_c10d._get_default_store())
-            # Each rank counts its own captures: after an early failure it may start the next one before the others.
-            self._capture = store.add(f"captures of rank {group.rank()}", 1)
-            self._places, self._store = store, PrefixStore(str(self._capture), store)
-            backend: Any = group._get_backend(torch.device(distributed_c10d._get_object_coll_device(group)))
-            self._timeout = backend.options._timeout
-            self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
+        self._agreement = agreement_of(group)
+        self._reasons = PrefixStore(f"cuda_graph_capture/{group.group_name}", distributed_c10d._get_default_store())
+        # Ctrl-C interrupts only the main thread, so a vote always completes.
+        self._thread = ThreadPoolExecutor(1)
 
     def vote(self, failure: Failure | None = None, blockers: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Cast the vote of this rank, and wait until all ranks have voted or one has failed.
+        """Cast the vote of this rank, and wait until all ranks have voted.
 
         Args:
-            failure: This rank's failure. It decides the vote immediately.
+            failure: This rank's failure.
             blockers: Why this rank cannot capture, keyed by topic; empty if it can. All ranks pass the same topics.
 
         Returns:
             For each topic, why one of the ranks cannot capture; empty if all can.
 
         Raises:
-            RuntimeError: Ranks have not voted within the timeout of the group, or the store is gone.
+            RuntimeError: Ranks have not voted within the timeout of the group, or have exited.
         """
-        if self._store is None:
+        if self._agreement.size == 1:
             self.failure = self.failure or failure
             return dict(blockers or {})
-        try:
-            agreed: dict[str, str] = {}
-            while self.failure is None:
-                agreed = self._cast(self._store, failure, blockers or {})
-                if failure is None:
-                    break  # repeat a failure until it decides: a vote interrupted by Ctrl-C may have counted
-        except torch.distributed.DistNetworkError as error:
-            raise RuntimeError(
-                f"the store through which ranks agree on a CUDA graph capture is gone ({error}): look for the error "
-                "that ended its process (rank 0, or torchrun on that host)"
-            ) from error
-        return agreed
+        return self._thread.submit(self._cast, failure, blockers or {}).result()
 
-    def _cast(self, store: Store, failure: Failure | None, blockers: Mapping[str, str]) -> dict[str, str]:
-        """Cast one vote. The vote number advances only when the vote completes, so an interrupted vote is repeated."""
-        verdict, voters, readers = (f"{self._votes}{kind}" for kind in ("", " voters", " readers"))
-        topics = {topic: f"{self._votes} {topic}" for topic in blockers}
-        self._places.set(f"place of rank {self._rank}", self._place())
-        for topic, reason in blockers.items():
+    def _cast(self, failure: Failure | None, blockers: Mapping[str, str]) -> dict[str, str]:
+        if self.failure is not None:  # from a vote whose caller was interrupted
+            return {}
+        reasons = {"failure": json.dumps(asdict(failure)) if failure else "", **blockers}
+        # A rank that votes again has seen that all ranks have read the reasons of the vote before the last one.
+        keys = {topic: f"{topic} {self._agreement.calls % 2}" for topic in reasons}
+        for topic, reason in reasons.items():
             if reason:
-                store.compare_set(topics[topic], "", reason)
-        if failure is not None:
-            store.compare_set(verdict, "", json.dumps([asdict(failure), {}]))
-        elif store.add(voters, 1) == self._size:
-            agreed = {topic: store.get(key).decode() if store.check([key]) else "" for topic, key in topics.items()}
-            store.compare_set(verdict, "", json.dumps([None, agreed]))
-        try:
-            store.wait([verdict], self._timeout)
-        except torch.distributed.DistStoreError as error:
-            late = [rank for rank in self._ranks if not self._is_here(rank)]
-            raise RuntimeError(
-                f"rank {self._rank} waited {self._timeout} in a CUDA graph capture for rank "
-                f"{' and '.join(map(str, late))} (dead, waiting for another rank, or launching fewer collectives). "
-                "Look at its log. If it was only slow, raise --distributed-timeout-minutes."
-            ) from error
-        failed, agreed = json.loads(store.get(verdict))
-        self._votes += 1
-        self.failure = None if failed is None else Failure(**failed)
-        if store.add(readers, 1) == self._size:
-            for key in (verdict, voters, readers, *topics.values()):
-                store.delete_key(key)
+                self._reasons.set(keys[topic], reason)
+        exist = self._agreement.any([bool(reason) for reason in reasons.values()])
+        agreed = {
+            topic: self._reasons.get(keys[topic]).decode() if exists else ""
+            for topic, exists in zip(reasons, exist, strict=True)
+        }
+        failed = agreed.pop("failure")
+        self.failure = Failure(**json.loads(failed)) if failed else None
         return agreed
-
-    def _place(self) -> str:
-        return f"vote {self._votes} of capture {self._capture}"
-
-    def _is_here(self, rank: int) -> bool:
-        """Return whether ``rank`` has cast the vote that this rank is waiting for."""
-        key = f"place of rank {rank}"
-        return self._places.check([key]) and self._places.get(key).decode() == self._place()
 
 
 class CaptureAgreement:
@@ -232,7 +195,7 @@ class CaptureAgreement:
             cause = f"{type(error).__name__}: {error}".removesuffix(": ")
             agreed = Failure(torch.distributed.get_rank(), self._where, cause, not isinstance(error, Exception))
         for ballot in self._ballots:
-            with suppress(RuntimeError):  # the store is gone, so the other ranks fail as well
+            with suppress(RuntimeError):  # no connection, so the other ranks fail as well
                 ballot.vote(agreed)
                 if not agreed.interrupted:
                     agreed = ballot.failure or agreed
