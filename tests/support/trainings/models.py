@@ -21,8 +21,8 @@ YARN = {
 }
 
 
-# An attribute that the patch reads and `TransformerConfig` does not declare
-PATCHED = "moe_use_grouped_tensor"
+# Attributes that the patch reads and `TransformerConfig` does not declare
+PATCHED = ("moe_use_grouped_tensor",)
 # Options of the optimizer and of torch's FSDP2
 OTHERS = ("decoupled_lr", "reshard_after_forward")
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -38,7 +38,7 @@ def transformer_config(case: Case, graphs: bool):
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in case.config}
-    if unknown := given.keys() - _names_of_transformers() - _names_of_sharding() - {PATCHED, *OTHERS}:
+    if unknown := given.keys() - _names_of_transformers() - _names_of_sharding() - {*PATCHED, *OTHERS}:
         raise ValueError(f"unknown attributes of the configuration: {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {
         "num_layers": case.layers,
