@@ -566,7 +566,8 @@ class GraphedCallable:
         """
         if self.backward_graph is None:
             raise RuntimeError(
-                f"{self.name} has no backward graph: it was reset, or captured without grad. Capture it again"
+                f"{self.name} has no backward graph: it was reset, or captured without grad or in evaluation mode. "
+                "Capture it again"
             )
         self.order.backward(self.name, self.backward_turn, round_of_forward)
         _copy_in(self._grad_places, grads)
@@ -726,9 +727,12 @@ def capture_passes(
         before_warmup, after_warmup: Called once each.
 
     Raises:
-        RuntimeError: A gradient is accumulated on the legacy default stream, or an operation cannot be captured.
+        RuntimeError: Autocast caches weights, a gradient is accumulated on the legacy default stream, or an operation
+            cannot be captured.
         ValueError: Modules delay weight gradients, but the plan does not compute them.
     """
+    if any(map(torch.is_autocast_enabled, ("cuda", "cpu"))) and torch.is_autocast_cache_enabled():
+        raise RuntimeError("autocast would cache weights during capture: use torch.autocast(..., cache_enabled=False)")
     modules = [*dict.fromkeys(each.module for each in graphed if each.module is not None)]
     try:
         with capture_environment(preserve_buffers(modules), *contexts):

@@ -109,8 +109,6 @@ def make_graphed_callables(
     A failed capture leaves modules unchanged. Graphs, and modules that replay them, cannot be copied, and gradients of
     replays cannot be differentiated again.
     """
-    if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
-        raise RuntimeError("autocast would cache weights during capture: use torch.autocast(..., cache_enabled=False)")
     alone = not isinstance(modules, tuple)
     callables: tuple[Callable, ...] = modules if isinstance(modules, tuple) else (modules,)
     if not callables:

@@ -127,17 +127,6 @@ def test_hooks_get_module_arguments_and_raw_output():
         assert calls["backward_pre_hooks"][iteration] == calls["backward_hooks"][iteration] == (scaled,)
 
 
-@pytest.mark.parametrize("kind", HOOK_KINDS)
-def test_hook_may_take_only_the_module(kind):
-    module, seen = torch.nn.Linear(3, 3).cuda(), []
-
-    def hook(module, idx=3, kind="own"):
-        seen.append((module, idx, kind))
-
-    make_graphed_callables(module, inputs(1)[0], num_warmup_iters=1, capture_time_hooks=[{kind: {0: hook}}])
-    assert seen == [(module, 3, "own")] * 2
-
-
 def test_graph_reads_parameters_that_hooks_moved():
     """Megatron-FSDP's hooks gather parameters before forward and release them after backward."""
     module = torch.nn.Linear(3, 3, bias=False).cuda()

@@ -114,6 +114,11 @@ def test_replays_with_hooks_and_dropout_are_bit_identical():
     assert_same_bits(trained(True), trained(False))
 
 
+def test_autocast_that_caches_weights_is_refused():
+    with torch.autocast("cpu", cache_enabled=True), pytest.raises(RuntimeError, match="autocast would cache weights"):
+        captured(Sums())
+
+
 def test_owner_surrounds_warm_up_capture_and_replays():
     model, owner = Sums(), Owner()
     passes = captured(model, owner, warmup=1)
