@@ -310,9 +310,10 @@ class TECudaGraphHelper:
         and capture flags are restored, all graphs are freed, and the model can train eagerly.
 
         Raises:
-            CallOrderError: The graphs have been captured already.
-            CaptureFailedError: The capture failed, and ``config.cuda_graph_fallback`` is not ``eager``. The message
-                names the rank and the layer; on that rank, ``__cause__`` is the original exception.
+            CallOrderError: The graphs have been captured already, by this helper or by another one.
+            CaptureFailedError: The capture failed, for example because the model is in evaluation mode, and
+                ``config.cuda_graph_fallback`` is not ``eager``. The message names the rank and the layer; on that rank,
+                ``__cause__`` is the original exception.
             CaptureInterruptedError: Another rank was interrupted, for example by Ctrl-C. That rank raises its own
                 exception.
             RuntimeError: The store through which ranks coordinate the capture is gone, or a rank timed out.
@@ -323,6 +324,8 @@ class TECudaGraphHelper:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
+        if self._state.has_graphs_of_others():
+            raise CallOrderError("another helper has graphs of this model: call its delete_cuda_graphs() first")
         if self._role.language and not self._captures and token_bounds.defers_capture():
             self._state.status = Status.DEFERRED
             self._reset_after_capture()

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
-from megatron.core.transformer._cuda_graphs.errors import CallOrderError
+from megatron.core.transformer._cuda_graphs.errors import CallOrderError, CaptureFailedError
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-from .captured_training import CapturedModel, graphed, in_use
+from .captured_training import CapturedModel, captured, graphed, in_use
 
 
 def communication_buffers(fsdp):
@@ -60,6 +61,26 @@ def test_release_before_the_capture_leaves_it_to_the_caller(ranks, side_stream):
     assert model.helper.before_step()  # so that training loops do not capture
     with pytest.raises(CallOrderError, match="released: call restore"):
         model.helper.create_cudagraphs()
+
+
+@pytest.mark.parametrize("holds", ["model", "decoder", "layer"])
+def test_second_helper_of_a_model_with_graphs_is_refused(ranks, side_stream, holds):
+    with captured(graphed(holds)) as model:
+        second = TECudaGraphHelper([model.model], model.model.config, model.case.sequence, model.case.micro_batch)
+        with pytest.raises(CallOrderError, match=r"another helper has graphs of this model: call its delete_cuda_gr"):
+            second.create_cudagraphs()
+        model.step()
+
+
+def test_restore_in_evaluation_mode_is_refused(ranks, side_stream):
+    with captured(graphed("layer")) as model:
+        model.helper.release()
+        model.model.eval()
+        with pytest.raises(CaptureFailedError, match=r"evaluation mode: call model\.train\(\), then create_cudagraphs"):
+            model.helper.restore()
+        model.model.train()
+        model.helper.create_cudagraphs()
+        model.step()
 
 
 def test_offloaded_weights_are_neither_saved_nor_updated(ranks, side_stream):

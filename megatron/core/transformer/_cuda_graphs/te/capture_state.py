@@ -10,6 +10,7 @@ import torch
 
 from ..agreement import CaptureAgreement
 from ..engine.rng import GraphStates
+from ..errors import CallOrderError
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import calls_weakly, has_other_hooks
 from .attached_graphs import detach_graphs
@@ -226,12 +227,24 @@ class CaptureState:
         """Whether whole passes are captured with a mask: calls had one, or a model of unknown class may create one."""
         return self._calls.masked or any(known_class(chunk.model) is None for chunk in self._stage.chunks)
 
+    def has_graphs_of_others(self) -> bool:
+        """Return whether another helper has captured part of the stage; this one has no graphs yet."""
+        models = [chunk.model for chunk in self._stage.chunks]
+        parts = [*models, *(getattr(model, "decoder", None) for model in models)]
+        whole = any(isinstance(getattr(part, "forward", None), PassGraphs) for part in parts)
+        return whole or any(layer.cuda_graphs for layer in self._stage.layers)
+
     def select_scope(self, agreement: CaptureAgreement) -> None:
         """Set ``scope``, which is the same on all ranks, and log the reasons against larger graphs.
 
         All pipeline stages use the same scope so that they also fall back together if a capture fails on one stage.
+
+        Raises:
+            CallOrderError: A model is in evaluation mode.
         """
         stage, wanted = self._stage, layers_per_graph(self._stage.config)
+        if any(chunk.model is not None and not chunk.model.training for chunk in stage.chunks):
+            raise CallOrderError("the model is in evaluation mode: call model.train(), then create_cudagraphs()")
         self._calls.stop()
         candidates = {Holds.MODEL: wanted in (None, WHOLE_MODEL), Holds.DECODER: wanted != 1}
         own = {holds.name: self._blocker(holds) if candidate else "" for holds, candidate in candidates.items()}
