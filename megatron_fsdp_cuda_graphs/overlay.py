@@ -316,7 +316,7 @@ def activate() -> None:
 def _warn_of_patching(problem: str) -> None:
     _warn(
         f"{problem}. It is patched because {SWITCH}=untested is set. `python -m tools.upstream_check FOLDER`, in a "
-        "checkout of this project with a tested megatron-core, lists incompatible changes; FOLDER contains the "
+        "checkout of this project with a tested megatron-core, lists overridden code that differs; FOLDER contains the "
         "untested one. Compare a short training with an eager one."
     )
 

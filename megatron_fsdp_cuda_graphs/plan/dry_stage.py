@@ -138,7 +138,6 @@ def without_memory() -> Iterator[None]:
         replace(torch.nn.Parameter, "is_meta", False)  # Megatron-FSDP initializes parameters on the meta device
         replace(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"))
         wrapper = mcore_fsdp_adapter.FullyShardedDataParallel
-        wrapper = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV1", wrapper)  # megatron-core 0.20
         replace(wrapper, "sync_rng_states_across_tp_group", lambda self: None)
         # For each module, Megatron-FSDP searches every unit for the whole model, which is slow.
         replace(param_and_grad_buffer, "is_submodule", lambda model, unit: False)

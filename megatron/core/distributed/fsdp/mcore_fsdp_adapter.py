@@ -17,23 +17,13 @@ if TYPE_CHECKING:  # megatron-core's names
     def __getattr__(name: str) -> Any: ...
 
 
-# Since megatron-core 0.20, FullyShardedDataParallel creates one of two versions; graphs support the first.
-_Base: Any = getattr(_upstream, "FullyShardedDataParallelV1", _upstream.FullyShardedDataParallel)
-
-
-class FullyShardedDataParallel(_Base):
+class FullyShardedDataParallel(_upstream.FullyShardedDataParallel):
     """Extends megatron-core's ``FullyShardedDataParallel`` to wrap pipeline stages."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         # Freeing a stage's output early requires a tensor that is not a view, but Megatron-FSDP's hooks return views.
         config.deallocate_pipeline_outputs = False
         super().__init__(config, *args, **kwargs)
-
-
-if _Base is not _upstream.FullyShardedDataParallel:
-    FullyShardedDataParallel.__name__ = FullyShardedDataParallel.__qualname__ = _Base.__name__
-    globals()[_Base.__name__] = FullyShardedDataParallel
-    globals()["FullyShardedDataParallel"] = _upstream.FullyShardedDataParallel
 
 
 def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
