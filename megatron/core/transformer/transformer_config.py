@@ -1,11 +1,17 @@
 """Allow full recomputation with CUDA graphs in transformer configurations."""
 
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
+
+if TYPE_CHECKING:  # megatron-core's names
+
+    def __getattr__(name: str) -> Any: ...
+
+
 _check = _upstream.TransformerConfig.__post_init__
 
 
