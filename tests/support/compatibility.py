@@ -39,7 +39,6 @@ FITTING = """
     --cuda-graph-impl transformer_engine --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
 """
 MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear"
-UP_TO_DISPATCH = f"{MOE} --cuda-graph-modules attn moe_router moe_preprocess"
 PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
 PACKED = "--cuda-graph-packed-sequences 4"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
@@ -66,19 +65,24 @@ class Working:
         name: Name in ``pairs.FEATURES``.
         flags: The flags with their values and a shared condition (see ``split``). No two rows have the same text.
         shown: Path of the test that covers the flags.
-        example: Example flags for ``command_line``.
         words: Remark; may be empty.
         holds: The largest unit of a graph: ``model``, ``layers`` or ``parts``.
         sharding: The required wrapper.
+        example: Example flags for ``command_line``; None for the flags of the feature.
     """
 
     name: str
     flags: str
     shown: str
-    example: str
     words: str = ""
     holds: str = "model"
     sharding: str = MEGATRON_FSDP
+    example: str | None = None
+
+    @property
+    def line(self) -> list[str]:
+        """Flags of an example."""
+        return pairs.planned([self.name]) if self.example is None else command_line(self.example)
 
 
 WORKING = (
@@ -86,16 +90,15 @@ WORKING = (
         "whole layers",
         "--cuda-graph-layers-per-graph model, all or 1, --cuda-graph-modules not given",
         _CPU,
-        "",
+        example="",
     ),
-    Working("attention", "--cuda-graph-modules attn", _CPU, "--cuda-graph-modules attn", holds="parts"),
-    Working("mlp", "--cuda-graph-modules mlp with dense layers", _CPU, "--cuda-graph-modules mlp", holds="parts"),
-    Working("router", "--cuda-graph-modules moe_router", _CPU, f"{MOE} --cuda-graph-modules moe_router", holds="parts"),
+    Working("attention", "--cuda-graph-modules attn", _CPU, holds="parts"),
+    Working("mlp", "--cuda-graph-modules mlp with dense layers", _CPU, holds="parts"),
+    Working("router", "--cuda-graph-modules moe_router", _CPU, holds="parts"),
     Working(
         "up to the dispatch",
         "--cuda-graph-modules attn moe_router moe_preprocess, --num-experts",
         _CPU,
-        f"{UP_TO_DISPATCH}",
         "experts run eagerly",
         holds="parts",
     ),
@@ -103,21 +106,19 @@ WORKING = (
         "padded experts",
         "--moe-pad-expert-input-to-capacity",
         _CPU,
-        f"{MOE} {PADDED}",
         "graphs hold whole MoE layers, but tokens are dropped",
     ),
     Working(
         "padded experts",
         "--cuda-graph-modules moe with --moe-pad-expert-input-to-capacity",
         _CPU,
-        f"{MOE} {PADDED} --cuda-graph-modules moe",
         holds="parts",
+        example=f"{MOE} {PADDED} --cuda-graph-modules moe",
     ),
     Working(
         "dropless experts",
         "--moe-use-grouped-tensor",
         _GROUPED,
-        f"{MOE} --moe-use-grouped-tensor",
         "without --cuda-graph-modules, graphs hold whole MoE layers; with --moe-router-topk above 2, add "
         "--moe-permute-fusion",
     ),
@@ -125,42 +126,33 @@ WORKING = (
         "bounded tokens",
         "--moe-alltoall-capacity-factor",
         _BOUNDS,
-        f"{MOE} --moe-use-grouped-tensor --expert-model-parallel-size 2 --moe-alltoall-capacity-factor 1.25",
         "needs --moe-use-grouped-tensor and --moe-token-dispatcher-type alltoall",
     ),
-    Working(
-        "overlapped shared experts",
-        "--moe-shared-expert-overlap",
-        _CPU,
-        f"{UP_TO_DISPATCH} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
-        holds="parts",
-    ),
-    Working("tied embeddings", "--untie-embeddings-and-output-weights not given", _CPU, "", "tied weights"),
+    Working("overlapped shared experts", "--moe-shared-expert-overlap", _CPU, holds="parts"),
+    Working("tied embeddings", "--untie-embeddings-and-output-weights not given", _CPU, "tied weights"),
     Working(
         "positions",
         "--position-embedding-type learned_absolute, rope, yarn, mrope or none",
         _CPU,
-        "--position-embedding-type yarn",
+        example="--position-embedding-type yarn",
     ),
     Working(
         "hybrid models",
         "--hybrid-layer-pattern",
         _HYBRID,
-        "--hybrid-layer-pattern *-*-",
         "Mamba layers are verified with a stand-in for mamba-ssm's mixer",
     ),
     Working(
         "hybrid models",
         "--cuda-graph-modules mamba with --hybrid-layer-pattern",
         _HYBRID,
-        "--hybrid-layer-pattern M-M- --cuda-graph-modules mamba",
         holds="parts",
+        example="--hybrid-layer-pattern M-M- --cuda-graph-modules mamba",
     ),
     Working(
         "packed sequences in graphs",
         "--cuda-graph-packed-sequences",
         _PACKED_TEST,
-        f"--sft {PACKED} --position-embedding-type none",
         "forward_step must call megatron.core.packed_seq_params.pad_packed_seq_params, also in eager runs that you "
         "compare with",
     ),
@@ -168,31 +160,23 @@ WORKING = (
         "packed sequences beside graphs",
         "--sft, --dataloader-inter-document-masking with attention outside graphs",
         _PACKED_TEST,
-        "--sft --cuda-graph-modules mlp",
         "verified with a stand-in for TransformerEngine's attention",
         holds="parts",
     ),
-    Working(
-        "heterogeneous layers",
-        "--heterogeneous-layers-config-path",
-        _PAIRS,
-        "--heterogeneous-layers-config-path layers.json",
-    ),
-    Working("fp16", "--fp16", _CPU, "--fp16"),
-    Working("bf16", "--bf16", _CPU, "--bf16"),
+    Working("heterogeneous layers", "--heterogeneous-layers-config-path", _PAIRS),
+    Working("fp16", "--fp16", _CPU),
+    Working("bf16", "--bf16", _CPU),
     Working(
         "checkpoints",
         "--save, --load",
         _RESUMED,
-        "--load checkpoints",
         "runs with and without graphs load each other's checkpoints, also with other parallel sizes",
     ),
-    Working("dropout", "--hidden-dropout, --attention-dropout", _CPU, "--hidden-dropout 0.1"),
+    Working("dropout", "--hidden-dropout, --attention-dropout", _CPU),
     Working(
         "recomputation",
         "--recompute-modules core_attn, mlp, layernorm, moe, shared_experts, mla_up_proj",
         _GPU,
-        f"{SELECTIVE} core_attn",
         "saves memory in graphs of the whole model or of all layers, and in eager modules; in graphs per layer, "
         "only layernorm and mla_up_proj are recomputed",
     ),
@@ -200,109 +184,92 @@ WORKING = (
         "recomputation of layers",
         "--recompute-granularity full",
         _CPU,
-        f"{FULL}",
         "only in a graph of the whole model or of all layers",
     ),
     Working(
         "strategies",
         "--data-parallel-sharding-strategy optim_grads, optim or no_shard",
         _CPU,
-        "--data-parallel-sharding-strategy optim_grads",
         holds="layers",
+        example="--data-parallel-sharding-strategy optim_grads",
     ),
     Working(
         "hybrid sharding",
         "--outer-dp-sharding-strategy, --num-distributed-optimizer-instances",
         _INSTANCES,
-        "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim",
         "HSDP: needs --overlap-grad-reduce; with optim, the patch fixes how gradients are scaled and clipped",
     ),
     Working(
         "fused weight gradients of sharded parameters",
         "--no-gradient-accumulation-fusion not given",
         _CPU,
-        "!no-gradient-accumulation-fusion",
         "needs Apex",
     ),
     Working(
         "multi-token prediction",
         "--mtp-num-layers",
         _CPU,
-        "--mtp-num-layers 1 --position-embedding-type rope",
         "a graph of the whole model needs a float32 loss_mask from forward_step, as Megatron's provides",
     ),
-    Working("decoupled learning rate", "--decoupled-lr", _FROZEN, "--decoupled-lr 1e-2"),
+    Working("decoupled learning rate", "--decoupled-lr", _FROZEN, example="--decoupled-lr 1e-2"),
+    Working("tensor parallel", "--tensor-model-parallel-size, --sequence-parallel", _GPU),
+    Working("pipeline", "--pipeline-model-parallel-size", _STAGES, "a graph holds a whole stage or one of its layers"),
     Working(
-        "tensor parallel", "--tensor-model-parallel-size, --sequence-parallel", _GPU, "--tensor-model-parallel-size 2"
-    ),
-    Working(
-        "pipeline",
-        "--pipeline-model-parallel-size",
-        _STAGES,
-        f"{STAGES}",
-        "a graph holds a whole stage or one of its layers",
-    ),
-    Working(
-        "interleaved stages",
-        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
-        _STAGES,
-        f"{STAGES} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1",
+        "interleaved stages", "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank", _STAGES
     ),
     Working(
         "expert parallel",
         "--expert-model-parallel-size, --expert-tensor-parallel-size",
         _GPU,
-        f"{MOE} --moe-use-grouped-tensor --expert-model-parallel-size 2",
         "with --data-parallel-sharding-strategy no_shard, the patch clips by a norm that includes all ranks' experts",
+        example=f"{MOE} --moe-use-grouped-tensor --expert-model-parallel-size 2",
     ),
     Working(
         "fp8",
         "--fp8-recipe delayed or tensorwise, --fp8-format",
         _GPU,
-        "--fp8-format hybrid",
         "graphs of the whole model or of all layers also update the statistics of delayed scaling",
+        example="--fp8-format hybrid",
     ),
     Working(
         "fp8 by blocks",
         "--fp8-recipe blockwise",
         _GPU,
-        "--fp8-format hybrid --fp8-recipe blockwise",
         holds="layers",
+        example="--fp8-format hybrid --fp8-recipe blockwise",
     ),
     Working(
         "fp8 parameters",
         "--fp8-param-gather with --fp8-recipe delayed or tensorwise",
         _GPU_FLAGS,
-        "--fp8-format hybrid --fp8-param-gather",
+        example="--fp8-format hybrid --fp8-param-gather",
     ),
     Working(
         "context parallel",
         "--context-parallel-size",
         _GPU_FLAGS,
-        "!transformer-impl --context-parallel-size 2",
         "on the CPU, verified with a stand-in for TransformerEngine's attention",
     ),
     Working(
         "torch fsdp2",
         "--use-torch-fsdp2",
         _TORCH,
-        f"!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format {TORCH}",
         "also with --fp8-recipe delayed on GPUs; gathers stay outside the graphs, and parameters of graphed layers "
         "keep their memory between passes",
         sharding=TORCH_FSDP,
         holds="layers",
+        example=f"!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format {TORCH}",
     ),
-    Working("user buffers", "--use-nccl-ub", _GPU_FLAGS, "--use-nccl-ub"),
-    Working("all-gather group", "--create-all-gather-group", _PAIRS, "--create-all-gather-group"),
-    Working("averaging collectives", "--ddp-average-in-collective", _AVERAGED, "--ddp-average-in-collective"),
+    Working("user buffers", "--use-nccl-ub", _GPU_FLAGS, example="--use-nccl-ub"),
+    Working("all-gather group", "--create-all-gather-group", _PAIRS),
+    Working("averaging collectives", "--ddp-average-in-collective", _AVERAGED),
     Working(
         "training loop",
         "--manual-gc, --empty-unused-memory-level, --log-params-norm, --log-memory-to-tensorboard, "
         "--use-pytorch-profiler, --rampup-batch-size, --full-validation, --dataloader-type external",
         _USER_CODE,
-        "--manual-gc --empty-unused-memory-level 2",
     ),
-    Working("latent attention", "--multi-latent-attention", _CPU, "--multi-latent-attention"),
+    Working("latent attention", "--multi-latent-attention", _CPU, example="--multi-latent-attention"),
 )
 
 

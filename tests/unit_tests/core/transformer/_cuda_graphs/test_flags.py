@@ -174,13 +174,13 @@ def parser() -> ArgumentParser:
     return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
 
 
-def parsed(example: str) -> Namespace:
-    """Parse the flags of an example."""
+def parsed(example: str | list[str]) -> Namespace:
+    """Parse the flags of an example, or a command line."""
     from megatron.training import arguments
 
     listed = parser()  # building a parser takes longer than parsing
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", ["train.py", *command_line(example)])
+        patched.setattr(sys, "argv", ["train.py", *(command_line(example) if isinstance(example, str) else example)])
         patched.setattr(arguments, "add_megatron_arguments", lambda _: listed)
         return deepcopy(arguments.parse_args())  # the parser owns the lists that are defaults
 
@@ -236,7 +236,7 @@ def test_validation_logs_other_rows_as_warnings(caplog):
 
 def test_working_flags_pass_silently():
     for row in WORKING:
-        options = Options(parsed(row.example))
+        options = Options(parsed(row.line))
         assert (rows_of(options), [*options.problems()]) == ([], []), row.flags
         assert (ROOT / row.shown).is_file(), row.flags
 
