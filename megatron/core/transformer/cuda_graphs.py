@@ -1,4 +1,4 @@
-"""Replaces megatron-core's module ``cuda_graphs``: defines ``TECudaGraphHelper`` and exports names of ``_cuda_graphs``.
+"""Extends megatron-core's module ``cuda_graphs``: defines ``TECudaGraphHelper`` and exports names of ``_cuda_graphs``.
 
 Assigning or patching a name affects every function in ``_cuda_graphs`` that uses it (see ``_ForwardingModule``).
 """
@@ -7,32 +7,19 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-# These come first because the imports below load megatron-core modules that import them from here.
-from ._cuda_graphs import state as _state
-from ._cuda_graphs.state import (
-    FREEZE_GC,
-    FREEZE_GC_MAX_TORCH_VERSION,
-    _set_capture_end,
-    _set_capture_start,
-    _set_warmup_end,
-    _set_warmup_start,
-    is_graph_capturing,
-    is_graph_warmup,
-)
-
-# isort: split
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
+from megatron_fsdp_cuda_graphs.overlay import extend
 
 from ._cuda_graphs.agreement import CaptureAgreement, warn_of_failure
 from ._cuda_graphs.engine.graph import make_workspaces
@@ -42,7 +29,6 @@ from ._cuda_graphs.engine.rng import _clone_nested_tensors, _ensure_generator_st
 from ._cuda_graphs.errors import CallOrderError, CaptureFailedError, OptionsError
 from ._cuda_graphs.flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
 from ._cuda_graphs.flags.table import allocator_problem, check
-from ._cuda_graphs.local import memory as _memory
 from ._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
 from ._cuda_graphs.local.manager import CudaGraphManager, delete_cuda_graphs
 from ._cuda_graphs.local.memory import TensorReusePool
@@ -55,8 +41,6 @@ from ._cuda_graphs.te.capture_session import CaptureSession, InputData
 from ._cuda_graphs.te.capture_state import CaptureState, Status
 from ._cuda_graphs.te.layers import (
     _determine_if_first_last_layer_of_this_vp_chunk,
-    _layer_is_graphable,
-    annotate_first_last_layer,
     fsdp_of,
     mtp_layers,
     set_current_microbatch,
@@ -65,17 +49,11 @@ from ._cuda_graphs.te.layers import (
     vision_model_of,
 )
 from ._cuda_graphs.te.model import DecoderGraphs, ModelGraphs
-from ._cuda_graphs.te.order import (
-    PassOrder,
-    convert_schedule_table_to_order,
-    get_overlap_moe_expert_parallel_comm_order,
-)
+from ._cuda_graphs.te.order import PassOrder
 from ._cuda_graphs.te.stage import Chunk, Role, Stage
 from ._cuda_graphs.te.training_calls import TrainingCalls
 
 __all__ = [
-    "FREEZE_GC",
-    "FREEZE_GC_MAX_TORCH_VERSION",
     "_GTP_RUNNER_STREAMS",
     "ArgMetadata",
     "CudaGraphManager",
@@ -92,26 +70,28 @@ __all__ = [
     "_clone_nested_tensors",
     "_determine_if_first_last_layer_of_this_vp_chunk",
     "_ensure_generator_state_is_cudagraph_safe",
-    "_layer_is_graphable",
-    "_set_capture_end",
-    "_set_capture_start",
-    "_set_warmup_end",
-    "_set_warmup_start",
-    "_wrap_graph_for_vision",
-    "annotate_first_last_layer",
-    "convert_schedule_table_to_order",
     "create_cudagraphs",
     "delete_cuda_graphs",
     "get_gtp_runner_streams",
-    "get_overlap_moe_expert_parallel_comm_order",
-    "get_vision_cuda_graph_seq_length",
-    "is_graph_capturing",
-    "is_graph_warmup",
     "logger",
     "make_graphed_callables",
     "set_current_microbatch",
     "tree_map",
 ]
+
+_upstream: Any = extend(__name__)
+
+# Functions that call these names see patches of them.
+FREEZE_GC, _layer_is_graphable = _upstream.FREEZE_GC, _upstream._layer_is_graphable
+_set_capture_start, _set_capture_end = _upstream._set_capture_start, _upstream._set_capture_end
+is_graph_warmup = _upstream.is_graph_warmup
+convert_schedule_table_to_order = _upstream.convert_schedule_table_to_order
+get_overlap_moe_expert_parallel_comm_order = _upstream.get_overlap_moe_expert_parallel_comm_order
+
+if TYPE_CHECKING:  # megatron-core's names
+
+    def __getattr__(name: str) -> Any: ...
+
 
 MAX_RECAPTURES = 8  # for other numbers of micro-batches; each takes seconds
 
@@ -520,36 +500,6 @@ class TECudaGraphHelper:
             self._recapture(self._state.not_model)
 
 
-def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
-    """Return the number of vision tokens to capture graphs for.
-
-    Args:
-        vision_config: The vision encoder's configuration. The first of these attributes that is set is used:
-            ``max_vision_cuda_graph_seq_length``, in tokens, unless None or 0; ``num_position_embeddings``, in patches,
-            with ``spatial_merge_size ** 2`` (1 by default) patches per token.
-        default_seq_length: The number of tokens if neither is set.
-    """
-    longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)
-    if longest:
-        return longest
-    patches = getattr(vision_config, "num_position_embeddings", None)
-    if patches is None:
-        return default_seq_length
-    return patches // getattr(vision_config, "spatial_merge_size", 1) ** 2
-
-
-def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``graph_fn`` and drops None outputs. Attributes of ``graph_fn`` are not copied."""
-
-    def without_none(*args: Any, **kwargs: Any) -> Any:
-        output = graph_fn(*args, **kwargs)
-        if not isinstance(output, tuple):
-            return output
-        return tuple(item for item in output if item is not None) or output
-
-    return without_none
-
-
 class VisionTECudaGraphHelper(TECudaGraphHelper):
     """Captures the layers of ``vision_model.decoder`` and attaches the graphs to them.
 
@@ -572,7 +522,9 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         OptionsError, ValueError, RuntimeError: See ``TECudaGraphHelper``.
     """
 
-    _role = Role(language=False, model_of=vision_model_of, report="capture_vision", wrap=_wrap_graph_for_vision)
+    _role = Role(
+        language=False, model_of=vision_model_of, report="capture_vision", wrap=_upstream._wrap_graph_for_vision
+    )
 
     def __init__(
         self,
@@ -603,17 +555,6 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         """Do nothing: ``DistributedDataParallel`` does not gather vision encoder parameters in hooks."""
 
 
-# Variables that functions reassign. Reads and writes here are forwarded to the defining module.
-_IS_GRAPH_CAPTURING: bool
-_IS_GRAPH_WARMUP: bool
-fwd_buffer_reuse_ref_count: int
-bwd_buffer_reuse_ref_count: int
-_VARIABLES = {
-    "_IS_GRAPH_CAPTURING": _state,
-    "_IS_GRAPH_WARMUP": _state,
-    "fwd_buffer_reuse_ref_count": _memory,
-    "bwd_buffer_reuse_ref_count": _memory,
-}
 _FOLDER = f"{__package__}._cuda_graphs."
 
 
@@ -631,15 +572,4 @@ class _ForwardingModule(ModuleType):
         super().__setattr__(name, value)
 
 
-def _variable_of(file: ModuleType, name: str) -> property:
-    return property(
-        lambda module: getattr(file, name),
-        lambda module, value: setattr(file, name, value),
-        lambda module: delattr(file, name),
-    )
-
-
-for _name, _file in _VARIABLES.items():
-    setattr(_ForwardingModule, _name, _variable_of(_file, _name))
-del _name, _file
 sys.modules[__name__].__class__ = _ForwardingModule

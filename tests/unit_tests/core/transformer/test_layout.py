@@ -21,7 +21,7 @@ LAYERS = (
     {
         f"{PACKAGE}.{name}"
         for name in (
-            *("state", "errors", "inputs", "hooks", "flags", "evaluation_mode", "launches"),
+            *("errors", "inputs", "hooks", "flags", "evaluation_mode", "launches"),
             *("replacements", "snapshot"),
         )
     },
@@ -68,8 +68,11 @@ def _nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
 
 
 def _imports(name: str, *, inside_functions: bool = True) -> set[str]:
-    """Return the files in ``FILES`` that the module ``name`` imports."""
-    return _all_imports(name, inside_functions=inside_functions) & set(FILES)
+    """Return the files in ``FILES`` that the module ``name`` imports, except ``cuda_graphs`` for megatron-core's names.
+
+    Functions import that module when they are called, so that patches of its names have an effect.
+    """
+    return _all_imports(name, inside_functions=inside_functions) & set(FILES) - {f"{TRANSFORMER}.cuda_graphs"}
 
 
 @cache

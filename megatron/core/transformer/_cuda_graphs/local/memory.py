@@ -17,8 +17,6 @@ from .arguments import ArgMetadata, metadata_of
 
 # An empty graph per pool, which uses no memory.
 _placeholders: dict[tuple, torch.cuda.CUDAGraph] = {}
-# megatron-core's counters of static tensors in use; always 0 here, because ``TensorReusePool`` counts them.
-fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0
 
 
 def hold_pool(pool: tuple) -> None:

@@ -13,7 +13,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.core.utils import log_single_rank
 
-from .. import state
 from ..engine.graph import capture_environment, preserve_tensors, return_to_default_stream
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..engine.quantization import transformer_engine_flag
@@ -183,7 +182,12 @@ def capture_mode() -> Iterator[None]:
 
     Garbage is not collected first, because inference captures many graphs and a collection takes longer than a capture.
     """
-    with between(state._set_capture_start, state._set_capture_end), capture_environment(transformer_engine_flag()):
+    from megatron.core.transformer.cuda_graphs import _set_capture_end, _set_capture_start  # imports this module
+
+    with (
+        between(_set_capture_start, _set_capture_end),
+        capture_environment(transformer_engine_flag()),
+    ):
         make_generators_safe()
         yield
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .. import state
 from ..engine.captured import GraphedCallable, GraphOwner, Phase, ReplayNode
 from ..engine.graph import Capture, WarmUp, connected_leaves, moe_metrics, preserve_buffers, preserve_tensors
 from ..engine.memory import weak_reference
@@ -257,6 +256,8 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         Returns:
             The parameters that received a gradient; all parameters if there is no backward pass.
         """
+        from megatron.core.transformer.cuda_graphs import _set_warmup_end, _set_warmup_start  # imports this module
+
         graphs = self._new_graphs(inputs)
         trained = graphs.params
         with (
@@ -264,7 +265,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             preserve_buffers([self.module] if self.grad_enabled else []),
             preserve_tensors(moe_metrics()),
             replaced_attribute(self._tensors_with("main_grad", graphs.params), "main_grad", torch.zeros_like),
-            between(state._set_warmup_start, state._set_warmup_end),
+            between(_set_warmup_start, _set_warmup_end),
         ):
             # The second step uses the sharded weights that the first one gathered.
             for _ in range(max(self.num_warmup_steps, 2) if self.sharded else self.num_warmup_steps):
@@ -351,7 +352,9 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         graphs.release_gradients(keep=self._escaping)
 
     def running(self, phase: Phase) -> AbstractContextManager[None]:
-        return self.sharded.completing(reductions=phase == "backward", finalizes=not state.is_graph_warmup())
+        from megatron.core.transformer.cuda_graphs import is_graph_warmup  # imports this module
+
+        return self.sharded.completing(reductions=phase == "backward", finalizes=not is_graph_warmup())
 
     def consume_gradients(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]

@@ -14,7 +14,7 @@ from ..engine.plan import ordered_plan
 from ..engine.quantization import Quantization, RecordedQuantization
 from ..errors import ArgumentError
 from .layers import mtp_layers
-from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
+from .order import PassOrder
 from .sample_inputs import LayerInputs, SampleArguments, attention_mask_type, sample_arguments
 from .stage import Layers, Stage
 
@@ -33,6 +33,10 @@ class CaptureArguments:
     def order(self) -> PassOrder:
         """Return the order of passes of this pipeline stage."""
         from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+        from megatron.core.transformer.cuda_graphs import (  # imports this module
+            convert_schedule_table_to_order,
+            get_overlap_moe_expert_parallel_comm_order,
+        )
 
         stage, config = self.stage, self.stage.config
         num_chunks = len(stage.chunks)
@@ -51,12 +55,11 @@ class CaptureArguments:
         passes = PassOrder([*chunks], num_layers, num_microbatches)
         if config.overlap_moe_expert_parallel_comm:
             # Layers of two chunks interleave, so every layer becomes a separate chunk.
-            order, chunk_id_list = get_overlap_moe_expert_parallel_comm_order(
-                chunks,
-                num_layers,
-                config.delay_wgrad_compute and _captures_weight_gradients(config),
-                [_places(chunk.every_layer, own) for chunk, own in zip(stage.chunks, self.layers, strict=True)],
+            every = [chunk.every_layer for chunk in stage.chunks]
+            overlapped = get_overlap_moe_expert_parallel_comm_order(
+                chunks, [len(own) for own in every], config.delay_wgrad_compute and _captures_weight_gradients(config)
             )
+            order, chunk_id_list = captured_passes(overlapped, every, self.layers)
             passes = PassOrder(order, [1] * sum(num_layers), order.count(1), chunk_id_list)
         stage.log(logging.DEBUG, f"order of passes {passes.order}")
         return passes
@@ -183,10 +186,21 @@ def _captures_weight_gradients(config: Any) -> bool:
     return CudaGraphModule.attn in modules or (CudaGraphModule.moe_router in modules and shared_experts)
 
 
-def _places(layers: Layers, captured: Layers) -> list[int | None]:
-    """Return, for each of ``layers``, its index in ``captured``; None for layers that are not captured."""
-    place = {layer: index for index, layer in enumerate(captured)}
-    return [place.get(layer) for layer in layers]
+def captured_passes(
+    passes: tuple[Sequence[float], Sequence[list[int] | None]], scheduled: Sequence[Layers], captured: Sequence[Layers]
+) -> tuple[list[float], list[list[int] | None]]:
+    """Return the order and ``chunk_id_list`` of ``captured`` layers, given those of all ``scheduled`` layers."""
+    layers = [layer for own in scheduled for layer in own]
+    numbers = {layer: number for number, layer in enumerate((layer for own in captured for layer in own), 1)}
+    steps: list[float] = []
+    places: list[list[int] | None] = []
+    for step, place in zip(*passes, strict=True):
+        old = int(abs(step))
+        layer = layers[old - 1]
+        if new := numbers.get(layer):
+            steps.append(step + (new - old if step > 0 else old - new))
+            places.append(place and [place[0], captured[place[0]].index(layer)])
+    return steps, places
 
 
 def offload_interface() -> Any:

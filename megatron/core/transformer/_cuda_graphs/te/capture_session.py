@@ -11,7 +11,6 @@ import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from .. import state
 from ..agreement import CaptureAgreement
 from ..engine.graph import preserve_buffers
 from ..engine.make_graphed_callables import make_graphed_callables
@@ -114,8 +113,10 @@ class CaptureSession:
 
         On exit, restore generators and buffers of ``modules``, because a failed capture may not restore them.
         """
+        from megatron.core.transformer.cuda_graphs import _set_capture_end, _set_capture_start  # imports this module
+
         self._free_gradients()
-        outside = between(state._set_capture_end, state._set_capture_start)
+        outside = between(_set_capture_end, _set_capture_start)
         with outside, preserve_rng(), preserve_buffers(modules):
             yield
 

@@ -14,7 +14,7 @@ from ..errors import CallOrderError
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import calls_weakly, has_other_hooks
 from .attached_graphs import detach_graphs
-from .layers import _layer_is_graphable, decoder_layers, has_forward_of, language_layers, layer_name
+from .layers import decoder_layers, has_forward_of, language_layers, layer_name, why_not_graphable
 from .model import PassGraphs
 from .sample_inputs import attention_mask_type
 from .stage import Chunk, Layers, Stage
@@ -59,7 +59,7 @@ def _model_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
     if known_class(model) is None:
         yield f"{type(model).__name__} is not a GPTModel or HybridModel with an unmodified forward"
     repeated = {*language_layers(model)} - {*chunk.every_layer}
-    captured = {*chunk.every_layer} <= {*chunk.layers} and all(_layer_is_graphable(each, config) for each in repeated)
+    captured = {*chunk.every_layer} <= {*chunk.layers} and not any(why_not_graphable(each, config) for each in repeated)
     if not (decoder_layers(model) and captured):
         yield _NOT_ALL_LAYERS
     yield from _common_blockers(stage, chunk)

@@ -1,12 +1,10 @@
 """Find the layers of a model that can run as CUDA graphs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from megatron.core.transformer.enums import CudaGraphModule
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -85,19 +83,15 @@ def layer_name(layer: torch.nn.Module, index: int) -> str:
     return f"layer {getattr(layer, 'layer_number', index + 1)} ({type(layer).__name__})"
 
 
-def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
-    """Return whether ``layer``, or a part of it in ``config.cuda_graph_modules`` (empty: all), can be captured."""
-    return not why_not_graphable(layer, config)
-
-
 def why_not_graphable(layer: torch.nn.Module, config: Any) -> str:
     """Return why no part of ``layer`` can be captured; empty if it can."""
+    from megatron.core.transformer.cuda_graphs import _layer_is_graphable  # imports this module
+
     if not isinstance(layer, GraphableMegatronModule):
         return "it is not a GraphableMegatronModule"
-    chosen = config.cuda_graph_modules
-    if not chosen or any(module in chosen for module in _modules_of(layer)):
+    if _layer_is_graphable(layer, config):
         return ""
-    return f"--cuda-graph-modules {' '.join(module.name for module in chosen)} selects no part of it"
+    return f"--cuda-graph-modules {' '.join(module.name for module in config.cuda_graph_modules)} selects no part of it"
 
 
 def has_forward_of(module: Any, kind: Any) -> bool:
@@ -117,32 +111,6 @@ def refuse_skipped_forward(layer: torch.nn.Module, name: str) -> None:
             f"{name} replaces forward, which a graph of this layer alone would skip: override _te_cuda_graph_capture "
             f"instead or, under Megatron-FSDP, capture more than single layers ({LAYERS_FLAG})"
         )
-
-
-def _modules_of(layer: Any) -> Iterator[CudaGraphModule]:
-    """Yield the ``cuda_graph_modules`` values that select a part of ``layer``."""
-    from megatron.core.ssm.mamba_layer import MambaLayer  # these import cuda_graphs, which imports this module
-    from megatron.core.transformer.mlp import MLP
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    if isinstance(layer, MambaLayer):
-        yield CudaGraphModule.mamba
-    if isinstance(layer, TransformerLayer):
-        if not (isinstance(layer.self_attention, IdentityOp) and isinstance(layer.cross_attention, IdentityOp)):
-            yield CudaGraphModule.attn
-        if isinstance(layer.mlp, MoELayer):
-            yield from (CudaGraphModule.moe, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess)
-        if isinstance(layer.mlp, MLP):
-            yield CudaGraphModule.mlp
-
-
-def annotate_first_last_layer(layers: Sequence[torch.nn.Module]) -> None:
-    """Set ``is_first_layer`` and ``is_last_layer`` on the ordered ``layers`` of a model chunk."""
-    last = len(layers) - 1
-    for index, layer in enumerate(layers):
-        layer.is_first_layer = index == 0
-        layer.is_last_layer = index == last
 
 
 def _determine_if_first_last_layer_of_this_vp_chunk(base_module: Any) -> tuple[bool, bool]:

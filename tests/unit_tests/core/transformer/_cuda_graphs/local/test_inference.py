@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
-from megatron.core.transformer._cuda_graphs import state
 from megatron.core.transformer.cuda_graphs import (
     CudaGraphManager,
     _CudagraphGlobalRecord,
     create_cudagraphs,
+    is_graph_capturing,
 )
 
 from .local_graph_cases import HIDDEN, Layer, batch, config, groups, record, stack, use_graphable_rng
@@ -168,6 +168,6 @@ class TestInference:
         hook = layer.linear.register_forward_hook(lambda module, args, output: output.sum().item() and None)
         with pytest.raises(RuntimeError):
             layer(batch(0), cache_key=0)
-        assert not state.is_graph_capturing()
+        assert not is_graph_capturing()
         hook.remove()
         assert torch.equal(layer(batch(1), cache_key=0)[0], layer.forward(batch(1), eager=True)[0])

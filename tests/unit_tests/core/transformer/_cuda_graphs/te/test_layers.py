@@ -1,66 +1,17 @@
-"""Test the search for graphable layers, and for the models that contain them."""
+"""Test the search for models inside wrappers, and for the first and last layers of a chunk."""
 
-from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer._cuda_graphs.te.layers import language_model_of, vision_model_of
 from megatron.core.transformer.cuda_graphs import (
     _determine_if_first_last_layer_of_this_vp_chunk,
-    _layer_is_graphable,
     annotate_first_last_layer,
 )
-from megatron.core.transformer.enums import CudaGraphModule
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.module import GraphableMegatronModule
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
-from tests.support.replaced import replaced
-
-IDENTITY, ATTENTION = IdentityOp(), torch.nn.Identity()
-
-
-def bare(kind, **parts):
-    """Return a module of ``kind`` that has only the given ``parts``."""
-    module = kind.__new__(kind)
-    torch.nn.Module.__init__(module)
-    for name, part in parts.items():
-        setattr(module, name, part)
-    return module
-
-
-def transformer_layer(self_attention=IDENTITY, cross_attention=IDENTITY, mlp=IDENTITY):
-    return bare(TransformerLayer, self_attention=self_attention, cross_attention=cross_attention, mlp=mlp)
-
-
-LAYERS = {
-    "self-attention": transformer_layer(self_attention=ATTENTION),
-    "cross-attention": transformer_layer(cross_attention=ATTENTION),
-    "MLP": transformer_layer(mlp=bare(MLP)),
-    "MoE": transformer_layer(mlp=bare(MoELayer)),
-    "Mamba": bare(MambaLayer),
-    "nothing": transformer_layer(),
-    "another graphable module": bare(GraphableMegatronModule),
-}
-
-
-def config(*modules):
-    return SimpleNamespace(cuda_graph_modules=[CudaGraphModule[name] for name in modules])
-
-
-@pytest.mark.parametrize("layer", [*LAYERS.values(), torch.nn.Identity()], ids=[*LAYERS, "not a graphable module"])
-def test_graphable_layers_equal_megatron_core(layer):
-    names = [module.name for module in CudaGraphModule]
-    theirs = replaced("megatron.core.transformer.cuda_graphs")._layer_is_graphable
-    for count in range(len(names) + 1):
-        for modules in combinations(names, count):
-            assert _layer_is_graphable(layer, config(*modules)) == theirs(layer, config(*modules)), modules
 
 
 def wrapped(module, levels=2):

@@ -2,20 +2,16 @@
 
 import inspect
 import logging
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import (
     TECudaGraphHelper,
     VisionTECudaGraphHelper,
-    get_vision_cuda_graph_seq_length,
     set_current_microbatch,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -214,19 +210,3 @@ def test_none_outputs_are_removed(one_stage, monkeypatch):
     monkeypatch.setattr(TransformerLayer, "_te_cuda_graph_capture", TransformerLayer.forward)  # (output, None)
     numbers, _ = train(ORDERS[1], graphs=True, steps=4)
     assert_same_bits(numbers, expected)
-
-
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "max_vision_cuda_graph_seq_length": st.none() | st.integers(0, 9999),
-            "num_position_embeddings": st.integers(0, 9999),
-            "spatial_merge_size": st.integers(1, 8),
-        },
-    ),
-    st.lists(st.integers(0, 9999), max_size=1),
-)
-def test_sequence_length_equals_megatron_core(config, default):
-    expected = UPSTREAM.get_vision_cuda_graph_seq_length(SimpleNamespace(**config), *default)
-    assert get_vision_cuda_graph_seq_length(SimpleNamespace(**config), *default) == expected
