@@ -1,14 +1,13 @@
 """Test measure.py: parts run sequentially at one commit, and later calls resume."""
 
 import json
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import measure, step_time
-from benchmarks.measure import PARTS, ROOT, Part
+from benchmarks import measure
+from benchmarks.measure import Part
 
 WRITES = "import json, sys; json.dump({'gpus': int(sys.argv[1]), 'numbers': [1]}, open(sys.argv[2], 'w'))"
 WRITES += "; print('measured')"
@@ -46,15 +45,7 @@ def test_results_name_the_commit_and_logs_are_kept(run, tmp_path):
     assert (tmp_path / "found" / "logs" / "times_2gpu.log").read_text() == "measured\n"
 
 
-def test_parts_done_at_this_commit_are_skipped(run):
-    run({"times": WRITES})
-    code, text = run({"times": CRASHES, "memory": WRITES})
-    assert code == 0
-    assert "1 of 2: times: already measured" in text
-    assert "2 of 2: memory: done," in text
-
-
-def test_failed_parts_are_reported_and_run_again(run, tmp_path):
+def test_parts_failed_or_of_another_commit_run_again(run, tmp_path):
     code, text = run({"times": CRASHES, "memory": WRITES})
     assert code == 1
     assert "1 of 2: times: FAILED" in text
@@ -63,6 +54,10 @@ def test_failed_parts_are_reported_and_run_again(run, tmp_path):
     code, text = run({"times": WRITES, "memory": WRITES})
     assert code == 0
     assert "times: done," in text
+    assert "memory: already measured" in text
+    _, text = run({"memory": WRITES}, commit="b2")
+    assert "memory: done," in text
+    assert found(tmp_path, "memory")["commit"] == "b2"
 
 
 def test_timeout_ends_all_processes_of_a_part(run, tmp_path):
@@ -76,29 +71,3 @@ def test_timeout_ends_all_processes_of_a_part(run, tmp_path):
     assert found(tmp_path, "times")["exit"] == 124
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/status")
     assert not status.exists() or "zombie" in status.read_text()
-
-
-def test_only_selects_parts_by_name(run, tmp_path):
-    run({"times": WRITES, "times_b": WRITES, "memory": WRITES}, "--only", "times", "mem*")
-    assert {file.name for file in (tmp_path / "found").glob("*.json")} == {"times_2gpu.json", "memory_2gpu.json"}
-
-
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.name} {part.gpus}")
-def test_each_part_runs_a_script_and_writes_a_file(part):
-    words = part.arguments.split()
-    script = next((word for word in words if word.endswith(".py")), None)
-    file = ROOT / (script or words[1].replace(".", "/") + ".py")
-    option = words[words.index("FILE") - 1]
-    assert f'"{option}"' in file.read_text()
-    assert part.seconds < measure.LONGEST
-
-
-@pytest.mark.parametrize(
-    "part", [part for part in PARTS if "step_time.py" in part.arguments], ids=lambda part: part.name
-)
-def test_step_time_parses_the_arguments_of_its_parts(part):
-    words = {"GPUS": str(part.gpus[0]), "LAUNCHES": "2"}
-    given = [words.get(word, word) for word in shlex.split(part.arguments)][1:]
-    benchmark = step_time.Benchmark(step_time.parse(given), on_cpu=False)
-    assert benchmark.ranks == part.gpus[0]
-    assert all(variants for variants in benchmark.variants.values())

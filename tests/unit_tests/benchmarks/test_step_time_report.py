@@ -49,12 +49,6 @@ def test_step_different_from_reference_fails():
     assert report.failures(native) == ["differs from eager in step 3"]
 
 
-def test_training_without_collectives_has_no_reference():
-    alone = rows({"eager": timed(8.0), "compute_alone": timed(1.0, LATER)})["compute_alone"]
-    assert alone["reference"] is alone["equal_steps"] is None
-    assert report.failures(alone) == []
-
-
 def test_different_profiled_run_fails():
     native = rows({"native": timed(4.0)}, {"native": profiled(numbers=LATER)})["native"]
     assert native["repeatable"] is False

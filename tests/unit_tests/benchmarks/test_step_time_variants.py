@@ -38,21 +38,9 @@ def test_variables_and_flags_follow_the_variant():
     assert "A" not in base.environment
 
 
-def test_unknown_variant_raises_and_lists_known_ones():
-    with pytest.raises(ValueError, match="--variants: unknown name 'fast': choose from eager, native"):
-        variants.variant("fast:A=1")
-
-
 def test_flags_of_variants_override_configurations():
     flags = variants.variant("native::--seed 5").flags_for(configuration("C:--seed 3"))
     assert value(flags, "--seed") == "5"
-
-
-def test_only_layer_graphs_of_moe_models_get_modules():
-    moe, dense = configuration("C"), configuration("A")
-    assert "--cuda-graph-modules" in variants.variant("native").flags_for(moe)
-    for name, trained in ("eager", moe), ("full_iteration", moe), ("native", dense):
-        assert "--cuda-graph-modules" not in variants.variant(name).flags_for(trained)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Test timeline.py: the drawing of a traced step."""
-
-import json
-import sys
+"""Test timeline.py: the blocks of a traced step."""
 
 from benchmarks import timeline
 from benchmarks._step_time.step_profile import STEPS
@@ -29,14 +26,9 @@ def traced_steps() -> list[dict]:
     return [*steps, event("kernel", "warm-up", 6000.0, 7000.0)]
 
 
-def test_second_step_is_drawn_in_three_lanes(tmp_path, monkeypatch):
-    trace, drawing = tmp_path / "trace.json", tmp_path / "timeline.svg"
-    trace.write_text(json.dumps({"traceEvents": traced_steps()}))
+def test_blocks_of_the_second_step_are_in_three_lanes():
     assert timeline.blocks(traced_steps()) == {
         "host": [(0.0, 1.0)],
         "compute": [(1.0, 5.0)],
         "collectives": [(2.0, 10.0)],
     }
-    monkeypatch.setattr(sys, "argv", ["timeline.py", str(drawing), f"graphs={trace}"])
-    timeline.main()
-    assert "graphs: 10.0 ms" in drawing.read_text()
