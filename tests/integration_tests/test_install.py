@@ -182,19 +182,6 @@ def test_torchrun_starts_with_any_value_of_the_switch(installed, value):
 
 
 @pytest.mark.long
-def test_without_autoload_activate_turns_the_patch_on(installed):
-    code = f"""
-        import torch
-        from {NAME}.overlay import activate, is_active
-        print(is_active())
-        activate()
-        import megatron.core.layers as layers
-        print(layers.Linear.graphed)
-    """
-    assert installed("regular").run("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False\nTrue"
-
-
-@pytest.mark.long
 def test_torchrun_ranks_are_patched(installed, tmp_path):
     source = """
         import os

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fsdp_cuda_graphs.cpu_backend.__main__ import main
-
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Run python in a subprocess without a GPU."""
@@ -54,20 +52,6 @@ def test_uninstall_restores_torch():
         "install(); print(names() == before); torch.rand(3, device='cuda'); uninstall()\n"
         "print(names() == before, torch.equal(torch.get_rng_state(), state))"
     ) == ["False", "True True"]
-
-
-@pytest.mark.parametrize(("variable", "threads"), [("", "1"), ("4,2", "4")])
-def test_number_of_threads_follows_the_variable(variable, threads):
-    done = python(
-        "-c",
-        "import torch\nfrom threading import Thread\n"
-        "from megatron_fsdp_cuda_graphs.cpu_backend import install, uninstall\n"
-        "show = lambda: print(torch.get_num_threads())\n"
-        "torch.set_num_threads(7); install(); show(); other = Thread(target=show); other.start(); other.join()\n"
-        "uninstall(); show()",
-        OMP_NUM_THREADS=variable,
-    )
-    assert done.stdout.split() == [threads, threads, "7"], done.stderr
 
 
 @pytest.mark.long
@@ -120,9 +104,3 @@ def test_script_ends_after_threads_and_exit_functions(tmp_path: Path):
     done = python(*LAUNCHER, str(tmp_path / "script.py"))
     assert done.stdout == "thread\nat exit\n", done.stderr
     assert done.returncode == 0
-
-
-@pytest.mark.parametrize("arguments", [[], ["-m"]], ids=str)
-def test_launcher_without_a_script_exits_with_its_usage(arguments):
-    with pytest.raises(SystemExit, match=r"python -m megatron_fsdp_cuda_graphs\.cpu_backend SCRIPT"):
-        main(arguments)

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 
@@ -67,17 +65,3 @@ def test_nan_fails_the_comparison(runs):
     eager, graphed = runs({2: {"loss": math.nan}})
     assert failures(graphed, graphed, STEPS)[0].startswith("loss or gradient norm differs in 1 steps, first in step 2")
     assert failures(eager, graphed, STEPS)
-
-
-def test_failed_training_ends_the_demo_with_its_log(examples, tmp_path, monkeypatch):
-    import demo
-
-    program = "import sys; print('[rank0]: the reason'); print('noise'); sys.exit(3)"
-    monkeypatch.setattr(
-        demo.subprocess,
-        "Popen",
-        lambda command, original=subprocess.Popen, **options: original([sys.executable, "-c", program], **options),
-    )
-    setup = demo.Setup("nowhere", 1, (), "", STEPS)
-    with pytest.raises(SystemExit, match=r"\[rank0\]: the reason\nTraining eager failed: exit code 3"):
-        demo.train(setup, "eager", demo.EAGER, STEPS, tmp_path / "data", tmp_path)

@@ -68,19 +68,6 @@ def test_inter_document_masking_needs_one_row(pretrain_gpt, monkeypatch, name):
         pretrain_gpt.main()
 
 
-@pytest.mark.parametrize(("pattern", "builder"), [(None, "gpt"), ("*-*-", "hybrid")])
-def test_layer_pattern_selects_the_hybrid_model(pretrain_gpt, monkeypatch, pattern, builder):
-    trained = []
-    monkeypatch.delenv("STEP_METRICS_PATH", raising=False)
-    monkeypatch.setattr(pretrain_gpt, "parse_and_validate_args", lambda: SimpleNamespace(hybrid_layer_pattern=pattern))
-    monkeypatch.setattr(pretrain_gpt, "gpt_config_from_args", lambda args: "gpt")
-    monkeypatch.setattr(pretrain_gpt, "hybrid_config_from_args", lambda args: "hybrid")
-    monkeypatch.setattr(pretrain_gpt, "pretrain_cfg_container_from_args", lambda args, model: model)
-    monkeypatch.setattr(pretrain_gpt, "pretrain", lambda config, *others: trained.append(config))
-    pretrain_gpt.main()
-    assert trained == [builder]
-
-
 def test_metrics_are_exact(metrics):
     loss = torch.tensor(1.1)
     metrics.record(1, {"lm loss": loss}, 0.1, skipped=False)
@@ -90,12 +77,6 @@ def test_metrics_are_exact(metrics):
     assert first["grad_norm"] == float.fromhex(first["grad_norm_hex"]) == 0.1
     assert (first["ms"], second["ms"]) == (None, 250.0)
     assert (first["skipped"], second["skipped"]) == (False, True)
-
-
-def test_missing_loss_and_norm_are_null(metrics):
-    metrics.record(1, {}, None, skipped=False)
-    (line,) = lines(metrics)
-    assert [line[key] for key in ("loss", "loss_hex", "grad_norm", "grad_norm_hex")] == [None] * 4
 
 
 def test_training_log_is_recorded_and_called(metrics, monkeypatch):

@@ -75,15 +75,6 @@ def test_masks_that_training_does_not_pass_take_no_memory(capsys, flags, layers)
     assert masked - unmasked == pytest.approx(16)
 
 
-def test_long_lists_of_graphs_are_shortened(capsys, flags):
-    arguments = flags(DENSE, "--num-layers 8 --cuda-graph-layers-per-graph 1 --world-size 2")
-    _, lines = planned(capsys, arguments)
-    assert graphs(lines)[-1] == "and 4 more (--every-graph lists them)"
-    assert "  No graph of all layers: --cuda-graph-layers-per-graph is 1" in lines
-    _, lines = planned(capsys, ["--every-graph", *arguments])
-    assert [graphs(lines)[i] for i in (0, 7, 8)] == ["forward of layer 1", "forward of layer 8", "backward of layer 8"]
-
-
 def test_reason_against_the_whole_model(capsys, flags, monkeypatch):
     monkeypatch.setattr(capture_state, "_model_blockers", lambda stage, chunk: ["a test failed"])
     code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --mtp-num-layers 1 --world-size 2"))
@@ -131,12 +122,6 @@ def test_latent_experts_have_no_pool_estimate(flags):
         assert why_unknown(helper, args, of_layers=False) == ""
         helper.config.moe_latent_size = 16  # the flag needs TransformerEngine
         assert why_unknown(helper, args, of_layers=False) == "--moe-latent-size"
-
-
-def test_sequence_parallelism_of_local_layers(capsys, flags):
-    more = "--tensor-model-parallel-size 2 --sequence-parallel"
-    assert command.plan(flags(DENSE, "--num-layers 2 --transformer-impl local --world-size 2", more)) == 1
-    assert "sequence parallel not supported by torch LayerNorm" in capsys.readouterr().err
 
 
 def test_pipeline_stages(capsys, flags):

@@ -42,14 +42,6 @@ def run(monkeypatch, tmp_path):
     return run
 
 
-def test_cases_out_of_memory_are_trained_again(run):
-    code, found, seen = run({3: (NO_MEMORY, "")}, "--processes", "3")
-    assert code == 0
-    assert len(found["results"]) == found["cases"] == 12
-    assert (seen.count(3), seen.count(4)) == (2, 1)
-    assert found["command"] == "python -m tests.support.trainings.on_gpus --processes 3"
-
-
 @pytest.mark.parametrize("errors", [("no", "no"), (NO_MEMORY, NO_MEMORY)])
 def test_other_and_repeated_errors_are_failures(run, errors):
     code, found, _ = run({3: errors})

@@ -212,19 +212,3 @@ def test_child_hook_outside_graphs_is_removed(outside):
         name: [stays] if name == "_forward_hooks" else [] for name in ALL_DICTS
     }
     assert contents(child) == before
-
-
-def test_engine_gets_no_hooks_of_children():
-    parent = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    parent[0].register_forward_hook(runs_outside_graphs(hook()))
-    parent[0].register_forward_hook(hook())
-    assert handed_over(parent) == {kind: [] for kind in HOOK_KINDS}
-
-
-def test_child_of_two_callables_is_restored():
-    child = module_with_every_kind()
-    child.register_forward_hook(runs_outside_graphs(hook()), prepend=True)
-    before = contents(child)
-    with extracted_hooks([torch.nn.Sequential(child), torch.nn.Sequential(child)]):
-        assert len(child._forward_hooks) == len(before["_forward_hooks"]) - 1
-    assert contents(child) == before
