@@ -134,6 +134,7 @@ class CaptureAgreement:
         together = getattr(groups, "tp_dp_cp", None)
         self._of_stage = [Ballot(group) for group in ((groups.tp, groups.dp_cp) if together is None else (together,))]
         self._ballots = [*self._of_stage, *([Ballot(groups.pp)] if with_other_stages else [])]
+        self._open = [*self._ballots]  # in which this rank has not cast its last vote
         self._where = "before the first layer"
 
     def begin(self, where: str, phase: str = "") -> None:
@@ -166,13 +167,15 @@ class CaptureAgreement:
 
         Raises:
             CaptureFailedError: The capture raised an ``Exception`` on a rank.
-            CaptureInterruptedError: Another rank was interrupted. That rank raises its own exception.
+            CaptureInterruptedError: Another rank was interrupted before its last vote. That rank raises its own
+                exception.
         """
         try:
             with _before_each_collective(lambda: self._vote(self._of_stage)):
                 yield
             self._where = "after the last layer"
-            self._vote(self._ballots)
+            while self._open:  # if this rank is interrupted, no other rank answers a vote after the last one
+                self._vote([self._open.pop(0)])
         except BaseException as error:
             failed = self._failed(error)  # before ``undo``, which can fail: other ranks are waiting
             undo()
@@ -194,7 +197,7 @@ class CaptureAgreement:
         if agreed is None or not isinstance(error, Exception):
             cause = f"{type(error).__name__}: {error}".removesuffix(": ")
             agreed = Failure(torch.distributed.get_rank(), self._where, cause, not isinstance(error, Exception))
-        for ballot in self._ballots:
+        for ballot in self._open:
             with suppress(RuntimeError):  # no connection, so the other ranks fail as well
                 ballot.vote(agreed)
                 if not agreed.interrupted:

@@ -23,8 +23,9 @@ from megatron.core.transformer._cuda_graphs.agreement import (
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
 from tests.unit_tests.core.distributed.captured_training import captured, graphed
 
-LIMIT = 120  # seconds
+LIMIT = 10  # seconds
 SHORT = 1  # seconds, longer than the skew between threads
+LAYERS = 5
 A_FAULT = RuntimeError("a fault")
 
 
@@ -215,20 +216,26 @@ class Interrupted:
 
 
 @pytest.mark.usefixtures("store")
-@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("at", [0, 2, LAYERS], ids=["first vote", "third vote", "last vote"])
 @pytest.mark.parametrize(("layout", "ballot"), [("one group", 0), ("crossing", 1)], ids=["one group", "second of two"])
 def test_ctrl_c_during_a_vote_leaves_no_rank_waiting(layout, ballot, at):
+    connected = []
+
     def run(rank):
         agreed = agreement_of(rank, layout)
+        connected.append(agreed)  # losing the connection would end a wait
         interrupted = agreed._ballots[ballot]
         if rank == 1:
             interrupted._thread = Interrupted(interrupted._thread, at)
         with agreed.together(lambda: None):
-            for layer in range(5):
+            for layer in range(LAYERS):
                 join(agreed, f"layer {layer}")
 
     errors = on_ranks(2 if layout == "one group" else 4, run)
     assert type(errors.pop(1)) is KeyboardInterrupt
+    if at == LAYERS:  # the other ranks have captured
+        assert {*errors} == {None}
+        return
     assert {type(error) for error in errors} == {CaptureInterruptedError}
     assert all("was interrupted on rank 1, " in str(error) for error in errors)
 
@@ -345,6 +352,6 @@ class TestBeforeEachCollective:
             for name in LAUNCHING:
                 stack.enter_context(mock.patch.object(dist.ProcessGroup, name, note(name)))
             training.helper.create_cudagraphs()
-        # The first vote decides the scope of graphs; the last comes before they are attached.
-        assert events == ["vote", *["vote", "launch"] * (len(events) // 2 - 1), "vote"]
+        # The first vote decides the scope of graphs; the last two, of the stage and of all stages, end the capture.
+        assert events == ["vote", *["vote", "launch"] * ((len(events) - 3) // 2), "vote", "vote"]
         assert len(events) > 2 * len(training.layers)

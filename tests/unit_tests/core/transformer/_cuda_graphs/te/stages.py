@@ -33,7 +33,7 @@ class Alone(CaptureAgreement):
     """A ``CaptureAgreement`` for a single rank, without a process group."""
 
     def __init__(self):
-        self._of_stage = self._ballots = []
+        self._of_stage = self._ballots = self._open = []
 
     def _vote(self, ballots, blockers=None):
         return dict(blockers or {})
