@@ -137,8 +137,9 @@ class TECudaGraphHelper:
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
-        if hasattr(config, "cuda_graph_step_log"):
-            raise OptionsError("config.cuda_graph_step_log was removed: delete it, and log in your training loop")
+        for name, act in (("cuda_graph_step_log", "log"), ("cuda_graph_max_captures", "capture other shapes")):
+            if hasattr(config, name):
+                raise OptionsError(f"config.{name} was removed: delete it, and {act} in your training loop")
         if problem := allocator_problem():
             raise OptionsError(problem)
         sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
@@ -296,7 +297,7 @@ class TECudaGraphHelper:
                 ``__cause__`` is the original exception.
             CaptureInterruptedError: Another rank was interrupted, for example by Ctrl-C. That rank raises its own
                 exception.
-            RuntimeError: The store through which ranks coordinate the capture is gone, or a rank timed out.
+            RuntimeError: A rank has exited, or did not answer in time, before the capture began.
         """
         if self._state.status is Status.RELEASED:
             raise CallOrderError("CUDA graphs are released: call restore to capture them again")
