@@ -129,7 +129,7 @@ def test_other_number_of_micro_batches_is_recaptured(two_stages, monkeypatch, ca
     assert_same_bits(numbers, expected)
     assert graphs == [microbatches * recaptures] * 2
     eagerly = f"steps now have {microbatches} micro-batches instead of"
-    assert (eagerly in caplog.text) is not recaptures
+    assert (eagerly in caplog.text) == (not recaptures)
 
 
 def test_missing_before_step_is_an_error(two_stages, monkeypatch):
