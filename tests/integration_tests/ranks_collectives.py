@@ -134,17 +134,6 @@ def send_without_wait_arrives() -> None:
             assert received.tolist() == [value] * 4
 
 
-def every_group_has_one_thread() -> None:
-    for group in (dist.group.WORLD, dist.new_group([0, 1], backend="nccl")):
-        assert group._get_backend(torch.device("cuda")).options._threads == 1
-
-
-def groups_share_the_device() -> None:
-    groups = dist.group.WORLD, dist.new_group([0, 1], backend="nccl")
-    (first,), (second,) = (group._get_backend(torch.device("cuda")).options._devices for group in groups)
-    assert first is second
-
-
 def low_precision() -> None:
     tensor = contribution().bfloat16()
     out = torch.empty(2, device="cuda", dtype=torch.bfloat16)
@@ -251,8 +240,6 @@ CASES = [
     result_does_not_bump_the_version,
     polled_or_awaited_future_returns_results,
     send_without_wait_arrives,
-    every_group_has_one_thread,
-    groups_share_the_device,
     low_precision,
     meshes,
     captured,

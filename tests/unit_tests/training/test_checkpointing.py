@@ -10,7 +10,6 @@ pytest.importorskip("megatron.training")
 
 from torch.distributed.checkpoint import CheckpointException, load, save
 
-from megatron.core import parallel_state
 from megatron.training import checkpointing
 
 
@@ -139,77 +138,3 @@ def test_checkpoint_without_a_loss_scale_loads(loads_optimizer, caplog, scale):
     with caplog.at_level("WARNING"):
         assert loads_optimizer(saved, into) == saved
     assert ("--initial-loss-scale" in caplog.text) == (not scale)
-
-
-@pytest.fixture
-def prepared(monkeypatch):
-    """Return a function that generates and preprocesses the state dict of one pipeline stage.
-
-    The function returns the state dict and the model passed to megatron-core's preprocessing.
-    """
-
-    def prepare(chunks, stages=2, bf16=True, **others):
-        keys = ["model"] if len(chunks) == 1 else ["model0", "model1"]
-        models = {
-            key: {"layers.0.weight": chunk.module["layers"][0].weight} for key, chunk in zip(keys, chunks, strict=True)
-        }
-        monkeypatch.setattr(checkpointing._upstream, "generate_state_dict", lambda *given: {"iteration": 1, **models})
-        seen = []
-
-        def preprocess(args, state_dict, model):
-            seen.append(model)
-            return state_dict
-
-        monkeypatch.setattr(checkpointing._upstream, "preprocess_fsdp_dtensor_state_dict", preprocess)
-        args = types.SimpleNamespace(
-            ckpt_format="fsdp_dtensor", pipeline_model_parallel_size=stages, bf16=bf16, fp16=False
-        )
-        state_dict = checkpointing.generate_state_dict(args, chunks) | others
-        return checkpointing.preprocess_fsdp_dtensor_state_dict(args, state_dict, chunks[0]), *seen
-
-    return prepare
-
-
-def test_chunks_are_saved_by_their_layer_numbers(prepared):
-    chunks = [Chunk(2), Chunk(4)]
-    weights = [chunk.module["layers"][0].weight for chunk in chunks]
-    saved, model = prepared(chunks)
-    assert saved == {"iteration": 1, "model": {"layers.1.weight": weights[0], "layers.3.weight": weights[1]}}
-    for wrappers in ("module.", "module.module.", "module.module.module."):
-        assert model.get_parameter(f"{wrappers}layers.3.weight") is weights[1]
-    assert dict(model.named_modules())["module.layers.1"] is chunks[0].module["layers"][0]
-    assert model.config is Chunk.config
-
-
-def test_unused_output_weights_are_not_saved(prepared):
-    chunk = Chunk(2)
-    chunk.module.share_embeddings_and_output_weights, chunk.module.pre_process = True, False
-    chunk.module.embedding = torch.nn.Identity()
-    scaler = {"scale": 1}
-    by_name = {"module.output_layer.weight": 1, "module.layers.1.weight": 2}
-    optimizer = {"state": by_name, "param_to_group_meta": by_name, "grad_scaler": scaler}
-    saved, _ = prepared([chunk], optimizer=optimizer)
-    left = {"module.layers.1.weight": 2}
-    assert saved["optimizer"] == {"state": left, "param_to_group_meta": left, "grad_scaler": scaler}
-    assert saved["optimizer"]["grad_scaler"] is scaler  # loading writes to this object
-    saved, _ = prepared([Chunk(2)], optimizer=optimizer)
-    assert saved["optimizer"] == optimizer
-    assert prepared([Chunk(2)], optimizer={})[0]["optimizer"] == {}
-
-
-def test_chunks_are_loaded_under_megatron_core_keys(loads):
-    asked = {"model0": {"module.layers.0.weight": 1}, "model1": {"module.layers.0.weight": 2}}
-    state_dict = {checkpointing._CHUNKS: [Chunk(2), Chunk(4)], **asked}
-    loaded, *_ = loads(lambda *given, **others: ({"model": {}, "iteration": 1}, "", False, None), state_dict)
-    assert (loaded["model0"], loaded["model1"], loaded["iteration"]) == (*asked.values(), 1)
-
-
-def test_rng_states_default_to_groups_of_the_rank(monkeypatch):
-    groups = {"get_tensor_model_parallel_group": object(), "get_pipeline_model_parallel_group": object()}
-    for name, group in groups.items():
-        monkeypatch.setattr(parallel_state, name, lambda group=group: group)
-    monkeypatch.setattr(checkpointing._upstream, "get_rng_state", lambda *given, **others: (given, others))
-    found = checkpointing.get_rng_state("fsdp_dtensor", None, None, dp_group=1)
-    assert found == (("fsdp_dtensor", *groups.values()), {"dp_group": 1})
-    theirs = object(), object()
-    assert checkpointing.get_rng_state("fsdp_dtensor", *theirs) == (("fsdp_dtensor", *theirs), {})

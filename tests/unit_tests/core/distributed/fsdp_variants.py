@@ -60,9 +60,9 @@ class Variant:
                 stack.enter_context(mock.patch.object(owner, name, replacement))
             yield
 
-    def build(self, *, upstream: bool = False, graphs: bool = False) -> torch.nn.Module:
+    def build(self, *, graphs: bool = False) -> torch.nn.Module:
         """Build the wrapped model, without an optimizer."""
-        with self.in_place(upstream=upstream):
+        with self.in_place(upstream=False):
             config = models.transformer_config(self.case, graphs)
             return models.wrapped(self.case, config, models.gpt(self.case, config))
 

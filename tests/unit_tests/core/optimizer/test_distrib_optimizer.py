@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -149,38 +148,6 @@ def test_uncapturable_clipping_runs_as_in_megatron_core(clipping, monkeypatch, c
     CHANGES[change](made, monkeypatch)
     assert made.clip_grad_norm(1.0) == ("norm", 1.0)
     assert passes.keys == []
-
-
-def test_checkpoints_hold_the_loss_scale(optimizer, monkeypatch):
-    from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
-
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *device: self)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch, "tensor", lambda values, **others: torch.as_tensor(values))
-    upstream, taken = distrib_optimizer._upstream.DistributedOptimizer, []
-    empty: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
-    monkeypatch.setattr(upstream, "sharded_param_state_fsdp_dtensor", lambda self, is_loading: dict(empty))
-    monkeypatch.setattr(upstream, "load_state_dict", lambda self, state_dict: taken.append(state_dict))
-    monkeypatch.setattr(distrib_optimizer, "state_of_every_parameter", lambda optimizer, states, name_of: states)
-
-    def scaled(scale):
-        made = optimizer([])
-        made.grad_scaler = DynamicGradScaler(float(scale), 1.0, 2.0, 0.5, 2, 2)
-        return made
-
-    saving, loading = scaled(8), scaled(4)
-    for found_inf in (False, False, False):
-        saving.grad_scaler.update(found_inf)
-    loading.load_state_dict(saving.sharded_param_state_fsdp_dtensor())
-    assert taken == [empty]
-    assert loading.grad_scaler.state_dict() == saving.grad_scaler.state_dict()
-    assert loading.grad_scaler.scale == 16 != scaled(8).grad_scaler.scale
-    loading.load_state_dict({"state": {1: 2}})  # saved by megatron-core, without a scaler
-    assert taken[1:] == [{"state": {1: 2}}]
-    assert loading.grad_scaler.scale == 16
-    for scaler in (None, ConstantGradScaler(8.0)):
-        saving.grad_scaler = scaler
-        assert saving.sharded_param_state_fsdp_dtensor() == empty
 
 
 class CountsInGroups(torch.optim.AdamW):

@@ -184,25 +184,6 @@ def test_garbage_collection_is_paused_in_captures(enabled, body):
     assert seen == [False, False]
 
 
-def phases_of(run) -> list[str]:
-    """Profile ``run`` and return the phases of callable 0, in order."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        run()
-    events = sorted(profile.events(), key=lambda event: event.time_range.start)
-    return [event.name for event in events if event.name.startswith("callable 0")]
-
-
-def test_profiles_show_phases_by_callable():
-    module = mlp()
-    phases = phases_of(lambda: make_graphed_callables(module, (device_tensor(4, 6),), num_warmup_iters=1))
-    phases += phases_of(lambda: module(device_tensor(4, 6)).sum().backward())
-    assert phases == [
-        f"callable 0 (Sequential) {direction} {phase}"
-        for phase in ("warm-up", "capture", "replay")
-        for direction in ("forward", "backward")
-    ]
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_buffers_are_restored(fails):
     norm = torch.nn.BatchNorm1d(6).cuda()
