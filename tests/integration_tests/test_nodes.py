@@ -70,7 +70,7 @@ class Agents:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return write_documents(tmp_path_factory.mktemp("data") / "documents", count=100, longest=400)
+    return write_documents(tmp_path_factory.mktemp("data") / "documents")
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ class Pretraining:
         launch: Callable[..., Any] = ForkedRanks,
     ) -> None:
         # Shuffling mock data takes longer than a short run.
-        data = data or write_documents(folder / "documents", count=100, longest=400)
+        data = data or write_documents(folder / "documents")
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
         batch = BATCH if base and SCHEDULE not in flags else ""
         common = base.replace("--bf16", "") if FP16 in flags else base

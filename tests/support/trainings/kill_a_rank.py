@@ -60,13 +60,13 @@ def killed(timeout: int, holds: str, in_capture: bool = False) -> tuple[int, flo
         victim.kill()
 
 
-def kill_at(graphs: type, name: str, call: int) -> None:
-    """Kill this process when the method ``name`` of ``graphs`` is called for the ``call``-th time."""
+def kill_at_second(graphs: type, name: str) -> None:
+    """Kill this process at the second call of the method ``name`` of ``graphs``."""
     method, calls = getattr(graphs, name), []
 
     def die(graph: torch.cuda.CUDAGraph, *args, **kwargs) -> None:
         calls.append(graph)
-        if len(calls) == call:
+        if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         method(graph, *args, **kwargs)
 
@@ -97,12 +97,12 @@ def train(timeout: int, holds: str, in_capture: bool) -> None:
     if in_capture:
         parallel_state.update_pg_timeout(timedelta(seconds=TIMEOUT_IN_CAPTURE))
         if is_last:
-            kill_at(torch.cuda.CUDAGraph, "capture_begin", 2)
+            kill_at_second(torch.cuda.CUDAGraph, "capture_begin")
     training.capture(lambda training: training.helper.create_cudagraphs())
     training.step()
     print(LAUNCHED, flush=True)
     if is_last:
-        kill_at(torch.cuda.CUDAGraph, "replay", 2)
+        kill_at_second(torch.cuda.CUDAGraph, "replay")
     for _ in range(10):
         training.step()
 

@@ -9,10 +9,10 @@ STEPS = 6
 CAPTURED = 4  # first step with graphs
 
 
-def metrics(path, graphs: int, changed: dict[int, dict] | None = None, steps: int = STEPS):
+def metrics(path, graphs: int, changed: dict[int, dict] | None = None):
     """Write metrics as step_metrics.py does; ``changed`` overrides keys of a step."""
     lines = []
-    for step in range(1, steps + 1):
+    for step in range(1, STEPS + 1):
         line: dict[str, float | None] = {"step": step, "loss": 5.0 / step, "grad_norm": 1.0 / step, "skipped": False}
         line |= {"ms": 10.0 * step if step > 1 else None, "graphs": graphs if step >= CAPTURED else 0}
         lines.append(json.dumps(line | (changed or {}).get(step, {})))
@@ -25,9 +25,9 @@ def runs(examples, tmp_path):
     """Return a function that creates an eager run and a graphed run with ``changed`` metrics."""
     from demo_report import Run
 
-    def make(changed=None, graphs=8, steps=STEPS):
+    def make(changed=None, graphs=8):
         eager = Run.read("eager", metrics(tmp_path / "eager.jsonl", 0))
-        return eager, Run.read("graphed", metrics(tmp_path / "graphed.jsonl", graphs, changed, steps))
+        return eager, Run.read("graphed", metrics(tmp_path / "graphed.jsonl", graphs, changed))
 
     return make
 

@@ -1,8 +1,5 @@
 """Test ``python -m megatron_fsdp_cuda_graphs plan``."""
 
-import subprocess
-import sys
-
 import pytest
 
 from megatron.core.transformer._cuda_graphs.te import capture_state
@@ -211,11 +208,3 @@ def test_usage_errors(capsys, arguments, message):
 def test_error_of_megatron_core(capsys):
     assert command.plan(["--num-layers", "2"]) == 1
     assert "- megatron-core: AssertionError: assert args.micro_batch_size is not None" in capsys.readouterr().out
-
-
-@pytest.mark.long
-def test_process_prints_the_plan_alone(flags):
-    call = [sys.executable, "-m", "megatron_fsdp_cuda_graphs", "plan", *flags(DENSE, "--num-layers 2")]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("The flags work together.")

@@ -27,13 +27,13 @@ def built(strategy):
     return SimpleNamespace(model=model, case=case, fsdp=model.module)
 
 
-def interrupted_backward(training, layer=1):
-    """Run a backward pass that fails before ``layer``, after the backward passes of later layers."""
+def interrupted_backward(training):
+    """Run a backward pass that fails before the second layer, after the backward passes of later layers."""
 
     def interrupt(grad):
         raise Interruption
 
-    handle = training.fsdp.module.decoder.layers[layer].register_forward_hook(
+    handle = training.fsdp.module.decoder.layers[1].register_forward_hook(
         lambda module, args, output: output[0].register_hook(interrupt) and None
     )
     with pytest.raises(Interruption):
@@ -41,10 +41,9 @@ def interrupted_backward(training, layer=1):
     handle.remove()
 
 
-def step(training, zero_first=True):
+def step(training):
     """Run one step, and return the main gradients."""
-    if zero_first:
-        training.fsdp.zero_grad_buffer()
+    training.fsdp.zero_grad_buffer()
     run_backward(training.fsdp, training.case)
     training.fsdp.finish_grad_sync()
     buffers = (group.main_grad_buffer for group in training.fsdp.param_and_grad_buffer.parameter_groups)
