@@ -5,7 +5,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from .fsdp_variants import STRATEGIES, Variant, run_backward, small, upstream_class
 
@@ -33,13 +32,6 @@ def test_start_param_sync_gathers_like_megatron_core(ranks, strategy, arguments)
     expected = gathered(fsdp, upstream.start_param_sync, **arguments)
     assert gathered(fsdp, type(fsdp).start_param_sync, **arguments) == expected
     assert bool(expected[0]) is (strategy != "no_shard")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_start_param_sync_does_nothing_during_a_capture(ranks, strategy):
-    fsdp = build(strategy)
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-        assert gathered(fsdp, type(fsdp).start_param_sync) == ([], True)
 
 
 @pytest.mark.parametrize(
