@@ -4,7 +4,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from enum import Enum, IntEnum, auto
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -195,10 +194,6 @@ class BackwardPass:
         self._caller_ends_it = False
         self._before: tuple[int, torch.nn.Parameter] | None = None  # see ``note_beside_graphs``
 
-    @cached_property
-    def _units(self) -> list[torch.nn.Module]:
-        return [module for module in self.module_names if isinstance(module, tuple(self._fsdp.fsdp_unit_modules))]
-
     @property
     def is_open(self) -> bool:
         """Whether a backward pass is in progress."""
@@ -290,7 +285,7 @@ class BackwardPass:
 
         Otherwise they would stay gathered, and their next forward pass would be treated as a recomputation.
         """
-        for unit in reversed(self._units):  # in the order in which replays reduce
+        for unit in reversed(self._graphs.units):  # in the order in which replays reduce
             if unit._training_state == TrainingState.PRE_BACKWARD:
                 (self.runners.get(unit) or self._graphs.runner_of(unit)).after_backward()
 
