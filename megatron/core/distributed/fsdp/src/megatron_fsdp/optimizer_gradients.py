@@ -58,7 +58,6 @@ class OptimizerGradients:
         self._locals = [grad._local_tensor for grad in self._grads]
         pairs = ((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
         self._casts = PlannedCopies(pairs, dict.fromkeys(buffers))
-        self._are_attached = True
 
     def unmoved(self, buffer: Any) -> bool:
         """Return whether parameters and gradients of ``buffer`` are still the managed objects.
@@ -76,16 +75,14 @@ class OptimizerGradients:
         self.in_place |= torch.cuda.is_current_stream_capturing()
         self.storages.allocate()
         self._casts.run()
-        self._are_attached = True
         for param, grad in self._attached:
             if getattr(param, self._name, None) is not grad:
                 setattr(param, self._name, grad)
 
     def release(self) -> None:
         """Detach the gradients until ``update`` and free their memory, unless a graph may read them."""
-        if self.in_place or not self._are_attached:
+        if self.in_place:
             return
-        self._are_attached = False
         for param, _ in self._attached:
             setattr(param, self._name, None)
         self.storages.free()
