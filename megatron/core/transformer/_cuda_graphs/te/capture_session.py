@@ -65,8 +65,7 @@ class CaptureSession:
                     self._capture_layers(input_data)
         # The first evaluation is captured when it begins.
         for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):
-            prepare = partial(capture_for_evaluation, self.stage, chunk, graphs)
-            chunk.fsdp.graphs.before_evaluation.append(prepare)
+            chunk.fsdp.graphs.before_evaluation = partial(capture_for_evaluation, self.stage, chunk, graphs)
         self.graphs.follow_rng_tracker()
         self.graphs.status = Status.CAPTURED
 

@@ -229,10 +229,10 @@ class FsdpHooks:
                 unit.release("backward")
         if graphs.whole_passes is not None and torch.is_grad_enabled():
             graphs.whole_passes.replayed = False
-        if graphs.before_evaluation and not (self.fsdp.training or self.backward.is_open) and may_replay_evaluation():
-            expecting, graphs.before_evaluation = graphs.before_evaluation, []
-            for prepare in expecting:
-                prepare(args, kwargs)
+        prepare = graphs.before_evaluation
+        if prepare and not (self.fsdp.training or self.backward.is_open) and may_replay_evaluation():
+            graphs.before_evaluation = None
+            prepare(args, kwargs)
 
     @torch.compiler.disable
     @runs_outside_graphs

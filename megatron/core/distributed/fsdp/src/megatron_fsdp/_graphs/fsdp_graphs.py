@@ -48,8 +48,8 @@ class FsdpGraphs:
         whole_passes: The owner of graphs of the whole model or of several layers; set from the start of their capture.
         captured: The runners of modules whose own graphs are being captured; empty during a capture of whole passes,
             None outside of captures.
-        before_evaluation: Callbacks for the next forward pass in evaluation mode without grad. Each is called once,
-            before that pass, with the tuple and the dictionary of its arguments.
+        before_evaluation: Function to call once, before the next forward pass in evaluation mode without grad, with the
+            tuple and the dictionary of its arguments; None if there is none.
         reduced_once: The process groups that have reduced gradients, so that their communicators are set up.
     """
 
@@ -62,7 +62,7 @@ class FsdpGraphs:
         self.layers: dict[torch.nn.Module, ReplayedRunner] = {}
         self.whole_passes: RecordedPasses | None = None
         self.captured: Mapping[torch.nn.Module, ReplayedRunner] | None = None
-        self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
+        self.before_evaluation: Callable[[tuple, dict[str, Any]], object] | None = None
         self.reduced_once: set[Any] = set()
 
     def runner_of(self, module: torch.nn.Module) -> EagerRunner:
@@ -210,7 +210,7 @@ class FsdpGraphs:
             runner = self.layers.pop(module, None)
             if runner is not None:
                 collectives.forget(self.fsdp, runner.buckets)
-        self.before_evaluation.clear()
+        self.before_evaluation = None
         self.fsdp.param_and_grad_buffer.leave_graphs()
         # Only graphs have waited for the gathers across replicas; eager passes have not.
         self.fsdp.param_and_grad_buffer.gathered_across_replicas = False
