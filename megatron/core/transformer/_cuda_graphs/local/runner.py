@@ -209,7 +209,6 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             self.is_frozen = torch.is_grad_enabled() and not differentiable
             self.apply_cudagraph_record_metadata(args, kwargs, output)
             self.quantization = current_quantization()
-            self._recording = _CudagraphGlobalRecord.recording
             _CudagraphGlobalRecord.record_fwd_graph(self, described(args), described(kwargs), described(output))
             self.fwd_graph_recorded = True
         return output
