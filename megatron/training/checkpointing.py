@@ -14,7 +14,7 @@ from megatron.core.distributed.fsdp.global_names import (
     inner_name,
     unused_output_weights,
 )
-from megatron.core.optimizer.distrib_optimizer import GROUPS, LOSS_SCALE
+from megatron.core.optimizer.distrib_optimizer import LOSS_SCALE
 from megatron.core.tensor_parallel import convert_cuda_rng_state
 from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import extend
@@ -23,6 +23,7 @@ _upstream: Any = extend(__name__)
 logger = logging.getLogger(__name__)
 
 _CHUNKS = "_chunks"  # the key of a pipeline stage's chunks in a state dict
+_GROUPS = "param_to_group_meta"  # key in checkpoints: the options of each parameter's group
 
 
 def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any) -> Any:
@@ -80,7 +81,7 @@ def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any]
         if "optimizer" in raw_state_dict:
             optimizer = raw_state_dict["optimizer"]
             raw_state_dict["optimizer"] = optimizer | {
-                key: used(optimizer[key]) for key in ("state", GROUPS) if key in optimizer
+                key: used(optimizer[key]) for key in ("state", _GROUPS) if key in optimizer
             }
     if chunks is not None or not (args.bf16 or args.fp16):  # megatron-core expects a precision wrapper
         model = _Stage(chunks or [model])
@@ -124,7 +125,7 @@ def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
 
     A checkpoint saved before the first step has no states, and megatron-core saves no loss scale.
     """
-    if GROUPS not in optimizer:  # several optimizers
+    if _GROUPS not in optimizer:  # several optimizers
         return optimizer
     try:
         keys = [*FileSystemReader(checkpoint).read_metadata().state_dict_metadata]
@@ -135,8 +136,8 @@ def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
     if not any(key.startswith("optimizer.state.") for key in keys):
         _warn(f"--load: {checkpoint} has no optimizer states, so they start empty")
         # TransformerEngine's Adam counts its steps in the groups.
-        groups = {name: {k: v for k, v in group.items() if k != "step"} for name, group in optimizer[GROUPS].items()}
-        optimizer = optimizer | {"state": {}, GROUPS: groups}
+        groups = {name: {k: v for k, v in group.items() if k != "step"} for name, group in optimizer[_GROUPS].items()}
+        optimizer = optimizer | {"state": {}, _GROUPS: groups}
     if LOSS_SCALE in optimizer and not any(key.startswith(f"optimizer.{LOSS_SCALE}.") for key in keys):
         _warn(f"--load: {checkpoint} has no loss scale, so it starts at --initial-loss-scale")
         optimizer = {key: value for key, value in optimizer.items() if key != LOSS_SCALE}

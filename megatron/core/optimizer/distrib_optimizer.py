@@ -21,7 +21,6 @@ from .repeated_work import RepeatedWork
 _upstream: Any = extend(__name__)
 
 LOSS_SCALE = "grad_scaler"  # key in checkpoints
-GROUPS = "param_to_group_meta"  # key in checkpoints: the options of each parameter's group
 
 
 class DistributedOptimizer(_upstream.DistributedOptimizer):
