@@ -312,6 +312,7 @@ _REFUSED = [
         "--optimizer-cuda-graph with --use-megatron-fsdp or --use-torch-fsdp2",
         lambda o: o.get("optimizer_cuda_graph") and o.sharding,
         "--optimizer-cuda-graph is not supported with --use-megatron-fsdp or --use-torch-fsdp2: leave it out",
+        graphs=None,
         sharding=None,
     ),
     _refused(
