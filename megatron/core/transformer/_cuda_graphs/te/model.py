@@ -93,7 +93,7 @@ class PassGraphs:
         self._known = frozenset((*inputs, *unused))
         self._defaults = DefaultInputs()
         self._expected = InputSignature(type(module).__name__, list(inputs.values()), self._names.__getitem__)
-        self._shape = self.shape_of(inputs)
+        self._tokens = self.tokens_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
         self._taken = TakenForward(module, self) if training else None
 
@@ -122,8 +122,8 @@ class PassGraphs:
         """Prepare for an eager fallback, or another eager pass with grad, during which other ranks may replay."""
         self.slots[0].owner.before_eager_forward()
 
-    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the sequence length on this rank and the micro-batch size of a call, given its arguments by name."""
+    def tokens_of(self, given: Mapping[str, Any]) -> int:
+        """Return the sequence length of a call on this rank, given its arguments by name."""
         raise NotImplementedError
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
@@ -144,7 +144,7 @@ class PassGraphs:
         """
         packed_otherwise = ""
         if self._packed_tokens:
-            packed_otherwise = unpack(given, self._packed_tokens * self.shape_of(given)[0] // self._shape[0])
+            packed_otherwise = unpack(given, self._packed_tokens * self.tokens_of(given) // self._tokens)
         mask = slot.kwargs.get(_MASK)
         unmasked = given.get(_MASK) is None
         inputs: list[Any] = [mask if unmasked and name == _MASK else given.get(name) for name in self._names]
@@ -210,10 +210,10 @@ class ModelGraphs(PassGraphs):
         unused = unused_by(model) | (set() if any(map(captures_attention, language_layers(model))) else {_MASK})
         super().__init__(model, slots, *more, unused=unused, **options)
 
-    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
+    def tokens_of(self, given: Mapping[str, Any]) -> int:
         shape = shape_of(self.module, given)
         assert shape is not None
-        return shape
+        return shape[0]
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
         """Return the graphs of the current micro-batch; None if the number of micro-batches differs from capture.
@@ -238,9 +238,8 @@ class ModelGraphs(PassGraphs):
 class DecoderGraphs(PassGraphs):
     """Graphs of all layers of a decoder. The decoder's ``forward`` runs eagerly and calls them."""
 
-    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
-        tokens, sequences, _ = given["hidden_states"].shape
-        return tokens, sequences
+    def tokens_of(self, given: Mapping[str, Any]) -> int:
+        return len(given["hidden_states"])
 
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable:
         if not given.get("extract_layer_indices"):
