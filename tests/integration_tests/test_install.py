@@ -175,13 +175,6 @@ def test_pip_keeps_the_torch_of_a_container(tmp_path, options):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("value", ["true", "maybe"])
-def test_torchrun_starts_with_any_value_of_the_switch(installed, value):
-    usage = installed("regular").run("-m", "torch.distributed.run", "--help", MEGATRON_FSDP_CUDA_GRAPHS=value)
-    assert usage.startswith("usage: ")
-
-
-@pytest.mark.long
 def test_torchrun_ranks_are_patched(installed, tmp_path):
     source = """
         import os

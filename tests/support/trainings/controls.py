@@ -11,11 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.support.trainings.training import (
-    Training,
-    distributed_optimizers,
-    standing_in,
-)
+from tests.support.trainings.training import Training, distributed_optimizers, standing_in
 
 CONTROLS: dict[str, Callable[[Training], None]] = {}
 

@@ -40,10 +40,7 @@ class VisionTraining(Training):
         return self.helper
 
     def _vision_helper(self) -> Any:
-        from megatron.core.transformer.cuda_graphs import (
-            VisionTECudaGraphHelper,
-            get_vision_cuda_graph_seq_length,
-        )
+        from megatron.core.transformer.cuda_graphs import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 
         length = get_vision_cuda_graph_seq_length(SimpleNamespace(num_position_embeddings=self._encoder.seq_length))
         return VisionTECudaGraphHelper(self.chunks, self.config, length, self.case.micro_batch)

@@ -28,9 +28,3 @@ def test_command_merges_features_into_the_base():
     assert "--bf16" not in flags
     assert flags[flags.index("--num-layers") + 1] == "4"
     assert flags.count("--num-layers") == 1
-
-
-def test_conflicting_features_are_an_error():
-    assert pairs.joined(["job: fp32", "bf16"]) is None
-    with pytest.raises(ValueError, match="features cannot be combined: job: fp32, bf16"):
-        pairs.command(["job: fp32", "bf16"])

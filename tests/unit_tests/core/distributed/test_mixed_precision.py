@@ -82,9 +82,3 @@ def test_optimizer_casts_skip_transposes(monkeypatch):
     monkeypatch.setattr(mixed_precision._upstream, "fp8_quantize", cast)
     mixed_precision.fp8_quantize(["weights"], ["main weights"], [0], "group", ["shard"])
     assert quantizer.written == [(True, False, None)]
-
-
-def test_transformer_engine_is_optional(monkeypatch):
-    monkeypatch.setitem(sys.modules, MODULE, None)
-    with mixed_precision.without_transposes():
-        pass

@@ -7,9 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
-    AllGatherPipeline,
-)
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import AllGatherPipeline
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 

@@ -8,15 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 
-from .captured_cases import (
-    CASES,
-    Case,
-    assert_same_bits,
-    copies,
-    device_tensor,
-    mlp,
-    train,
-)
+from .captured_cases import CASES, Case, assert_same_bits, copies, device_tensor, mlp, train
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 

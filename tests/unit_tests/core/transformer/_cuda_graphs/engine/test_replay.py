@@ -8,17 +8,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 
-from .captured_cases import (
-    CASES,
-    Case,
-    Forward,
-    assert_same_bits,
-    copies,
-    device_tensor,
-    mlp,
-    product,
-    train,
-)
+from .captured_cases import CASES, Case, Forward, assert_same_bits, copies, device_tensor, mlp, product, train
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 

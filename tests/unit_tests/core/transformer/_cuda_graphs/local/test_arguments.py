@@ -9,11 +9,7 @@ import torch
 
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.transformer._cuda_graphs.local.arguments import described, mismatches
-from megatron.core.transformer.cuda_graphs import (
-    ArgMetadata,
-    _check_supported_type,
-    tree_map,
-)
+from megatron.core.transformer.cuda_graphs import ArgMetadata, _check_supported_type, tree_map
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,26 +6,17 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
-from megatron.core.transformer.cuda_graphs import (
-    delete_cuda_graphs,
-)
+from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
-from .local_graph_cases import (
-    batch,
-    eager_calls,
-    record,
-    stack,
-    train,
-)
+from .local_graph_cases import batch, eager_calls, record, stack, train
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
-class TestArguments:
-    def test_unsupported_type_is_refused_when_recorded(self):
-        model = stack(count=1)
-        with pytest.raises(TypeError, match="does not support arguments of type object"):
-            model(batch(0), other=object())
+def test_unsupported_type_is_refused_when_recorded():
+    model = stack(count=1)
+    with pytest.raises(TypeError, match="does not support arguments of type object"):
+        model(batch(0), other=object())
 
 
 def test_unrecorded_model_is_refused():

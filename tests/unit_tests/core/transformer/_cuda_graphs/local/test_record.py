@@ -14,14 +14,7 @@ from megatron.core.transformer.cuda_graphs import (
     delete_cuda_graphs,
 )
 
-from .local_graph_cases import (
-    batch,
-    eager_calls,
-    record,
-    runners,
-    stack,
-    train,
-)
+from .local_graph_cases import batch, eager_calls, record, runners, stack, train
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 

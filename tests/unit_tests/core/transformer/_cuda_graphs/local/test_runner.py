@@ -10,10 +10,7 @@ import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import _cuda_graphs
-from megatron.core.transformer.cuda_graphs import (
-    create_cudagraphs,
-    delete_cuda_graphs,
-)
+from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
 
 from .local_graph_cases import (
     Layer,

@@ -7,19 +7,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.core.transformer._cuda_graphs import snapshot
-from megatron.core.transformer.cuda_graphs import (
-    CudaGraphManager,
-    _CudagraphGlobalRecord,
-)
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 from megatron_fsdp_cuda_graphs.cpu_backend.memory import pool_of
 
-from .local_graph_cases import (
-    HIDDEN,
-    batch,
-    record,
-    runners,
-    stack,
-)
+from .local_graph_cases import HIDDEN, batch, record, runners, stack
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 

@@ -6,22 +6,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer.cuda_graphs import (
-    create_cudagraphs,
-    delete_cuda_graphs,
-)
+from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
 
-from .local_graph_cases import (
-    HIDDEN,
-    Layer,
-    Stack,
-    batch,
-    eager_calls,
-    runners,
-    stack,
-    train,
-    use_graphable_rng,
-)
+from .local_graph_cases import HIDDEN, Layer, Stack, batch, eager_calls, runners, stack, train, use_graphable_rng
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 

@@ -257,26 +257,6 @@ class Fsdp(torch.nn.Module):
 
     fsdp_hooks = graphs
 
-    def layer_capture(self, layers):
-        raise NotImplementedError
-
-    def forget_graphs(self, layers):
-        self.forgotten = layers
-
-
-def test_deleting_graphs_frees_them(one_stage, caplog):
-    deleting = helper_of()
-    deleting.create_cudagraphs()
-    (layer,) = deleting.flattened_callables
-    (graph,), layer.cuda_graph_manual_hooks = layer.cuda_graphs, ["hook"]
-    with caplog.at_level("INFO"):
-        deleting.delete_cuda_graphs()
-    assert graph.graphed.reset.call_count == 1
-    assert (layer.cuda_graphs, layer.cuda_graph_manual_hooks) == ([], [])
-    assert not deleting.graphs_created()
-    assert not deleting.capture_finished()
-    assert "Deleted all CUDA graphs" in caplog.text
-
 
 def test_model_with_parameters_outside_is_not_captured_whole():
     fsdp = Fsdp()
@@ -327,17 +307,6 @@ def test_no_recapture_after_a_failed_capture(two_stages):
     set_microbatches(4)
     assert capturing.before_step()
     assert not capturing.graphs_created()
-
-
-def test_deferred_capture_waits_for_a_fitting_step(one_stage, monkeypatch):
-    answers = iter([True, True, False, False])
-    monkeypatch.setattr(TokenBounds, "defers_capture", lambda _: next(answers))
-    capturing = helper_of()
-    capturing.create_cudagraphs()
-    assert [(capturing.capture_finished(), capturing.graphs_created()) for _ in range(2)] == [
-        (True, False),
-        (True, True),
-    ]
 
 
 def test_deferred_capture_can_be_tried_again(one_stage, monkeypatch):

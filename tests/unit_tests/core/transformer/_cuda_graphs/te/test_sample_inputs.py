@@ -9,11 +9,7 @@ from hypothesis import given
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer._cuda_graphs.engine.plan import Pass, ordered_plan
-from megatron.core.transformer._cuda_graphs.te.sample_inputs import (
-    LayerInputs,
-    packed_use,
-    sample_arguments,
-)
+from megatron.core.transformer._cuda_graphs.te.sample_inputs import LayerInputs, packed_use, sample_arguments
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
