@@ -42,8 +42,8 @@ class Part:
 
     Attributes:
         name: Name of the part and prefix of its file.
-        gpus: Numbers of GPUs to run it on.
-        arguments: Python arguments with placeholders ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS``.
+        gpus: Numbers of GPUs, with one run for each.
+        arguments: Command line after ``python``, with placeholders ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS``.
         seconds: Approximate time on one H100; slightly longer on more GPUs.
     """
 

@@ -2,11 +2,11 @@
 
     python benchmarks/repeated_training.py --configurations D --variants eager+grouped native+grouped
 
-See ``step_time.py`` for configurations and variants. Each of ``--launches`` process groups trains every variant
-``--runs`` times, all concurrently on the same GPUs to vary the timing. Compares the loss and gradient norm of each
-step, and a checksum of every gradient and weight of each rank. Variants that must be bit-identical
-(``Variant.references``) are also compared with each other. The exit code is 1 if runs differ or fail. Without a GPU,
-tiny models train on the CPU backend.
+See ``step_time.py`` for configurations and variants. Starts ``--launches`` concurrent torchrun jobs on the same GPUs to
+vary the timing. Each trains every variant ``--runs`` times. Compares the loss and gradient norm of each step, and a
+checksum of every gradient and weight of each rank. Variants that must be bit-identical (``Variant.references``) are
+also compared with each other. The exit code is 1 if runs differ or fail. Without a GPU, tiny models train on the CPU
+backend.
 """
 
 import argparse

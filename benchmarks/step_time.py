@@ -19,7 +19,7 @@ Variants:
     compute_alone              full_iteration without communication: each rank holds all parameters and accumulates all
                                gradients, and the optimizer updates its usual shard. Ranks still exchange losses, the
                                gradient norm and rerun decisions. With several ranks, the trained model is useless. If
-                               the GPU is the bottleneck, the time beyond this variant is the cost of sharding
+                               the GPU is the bottleneck, the excess of a variant over this time is the cost of sharding
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
     fsdp2, fsdp2_graphs        torch's FSDP2, without and with a graph per layer; not in the default set
     eager+fused, ...           a variant with fused weight gradients; not in the default set

@@ -26,7 +26,7 @@ type Blocks = dict[str, list[tuple[float, float]]]  # start and end of each bloc
 
 
 def blocks(events: Iterable[dict[str, Any]], pixel: float = 0.05) -> Blocks:
-    """Return when each lane is busy in a trace's second step. Spans less than ``pixel`` milliseconds apart are merged.
+    """Return the busy intervals of each lane in the second step; merge intervals less than ``pixel`` apart.
 
     Args:
         events: Chrome trace events, ``ts`` and ``dur`` in microseconds.

@@ -28,8 +28,8 @@ class StepMetrics:
         grad_norm, grad_norm_hex: Gradient norm before clipping; null if there is none.
         ms: Milliseconds since the previous step was logged, including GPU work; null for the first step.
         reserved_mib: Device memory reserved by the allocator on this rank, in MiB.
-        graphs: Number of graphs on this rank: one per captured model, decoder or layer and, in a pipeline, per
-            micro-batch slot.
+        graphs: Number of graphs on this rank: one per captured model, decoder or layer. In a pipeline, each has
+            several, for the micro-batches in flight.
         skipped: Whether the optimizer skipped the step.
     """
 
@@ -47,7 +47,7 @@ class StepMetrics:
     def record_training_log(self) -> None:
         """Empty the file, and wrap ``megatron.training.training.training_log`` to append a line per step.
 
-        Call this before ``pretrain``, whose first collective ensures that all ranks empty the file before a step.
+        Call this on all ranks before ``pretrain``, whose first collective delays steps until the file is empty.
         """
         original = training.training_log
         signature = inspect.signature(original)

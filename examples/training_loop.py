@@ -66,7 +66,7 @@ def shard(model, config):
 
 
 def build_optimizer(wrapped, config):
-    """Build the optimizer of a wrapped model, and set the functions that schedules call."""
+    """Build the optimizer of a wrapped model, and set the callbacks of Megatron's schedules in ``config``."""
     adam = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, clip_grad=1.0, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(adam, [wrapped])
     config.no_sync_func = wrapped.no_sync

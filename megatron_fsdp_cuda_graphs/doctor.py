@@ -155,7 +155,7 @@ def _examine_gpus(report: Report) -> None:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Print the report, and return the exit code: 0 if graphs under FSDP can work, 1 if not, 2 for any argument."""
+    """Print the report. Return 0 if graphs under FSDP can work, 1 if not, 2 if there are arguments."""
     if arguments:
         print(f"doctor takes no arguments: {' '.join(arguments)}", file=sys.stderr)
         return 2

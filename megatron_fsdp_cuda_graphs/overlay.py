@@ -162,7 +162,7 @@ def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> Modu
 
 
 class _CoreLoader(Loader):
-    """Loads megatron-core's file; subclasses then change the module. All else is left to megatron-core's loader."""
+    """Loads megatron-core's file; subclasses then change the module. Delegates the rest to megatron-core's loader."""
 
     def __init__(self, found: Any, what: Any) -> None:
         self.found, self.what = found, what

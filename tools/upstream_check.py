@@ -1,10 +1,10 @@
-"""List what another megatron-core changed in the definitions that the patch overrides.
+"""List the overridden definitions that differ between the installed megatron-core and another one.
 
     python -m tools.upstream_check FOLDER
 
-FOLDER contains ``megatron/core``: a Megatron-LM checkout or a site-packages folder. It is compared with the installed
-megatron-core, without importing either. In ``cuda_graphs``, all public definitions count. The exit code is 1 if an
-overridden definition was removed, 2 if there is nothing to compare.
+FOLDER contains ``megatron/core``: a Megatron-LM checkout or a site-packages folder. Neither megatron-core is imported.
+The patch replaces the module ``cuda_graphs``, so all its public definitions count as overridden. The exit code is 1 if
+FOLDER lacks an overridden definition, 2 if there is nothing to compare.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def definitions(file: Path | None) -> dict[str, list[str]]:
 
 
 def _functions(parent: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Yield the functions in ``parent`` with their paths, also from branches but not from other functions."""
+    """Yield the functions in ``parent`` with their paths, including those in branches, but not nested ones."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield prefix + node.name, node
@@ -39,7 +39,11 @@ def _functions(parent: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST
 
 
 def differences(ours: Path, other: Path) -> Iterator[tuple[str, str]]:
-    """Yield ``removed``, ``changed`` or ``new`` with a definition, for both folders of a ``megatron`` package."""
+    """Yield each overridden definition that differs, after ``removed``, ``changed`` or ``new``.
+
+    Args:
+        ours, other: Folders that contain ``megatron``.
+    """
     for module in patched_modules():
         before, after = (definitions(module_file(root.joinpath(*module.split(".")))) for root in (ours, other))
         file = tree_file(module)

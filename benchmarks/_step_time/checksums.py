@@ -47,7 +47,7 @@ class Checksums:
 
 
 def _named_parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield names and parameters: the optimizer's under Megatron-FSDP, otherwise the model's."""
+    """Yield the named parameters of the optimizer under Megatron-FSDP, otherwise of the model."""
     for chunk in chunks:
         buffer: Any = getattr(chunk, "param_and_grad_buffer", None)
         yield from chunk.named_parameters() if buffer is None else buffer.optimizer_named_parameters

@@ -69,8 +69,8 @@ class Configuration:
         flags: Flags common to all variants.
         graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
         expert_parallel: Expert-parallel size; 1 for a dense model.
-        has_dynamic_shapes: Whether the model has experts. Unless a variant groups them, the host reads token counts in
-            each step.
+        has_dynamic_shapes: Whether the model has experts, whose token counts the host reads in each step unless a
+            variant groups them.
     """
 
     name: str
@@ -123,7 +123,7 @@ def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on
         ranks: Number of ranks.
         steps: Length of the learning rate schedule.
         expert_parallel: Expert-parallel size of MoE models, capped at ``ranks``.
-        on_cpu: Whether to return the small models.
+        on_cpu: Whether to return the tiny models for the CPU backend.
 
     Raises:
         ValueError: The name is unknown.

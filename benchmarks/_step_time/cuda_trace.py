@@ -58,7 +58,8 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
 
     Returns:
         - ``profiled_ms``: time of a step.
-        - ``host_ms``, ``waiting_ms``: time in which the host works, and waits for the GPU.
+        - ``host_ms``: time in which the host works.
+        - ``waiting_ms``: time in which the host waits for the GPU.
         - ``gpu_busy_ms``, ``idle_ms``: time with and without GPU work.
         - ``compute_ms``: busy time with kernels other than NCCL's.
         - ``nccl_alone_ms``: busy time with NCCL kernels only.

@@ -112,7 +112,7 @@ def _reported(events: list[Result]) -> bool:
 
 
 def _end_of(log: Path) -> str:
-    """Return the end of a log, up to torchrun's own report."""
+    """Return the last lines of a log before torchrun's error report."""
     lines = log.read_text(errors="replace").splitlines()
     ends = (number for number, line in enumerate(lines) if "torch/distributed/elastic" in line)
     lines = lines[: next(ends, None)]

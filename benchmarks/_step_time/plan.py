@@ -17,9 +17,9 @@ class Run:
 
     Attributes:
         number: Index in the plan.
-        configuration, variant: Name of the configuration and name of the variant.
+        configuration, variant: Names of the configuration and of the variant.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the run; variables of NCCL and CUDA are set when the processes start.
+        environment: Environment variables for the run; those in ``process_environment`` are set earlier.
         side_stream: Whether to run on a side stream, as ``megatron.training`` does with CUDA graphs.
         steps: Number of timed steps.
         profiled: Whether to profile instead of timing.
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def process_environment(self) -> dict[str, str]:
-        """Environment variables to set when the processes start."""
+        """Variables that NCCL and CUDA read once, so they are set when the processes start."""
         return {name: value for name, value in self.environment.items() if name.startswith(("NCCL_", "CUDA_"))}
 
     @property

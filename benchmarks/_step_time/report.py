@@ -34,8 +34,8 @@ def rows(variants: Sequence[Variant], timed: Mapping[str, Result], profiled: Map
         - ``reference``: variant that must be bit-identical.
         - ``equal_steps``: number of steps before the first difference from the reference.
         - ``ratio_to_VARIANT``: step time relative to ``compute_alone``, ``eager`` or ``full_iteration``.
-        - ``ratio_to_compute``: step time relative to the compute time of eager Megatron-FSDP, a lower bound for the
-          same kernels on one stream.
+        - ``ratio_to_compute``: step time relative to the compute time of eager Megatron-FSDP. The latter is a lower
+          bound for the same kernels on one stream.
         - ``repeatable``: whether losses and gradient norms of the profiled run equal the timed run's.
     """
     compute = _compute_ms(profiled.get(EAGER, {}))

@@ -35,7 +35,7 @@ class Variant:
     Attributes:
         name: Name on the command line.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the run; see ``Run.process_environment`` for variables read earlier.
+        environment: Environment variables for the run (see ``Run.process_environment``).
         references: Variants that must be bit-identical to this one; only the first that ran is compared.
         one_graph: Whether one graph holds all passes of a step.
         communicates: Whether to gather parameters and reduce gradients (``resident.without_collectives``).

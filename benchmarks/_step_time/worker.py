@@ -107,7 +107,7 @@ class Worker:
             os.environ.update(before)
 
     def _memory(self) -> dict[str, int]:
-        """Return the MiB of reserved and allocated memory, now and at their peaks, and of graph pools."""
+        """Return the current and peak MiB of reserved and allocated memory, and the MiB of graph pools."""
         torch.cuda.synchronize()
         names = ("max_memory_reserved", "memory_reserved", "max_memory_allocated", "memory_allocated")
         found = {f"{name.replace('memory_', '')}_mib": getattr(torch.cuda, name)() // 2**20 for name in names}

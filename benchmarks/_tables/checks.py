@@ -23,7 +23,7 @@ MUST_DIFFER = "control=dead_"  # in the name of a negative control
 def equality(results: Results) -> Iterator[Row]:
     """Yield one row per kind of comparison and machine: the number of cases equal to eager, and the commits.
 
-    If there are several results of a case on a machine, only the first counts.
+    Only the first result of a case on a machine counts.
     """
     yield "what", "layouts", "GPUs", "equal", "others", "commit"
     rows: dict[tuple[str, str], dict[tuple[str, str], tuple[str, str]]] = {}
@@ -90,9 +90,9 @@ def soaks(results: Results) -> Iterator[Row]:
 
 
 def repeated(results: Results) -> Iterator[Row]:
-    """Yield one row per model and outcome: the numbers of equal runs and of distinct results.
+    """Yield the numbers of equal runs and distinct results: one row for all modes of a model with the same numbers.
 
-    Modes with the same outcome share a row. The model's name omits flags that all its runs share.
+    The model's name omits flags that all its runs share.
     """
     yield "model", "GPUs", "mode", "equal runs", "distinct results", "commit"
     modes: dict[Row, list[str]] = {}

@@ -213,7 +213,7 @@ def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = N
     Args:
         row: A row, possibly empty.
         key: ``ms``, or the name of a ratio.
-        base: For a ratio, the row of the variant that it is relative to.
+        base: For a ratio, the row of the variant in the denominator.
     """
     if "error" in (base or row):
         return "cannot be captured"

@@ -69,7 +69,7 @@ def _refuse_copy_to_host(tensor: torch.Tensor, what: str) -> None:
 
 
 def _drawing(call: Callable, args: tuple, kwargs: dict, on_host: bool) -> Any:
-    """Call a random function. By default it draws from the host's generator if ``on_host``, else from the device's."""
+    """Call a random function. Its default generator is the host's if ``on_host``, otherwise the device's."""
     generator = kwargs.get("generator")
     if isinstance(generator, generators.CudaGenerator):
         with generator.state.loaded():
@@ -136,7 +136,7 @@ def _random(call: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _moved(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return ``made``, the result of moving ``source`` to the device, but a copy if it is the host tensor itself."""
+    """Return ``made``, the result of moving ``source`` to the device; copy it if it is the host tensor ``source``."""
     return made.clone() if made is source and is_host(source) else made
 
 

@@ -87,7 +87,7 @@ def leave(code: str | int | None = 0) -> NoReturn:
 
 
 def _hide_compilers() -> None:
-    """In this process and its children, prevent imports of TransformerEngine, and disable dynamo: it hides operators.
+    """Prevent imports of TransformerEngine, and disable dynamo, which would hide operators from the backend.
 
     An already imported TransformerEngine is kept, because importing it again may fail without a GPU.
     """

@@ -1,8 +1,10 @@
 """Track host memory, memory pools of graphs, and the addresses that a tape reads and writes.
 
 Tensors of a tape do not own their memory, so a graph keeps no input alive and does not follow ``param.data = other``.
-Each replay checks all addresses. A mark on a storage makes it host memory, for all views. Results of operations on host
-tensors are marked only during a capture. All unmarked storages are device memory.
+Each replay checks all addresses.
+
+A storage marked as host memory counts as such for all views; any other storage is device memory. Results of operations
+on host tensors are marked only during a capture.
 
 On a GPU, a later capture into a pool reuses memory that nothing references. Here memory is never reused. Instead, a
 replay of a later graph of the pool first overwrites such memory with NaN, which exposes late reads.
@@ -48,7 +50,7 @@ def making_host_tensor() -> bool:
 
 @contextlib.contextmanager
 def host_factory(on_host: bool = True) -> Iterator[None]:
-    """Within the context, mark the running factory function as creating host or device tensors."""
+    """Within the context, treat tensors made by factory functions as host tensors if ``on_host``."""
     global _in_host_factory
     before, _in_host_factory = _in_host_factory, on_host
     try:
@@ -125,12 +127,12 @@ class Pool:
         return whole
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Make the pool's tensors of ``storage`` empty, so that it can be resized; the storage stays alive."""
+        """Shrink the pool's views of ``storage`` to size zero, so that it can be resized; keep it alive."""
         for whole in self._owned[storage._cdata]:
             whole.set_(storage, 0, (0,), (1,))
 
     def overwrite_abandoned(self) -> list[Callable[[], object]]:
-        """Return functions that poison the storages that only the pool references. Each storage is poisoned once."""
+        """Return functions that poison the storages to which only the pool refers, except those returned before."""
         abandoned = [
             key
             for key, wholes in self._owned.items()
@@ -146,7 +148,7 @@ def _is_abandoned(key: int, wholes: list[torch.Tensor]) -> bool:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether a storage still has all bytes of ``tensor``, a uint8 view of it."""
+    """Return whether the storage of ``tensor`` still has all its bytes."""
     return tensor.untyped_storage().nbytes() >= tensor.numel()
 
 
@@ -262,7 +264,7 @@ class AddressBook:
         return self._blocks[place]
 
     def _is_of_the_capture(self, place: _Place) -> bool:
-        """Return whether the capture allocated the storage ``place``, or a different storage at the same address."""
+        """Return whether the capture allocated the storage or the address of ``place``."""
         storage, pointer = place
         return storage in self._private_storages or (pointer != 0 and pointer in self._private_addresses)
 
@@ -278,7 +280,7 @@ class AddressBook:
         return block.aliases[-1]
 
     def keep_memory_of(self, storage: torch.UntypedStorage) -> None:
-        """Make the tape use a copy of ``storage`` if the capture allocated it and is about to resize it.
+        """Before ``storage`` is resized, make the tape use a copy of it if the capture allocated it.
 
         On a GPU the memory would stay in the pool of the graph.
         """

@@ -89,7 +89,7 @@ def refuse_while_capturing(what: str) -> None:
 class Event:
     """Replaces ``torch.cuda.Event``; records the host time.
 
-    In a capture, an ``external`` event belongs to the graph's replays, and joins no streams.
+    Waiting for an ``external`` event does not join a capture.
     """
 
     def __init__(

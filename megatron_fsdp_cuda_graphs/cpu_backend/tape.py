@@ -50,7 +50,7 @@ class Op:
         waits_for_device: Whether its CUDA kernel synchronizes.
         is_maskable: Whether it accepts bool masks as indices.
         is_random: Whether it draws random numbers.
-        writes_nothing: Whether it allocates or changes metadata only.
+        writes_nothing: Whether it only allocates memory or changes metadata.
         written: Arguments that it writes: positions, or names of keyword-only arguments.
     """
 
@@ -95,7 +95,7 @@ def waits_for_device(op: Op, args: tuple, kwargs: dict) -> bool:
 def _needs_positions(op: Op, args: tuple) -> bool:
     """Return whether an indexing call converts a mask to positions on the host.
 
-    Writing a single value through a single mask converts nothing: torch calls ``masked_fill``.
+    A write of one value through one mask does not, because torch calls ``masked_fill``.
     """
     masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks:

@@ -165,7 +165,7 @@ def _to_meta(device: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_transformer_engine() -> Iterator[None]:
-    """Within the context, local layers group experts, and support context and sequence parallelism without Apex."""
+    """Within the context, make local layers support grouped experts, and context and sequence parallelism."""
     with (
         mock.patch.object(WrappedTorchNorm, "__new__", _norm),
         mock.patch.object(DotProductAttention, "__init__", _attention),

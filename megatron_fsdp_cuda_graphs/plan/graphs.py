@@ -19,9 +19,9 @@ class Planned:
 
     Attributes:
         graphs: A description of each graph, in the order of capture.
-        order: Passes over model chunks; see ``te.order``.
+        order: Order of the passes over model chunks; see ``te.order``.
         static_inputs: Static inputs of the graphs; may contain duplicates.
-        why_nothing: Reason why nothing is captured; empty if something is.
+        why_nothing: Reason why there are no graphs; empty if there are.
     """
 
     graphs: Sequence[str] = ()
@@ -48,7 +48,7 @@ def scope_of(helper: TECudaGraphHelper, elsewhere: str) -> CaptureScope:
 
 
 def planned(helper: TECudaGraphHelper, scope: CaptureScope, masked: bool) -> Planned:
-    """Return the graphs that ``helper`` would capture with ``scope``; ``masked`` if training passes attention masks."""
+    """Return the graphs that ``helper`` would capture with ``scope``; ``masked`` if layers get attention masks."""
     if reason := _why_nothing(helper, scope):
         return Planned(why_nothing=reason)
     stage, shape = helper.stage, (helper.seq_length, helper.micro_batch_size)
