@@ -111,7 +111,7 @@ class HostAgreement:
         return int(heard)
 
     def _naming(self, peer: int, call: Callable[[], _T]) -> _T:
-        """Return ``call()``; if it fails, name the rank ``peer`` of the group in the error."""
+        """Return ``call()``; if it fails, raise an error that names the group rank ``peer``."""
         try:
             return call()
         except RuntimeError as error:
@@ -137,7 +137,7 @@ def agreement_of(group: dist.ProcessGroup) -> HostAgreement:
 def agreement_of_all_ranks() -> HostAgreement | None:
     """Return the ``HostAgreement`` of all ranks, or None if hosts should not exchange messages in each step.
 
-    This is the case with ``--disable-gloo-process-groups``, before ``initialize_model_parallel``, and with
+    It is None with ``--disable-gloo-process-groups``, before ``initialize_model_parallel``, and with
     ``--inprocess-restart``, which can interrupt waits on devices but not on hosts.
     """
     if not dist.is_initialized() or parallel_state._DATA_PARALLEL_GROUP_WITH_CP_GLOO is None:

@@ -18,8 +18,8 @@ def get_batch_on_this_tp_rank(
 ) -> dict[str, torch.Tensor | None]:
     """Broadcast the batch from the first tensor-parallel rank and return it; see megatron-core.
 
-    Broadcasts are skipped if ``broadcast_group`` has one rank and this rank reads all of ``batch``: each one costs the
-    host as much as a real collective, right before the forward pass.
+    Skip the broadcasts if ``broadcast_group`` has one rank and this rank reads all of ``batch``. Even with one rank,
+    each broadcast costs host time right before the forward pass.
     """
     group = kwargs.get("broadcast_group")
     reads_all = kwargs.get("pipeline_model_parallel_size", 1) == 1 or kwargs.get("mtp_on_this_rank")

@@ -201,8 +201,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _init_optimizer_states_with_dummy_values(self) -> None:
         """Create zero states for a checkpoint, unless there are states; see megatron-core.
 
-        megatron-core creates them by a step with zero gradients, even if there is no checkpoint to load. This step must
-        not decay weights or advance step counts.
+        megatron-core creates them by a step with zero gradients, even if there is no checkpoint to load. This method
+        prevents that step from decaying weights or advancing step counts.
         """
         if any(self.optimizer.state.values()):
             return

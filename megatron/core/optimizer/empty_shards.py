@@ -17,9 +17,9 @@ def state_of_every_parameter(
     """Return ``states`` plus states for parameters with an empty local shard; call this on all ranks that shard them.
 
     States are in the order of the optimizer's parameters, which is the same on all ranks, because megatron-core runs
-    collectives for one state after another. Without gradients, values that are not sharded (step counts, for
-    example) do not advance, but any rank may save them: they are copied from a different parameter, if necessary of a
-    different rank.
+    collectives for one state after another. Unsharded values (step counts, for example) are copied from a parameter
+    with a nonempty shard, if necessary on a different rank: without gradients they would not advance, but any rank may
+    save them.
 
     Args:
         optimizer: The optimizer, with ``DTensor`` parameters.
@@ -42,7 +42,7 @@ def _described(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any] | None:
-    """Return ``model``, a result of ``_described``; if it is None, return a different rank's.
+    """Return ``model``, or the ``model`` of a different rank if it is None.
 
     All ranks that shard ``param`` must call this.
     """

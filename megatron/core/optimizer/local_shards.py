@@ -286,5 +286,5 @@ def gradients_of(params: Sequence[Any], name: str) -> list[Any]:
 
 
 def stay(grads: Iterable[Any]) -> bool:
-    """Return whether every step reuses all ``grads`` (see ``OptimizerGradients``), so storing them costs no memory."""
+    """Return whether all ``grads`` are kept between steps (see ``OptimizerGradients``), so storing them is free."""
     return all(getattr(grad, "stays", False) for grad in grads if grad is not None)

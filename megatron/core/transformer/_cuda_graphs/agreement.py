@@ -150,9 +150,9 @@ class CaptureAgreement:
         return kinds
 
     def blockers(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return, for each topic, why this rank, or else another one, cannot capture; empty if all can.
+        """Return, for each topic, why a rank cannot capture (this rank's reason first); empty if all ranks can.
 
-        All ranks pass the same topics. ``own`` maps each topic to this rank's reason, or to an empty string.
+        ``own`` maps each topic to this rank's reason, or to an empty string. All ranks pass the same topics.
 
         Raises:
             CaptureFailedError, CaptureInterruptedError: A rank failed.

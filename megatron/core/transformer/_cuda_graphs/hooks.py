@@ -48,7 +48,7 @@ def runs_outside_graphs(hook: Callable) -> Callable:
 
 
 def calls_weakly(method: Callable[..., Any]) -> Callable[..., None]:
-    """Return a hook that calls ``method`` while its object is alive. Copies of a hooked module call the same object."""
+    """Return a hook that calls ``method`` through a weak reference, so the hook can be copied without the object."""
     weak = weakref.WeakMethod(method)
 
     def hook(*call: Any) -> None:
@@ -72,7 +72,7 @@ def _mark_of(hook: Any, mark: str) -> Any:
 
 
 def is_of_ddp(hook: Callable) -> bool:
-    """Return whether ``hook`` belongs to ``DistributedDataParallel``; evaluation removes and re-adds such hooks."""
+    """Return whether ``hook`` belongs to ``DistributedDataParallel``."""
     return getattr(hook, "__module__", None) == "megatron.core.distributed.distributed_data_parallel"
 
 
@@ -106,8 +106,8 @@ def recorded_hooks(captured: Iterable[tuple[torch.nn.Module | None, Mapping[torc
     """Return a warning about third-party hooks that are recorded in graphs; empty if there are none.
 
     Args:
-        captured: For each graph, the module whose own hooks run around replays, if any, and the captured modules with
-            their names.
+        captured: One pair per graph: the module whose own hooks run around replays, or None; and a mapping from the
+            captured modules to their names.
     """
     hooked = (
         name

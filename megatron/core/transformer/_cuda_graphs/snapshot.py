@@ -305,7 +305,7 @@ _Place = tuple[dict[str, Any], str, str]  # a dict, a key, and the name of that 
 
 
 def _reader(places: Iterable[_Place]) -> Callable[[], list[Any]]:
-    """Return a function that reads the current values of the dict entries ``places``, None for missing entries."""
+    """Return a function that reads the dict entries ``places``, with None for missing ones."""
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
 
     def read() -> list[Any]:

@@ -118,7 +118,7 @@ def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = 
 
 
 def run_pre_hooks(experts: torch.nn.Module) -> None:
-    """Run the forward pre-hooks of the submodules of ``experts``: some gather parameters, but no submodule runs.
+    """Run the forward pre-hooks that gather parameters of ``experts``, whose submodules are not called.
 
     Raises:
         UnsupportedError: A submodule has third-party hooks or a third-party ``forward``, which would not run.

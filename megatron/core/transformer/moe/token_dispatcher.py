@@ -43,13 +43,13 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 
 
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
-    """Extends megatron-core's all-to-all dispatcher to send a fixed number of rows to each peer.
+    """Extends megatron-core's all-to-all dispatcher to send the same number of rows to every peer:
 
-    - Without a capacity factor, this is the maximum that a peer's experts can receive.
-    - With a capacity factor, while limits are in force (``token_bounds``), it is the limit.
-    - Otherwise it is the largest number of rows that any rank has for a peer, read by the host.
+    - without a capacity factor, the maximum that routing can produce;
+    - with a capacity factor in force (``token_bounds``), the capacity;
+    - with a capacity factor not in force, the largest number that any rank sends a peer, read by the host.
 
-    Exceeding the limit sets the overflow flag. If the limit is in force, the results are then undefined.
+    Exceeding the capacity sets the overflow flag. Results are then undefined if the capacity is in force.
     """
 
     input_splits: Any

@@ -859,7 +859,7 @@ def _is_read_later(param: torch.Tensor) -> bool:
     """Return whether a hook reads the gradient of ``param`` after delayed weight gradients are computed.
 
     TransformerEngine sets ``skip_backward_post_hook`` if its module delays weight gradients. Backward then returns a
-    placeholder or a bias gradient. It must not be copied, and must stay valid until the hook has read it.
+    placeholder or a bias gradient, which must not be copied and must stay valid until the hook has read it.
     """
     return getattr(param, "skip_backward_post_hook", False)
 

@@ -115,7 +115,7 @@ def goes_on_eagerly(options: Any) -> bool:
 
 
 def layers_per_graph(options: Any) -> LayersPerGraph | None:
-    """Return the contents of one graph: ``all`` (consecutive layers), ``model`` or 1 (layer); None if unset."""
+    """Return the scope of one graph: 1 (layer), ``all`` (consecutive layers) or ``model``; None if unset."""
     value = given(options, LAYERS_FLAG)
     known: dict[str, LayersPerGraph] = {ALL_LAYERS: ALL_LAYERS, WHOLE_MODEL: WHOLE_MODEL, "1": 1}
     return known.get(str(value))
@@ -212,7 +212,7 @@ class Options:
 
     @property
     def double_buffer(self) -> bool:
-        """Whether Megatron-FSDP uses a double buffer, which several flags enable."""
+        """Whether Megatron-FSDP uses a double buffer; several flags enable it."""
         return self.any("fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer")
 
     @property
@@ -253,7 +253,7 @@ class Options:
 
     @property
     def updates_state(self) -> bool:
-        """Whether every pass updates state that later passes need, so that no pass between replays may run eagerly."""
+        """Whether passes update state that later passes need, so no pass may run eagerly between replays."""
         return self.any("fp8", "fp4", "delay_wgrad_compute", "fine_grained_activation_offloading")
 
     @property

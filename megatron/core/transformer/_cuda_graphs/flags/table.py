@@ -77,7 +77,7 @@ def _no_effect(flags: str, when: Condition, words: str) -> Row:
 
 
 def _experts(flag: str, flags: str, when: Condition, words: str) -> Row:
-    """Return a row that rejects ``flag``, an expert flag of this patch, if ``when`` holds, even without graphs.
+    """Return a row that rejects ``flag``, an MoE flag of this patch, if ``when`` holds, even without graphs.
 
     ``flag`` is prepended to ``flags`` and ``words``.
     """

@@ -45,7 +45,8 @@ class ArgMetadata:
     Attributes:
         type: Type of the argument.
         value: Address of a tensor; the argument itself if it is not a tensor.
-        shape, stride, dtype, device, requires_grad: Properties of a tensor. The strides are dense, without overlap.
+        shape, dtype, device, requires_grad: Properties of a tensor.
+        stride: The tensor's strides; if it has gaps or overlaps, the strides of a dense copy.
         cg_buffer_metadata: The tensor's ``CudagraphBufferMetadata`` object, if it has one.
     """
 

@@ -170,7 +170,7 @@ class InferenceRecording(Recording):
 
 
 def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
-    """Return the Mamba states in a static-batching context: of ``module``, or of all layers if it has none there."""
+    """Return the Mamba states of ``module`` in a static-batching context, or of all layers if it has none."""
     states = getattr(context, "key_value_memory_dict", {})
     number = getattr(module, "layer_number", None)
     return tensors_of((states[number],) if number in states else tuple(states.values()))

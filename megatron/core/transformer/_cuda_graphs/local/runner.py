@@ -451,20 +451,20 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Within the context, use the generator state and autocast of the recorded call."""
+        """Context manager that sets the generator state and autocast of the recorded call."""
         with use_rng_state(self._rng_state), self._as_autocast():
             yield
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Within the context, set the grad mode for warm-up and capture; on exit, restore quantization statistics."""
+        """Context manager for warm-up and capture: sets the grad mode, and restores quantization statistics on exit."""
         quantization = self.quantization
         kept = nullcontext() if quantization is None else quantization.preserve_statistics([self.module])
         with nullcontext() if self.grad_enabled else torch.no_grad(), kept:
             yield
 
     def _tensors_with(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of ``params``, and of the sharded weights that a pass may change, whose ``attribute`` is set."""
+        """Return all of ``params``, and of sharded weights that a pass may change, that have ``attribute`` set."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 

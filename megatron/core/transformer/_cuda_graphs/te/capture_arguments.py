@@ -189,7 +189,7 @@ def _captures_weight_gradients(config: Any) -> bool:
 def captured_passes(
     passes: tuple[Sequence[float], Sequence[list[int] | None]], scheduled: Sequence[Layers], captured: Sequence[Layers]
 ) -> tuple[list[float], list[list[int] | None]]:
-    """Return the order and ``chunk_id_list`` of ``captured`` layers, given those of all ``scheduled`` layers."""
+    """Restrict ``passes``, the order and ``chunk_id_list`` of all ``scheduled`` layers, to the ``captured`` ones."""
     layers = [layer for own in scheduled for layer in own]
     numbers = {layer: number for number, layer in enumerate((layer for own in captured for layer in own), 1)}
     steps: list[float] = []

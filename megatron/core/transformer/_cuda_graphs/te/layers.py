@@ -95,14 +95,14 @@ def why_not_graphable(layer: torch.nn.Module, config: Any) -> str:
 
 
 def has_forward_of(module: Any, kind: Any) -> bool:
-    """Return whether ``module`` uses the ``forward`` that the source of megatron-core's class ``kind`` defines."""
+    """Return whether ``module`` uses the original ``forward`` of megatron-core's class ``kind``."""
     if not isinstance(module, kind) or "forward" in vars(module) or type(module).forward is not kind.forward:
         return False
     return getattr(kind.forward, "__globals__", {}).get("__name__") == kind.__module__  # the class may be patched
 
 
 def refuse_skipped_forward(layer: torch.nn.Module, name: str) -> None:
-    """Raise UnsupportedError if ``layer`` replaces a ``forward`` that ``_te_cuda_graph_capture`` does not call."""
+    """Raise UnsupportedError if ``layer`` overrides ``forward``, but its capture would not call the override."""
     from megatron.core.transformer.transformer_layer import TransformerLayer  # imports this module
 
     captures = getattr(type(layer), "_te_cuda_graph_capture", None) is TransformerLayer._te_cuda_graph_capture

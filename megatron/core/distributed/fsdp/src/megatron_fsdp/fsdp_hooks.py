@@ -158,7 +158,7 @@ class FsdpHooks:
     def unshard_for_backward(
         self, module: torch.nn.Module, grad: torch.Tensor | None = None, *, runner: EagerRunner | None = None
     ) -> None:
-        """Gather the parameters of ``module`` for its backward pass; ``runner`` ran its forward pass."""
+        """Gather the parameters of ``module`` for its backward pass, with the ``runner`` of its forward pass."""
         (runner or self.graphs.runner_of(module)).before_backward()
 
     @_hook
@@ -319,7 +319,7 @@ def call_before_backward(handler: Callable[[Any], object], output: Any) -> Any:
 
 
 def _are_leaves(values: Sequence[Any]) -> bool:
-    """Return whether ``values`` contains no containers. Traversing containers would be slow."""
+    """Return whether ``values`` contains no nested containers."""
     return all(map(tree_is_leaf, [value for value in values if not isinstance(value, _PLAIN)]))
 
 

@@ -135,8 +135,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def start_grad_sync(self, *unused: Any) -> None:
         """Start reducing gradients, unless backward passes do so; see megatron-core.
 
-        As the ``grad_sync_func`` of a pipeline schedule, this is called after the last backward pass. With such a
-        function, only the first stage marks that pass as the last.
+        Pipeline schedules call this as ``grad_sync_func`` after the last backward pass. They mark that pass as the last
+        of the step only on the first stage.
 
         Raises:
             RuntimeError: Gradients were left unreduced because the last pass was not marked.

@@ -60,9 +60,9 @@ class OptimizerGradients:
         self._casts = PlannedCopies(pairs, dict.fromkeys(buffers))
 
     def unmoved(self, buffer: Any) -> bool:
-        """Return whether parameters and gradients of ``buffer`` are still the managed objects.
+        """Return whether ``buffer`` still has the same parameters and gradients as at construction.
 
-        The main gradients must also have their original addresses.
+        Its main gradients must also have the same addresses.
         """
         return (
             self._params is buffer.optimizer_named_parameters

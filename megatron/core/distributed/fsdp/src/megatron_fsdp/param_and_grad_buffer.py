@@ -254,7 +254,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
 
     @contextmanager
     def only(self, buckets: Collection[int]) -> Iterator[None]:
-        """While in this context, gather and prefetch only ``buckets``; all others are marked as gathered."""
+        """Context manager that limits gathers and prefetches to ``buckets``, by marking all others as gathered."""
         self.recycle_unused_buckets()
         others = {
             key: status for key, status in self.bucket_status.items() if key[0] not in buckets and status in TO_GATHER
@@ -324,10 +324,9 @@ class GradReducePipeline(_upstream.GradReducePipeline):
 
     Attributes:
         recorded: The ``RecordedReduction`` of each bucket group, keyed by the group's first bucket.
-        marked: While a graph is captured under HSDP, the event recorded after the reduction of each bucket group, in
-            graph order; otherwise None.
-        replayed: The events of ``marked`` from the capture of the graph that runs the current backward pass; empty in
-            an eager pass.
+        marked: During a capture under HSDP, the event after the reduction of each bucket group; otherwise None. Keys
+            are bucket groups in capture order.
+        replayed: In a replayed backward pass, the ``marked`` events of its graph; empty in an eager pass.
         order: The order of bucket groups in reductions across HSDP replicas.
     """
 

@@ -47,9 +47,9 @@ class ParameterSwap:
         return self._distinct[distributed]
 
     def holds(self, distributed: bool) -> bool:
-        """Return whether all modules have exactly the expected parameters, and no module was replaced.
+        """Return whether no module was replaced, and all modules have exactly one set of parameters.
 
-        The optimizer's parameters are expected if ``distributed``, else the raw ones.
+        This is the optimizer's set if ``distributed``, else the raw one.
         """
         children, params = values_of(self._children), values_of(self._own)
         return same(children, self._modules) and same(params, self._params[distributed])
@@ -66,5 +66,5 @@ def values_of(dictionaries: Iterable[dict[Any, Any]]) -> list[Any]:
 
 
 def same(these: list[Any], those: list[Any]) -> bool:
-    """Return whether both lists contain the same objects in order, without a Python loop: every step calls this."""
+    """Return whether both lists contain the same objects in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))

@@ -51,7 +51,7 @@ class Gradients:
         return getattr(self._fsdp, "is_last_microbatch", False) or self._fsdp.model_auto_sync
 
     def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Await only the gradients of ``params``."""
+        """Set the gradients to await in this backward pass to the gradients of ``params``."""
         self.awaited = set(params)
         for param in self.awaited:
             param.grad_added_to_main_grad = False
@@ -77,7 +77,7 @@ class Gradients:
             self.awaited.difference_update(params)
 
     def handle_rest(self, params: Iterable[torch.nn.Parameter]) -> bool:
-        """Handle all awaited gradients of ``params``, and return whether this pass reduces them."""
+        """Accumulate the awaited gradients of ``params``; return whether this backward pass also reduces them."""
         rest = sorted(self.awaited.intersection(params), key=self._fsdp.param_to_name.__getitem__)
         self.awaited.difference_update(rest)
         return self._accumulate_and_reduce(rest)
@@ -137,10 +137,10 @@ class Gradients:
             torch._foreach_copy_(copied_to, copied_from)
 
     def _claim_main_grad(self, param: torch.nn.Parameter, bucket: int, claimed: dict[int, Any]) -> torch.Tensor:
-        """Return ``param.main_grad``, a view of its bucket for this backward pass.
+        """Set ``param.main_grad`` to a view of its bucket, and return it.
 
         Args:
-            claimed: The buckets that the caller has already claimed, by index; updated in place.
+            claimed: The buckets fetched so far, keyed by index; updated in place.
         """
         main_grads = param._gbuf
         if bucket in claimed:

@@ -137,7 +137,7 @@ class RecordedReduction(RecordedCollective):
             free()
 
     def claim(self) -> None:
-        """Claim the buckets, after waiting for earlier reductions that read the same memory.
+        """Make the buckets writable: wait for earlier reductions that read the same memory.
 
         Raises:
             ChangedSinceCaptureError: The address of a bucket changed since capture.
@@ -181,10 +181,10 @@ def forget(fsdp: Any, buckets: Iterable[int]) -> None:
 def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> None:
     """Set up the communicators of ``buckets`` before a capture, with one reduction in each process group.
 
-    This reduces stale gradients, which the caller zeroes later. Buckets are at the addresses from ``take_places``.
+    This reduces stale gradients, which the caller zeroes later. Call it after ``take_places``.
 
     Args:
-        done: The process groups that have already reduced; updated even if a reduction fails.
+        done: The process groups whose communicators are set up; updated even if a reduction fails.
     """
     reductions = fsdp.grad_reduce_pipeline
     for group in _groups(fsdp, buckets):

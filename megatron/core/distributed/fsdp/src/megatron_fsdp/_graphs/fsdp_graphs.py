@@ -48,9 +48,9 @@ class FsdpGraphs:
         whole_passes: The owner of graphs of the whole model or of several layers; set from the start of their capture.
         captured: The runners of modules whose own graphs are being captured; empty during a capture of whole passes,
             None outside of captures.
-        before_evaluation: Function to call once, before the next forward pass in evaluation mode without grad, with the
-            tuple and the dictionary of its arguments; None if there is none.
-        reduced_once: The process groups that have reduced gradients, so that their communicators are set up.
+        before_evaluation: Callback ``(args, kwargs)`` that captures the evaluation graph. It is called once, before the
+            next forward pass in evaluation mode without grad; None if nothing is to be captured.
+        reduced_once: The process groups whose communicators were set up by a first gradient reduction.
     """
 
     def __init__(self, fsdp: Any):
@@ -143,7 +143,7 @@ class FsdpGraphs:
         return RecordedPasses(self, units, begin, holds_model=layers is None)
 
     def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:
-        """Create the owner of an evaluation graph of the whole model, which already has training graphs."""
+        """Create the owner of the evaluation graph of a whole model that already has training graphs."""
         assert self.whole_passes is not None
         return EvaluatedModel(self.whole_passes, begin)
 
@@ -184,7 +184,7 @@ class FsdpGraphs:
         return runner.module in self.units and self._collectives_can_be_recorded(runner) and not runner.float8_params
 
     def gradient_owners(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[GraphOwner | None]:
-        """Return, per module, the owner that handles gradients in its backward graph; None if autograd handles them.
+        """Return, for each module, the owner of the gradients in its backward graph; None if autograd gets them.
 
         Args:
             modules: The modules being captured, in the context of ``layer_capture``.

@@ -35,7 +35,10 @@ class TrainingState(Enum):
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
-    """Show calls of the method ``phase`` in profiles, named after its first argument, a module, or ``self.module``."""
+    """Decorate the method ``phase`` to record a profiler range with its name and the name of the module.
+
+    The module is the first argument, or ``self.module`` if there are no arguments.
+    """
 
     @wraps(phase)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -74,11 +77,11 @@ def prepared(fsdp: Any) -> Iterator[None]:
 
 
 def take_places(fsdp: Any) -> None:
-    """Give each double-buffered bucket the address that it has in training: a bucket keeps its first address.
+    """Assign to each double-buffered bucket the address that it has in training.
 
-    In training, neighboring units are in use together and alternate between the two buffers. A capture before the first
-    step would assign different addresses, as it may run only some units and reduces buckets one at a time. No bucket
-    may be in use.
+    A bucket keeps the address of its first allocation. In training, neighboring units are in use together and alternate
+    between the two buffers. A capture before the first step would assign different addresses, because it may run only
+    some units and reduces buckets one at a time. No bucket may be in use.
     """
     if not fsdp.ddp_config.fsdp_double_buffer:
         return
@@ -96,7 +99,7 @@ def take_places(fsdp: Any) -> None:
 
 
 def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
-    """Allocate the sharded buckets of one unit after another; free each unit's once the next unit has its own."""
+    """Allocate the sharded buckets of each unit in order, and free them after allocating those of the next unit."""
     before: list[Any] = []
     for unit in [*units, ()]:
         sharded = [buffer for buffer in unit if buffer.is_data_distributed]

@@ -159,7 +159,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
-        """Context manager for an eager pass of ``module``: keeps the order of all-gathers of replays on other ranks."""
+        """Context manager for an eager pass of ``module`` that gathers in the same order as replays on other ranks."""
         if self.holds_model or module not in self.units:
             yield
             return
@@ -170,7 +170,7 @@ class RecordedPasses(GraphOwner):
             yield
 
     def gather_first_unit(self, phase: Direction) -> None:
-        """Start gathering the first unit of a pass. Otherwise its hook would gather the second unit first."""
+        """Start gathering the first unit of a pass. Its hook would prefetch the second unit first."""
         self._fsdp.all_gather_and_wait_parameters_ready(
             self._first[phase].params, prefetch=False, wait_bucket_ready=False, bwd=phase == "backward"
         )
@@ -234,7 +234,7 @@ class RecordedPasses(GraphOwner):
     def after_backward(self) -> None:
         """Stop awaiting the units' gradients, and set the units to idle.
 
-        Does nothing if graphs hold the whole model and no gradient is awaited: the whole pass was replayed.
+        Do nothing after a replay of the whole model, which leaves no awaited gradients.
         """
         if self._gradients.awaited or not self.holds_model:
             self._gradients.awaited.difference_update(self._params)
@@ -282,10 +282,9 @@ class EvaluatedModel(RecordedPasses):
 
 
 def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:
-    """Return snapshot aspects with the addresses at which ``buffers`` allocate buckets.
+    """Return snapshot aspects that compare the addresses at which ``buffers`` allocate buckets.
 
-    While other buckets are in use, an allocator may choose a different address. If its memory is idle and unmoved,
-    every bucket gets the same address again.
+    An allocator reuses these addresses if none of its buckets is in use and its memory was not reallocated.
 
     Args:
         buffers: The buffers by name.

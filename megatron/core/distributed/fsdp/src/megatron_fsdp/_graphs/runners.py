@@ -114,9 +114,9 @@ class EagerRunner:
             submodule.__dict__["_training_state"] = state  # bypasses Module.__setattr__, which is slow
 
     def _collected(self) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters whose gradients ``after_backward`` handles together.
+        """Return the parameters whose gradients are queued until ``after_backward``; all others are handled at once.
 
-        Eager passes collect gradients only if the module has graphs, to reduce in the same order as a replay on other
+        Eager passes queue gradients only if the module has graphs, to reduce them in the same order as replays on other
         ranks.
         """
         return self.params if self._backward.expects_gradients and self._graphs.hold(self.module) else ()
@@ -256,7 +256,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
         return left
 
     def gradients_written(self) -> None:
-        """Record that the backward graph wrote gradients; queue one parameter per bucket for ``after_backward``."""
+        """Mark gradients written by the graph as complete; queue one parameter per bucket to trigger its reduction."""
         ready = self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params
         for bucket, params in self._written.items():
             one, *others = params  # handling the last of these parameters reduces the bucket
