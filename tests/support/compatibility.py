@@ -316,10 +316,10 @@ row names it. A flag without a row is passed through untested.
 - **works**: bit-identical to training without graphs, according to the linked test. `graph` is the largest part of a
   model that one graph can hold: the whole `model`, single `layers`, or `parts` of layers
   ([Guide](guide.md#choose-how-much-one-graph-holds)). `CPU` (the CPU backend), `H100` and `H200` show where this was
-  verified: `yes`, only for the listed values, or not at all.
+  verified, for all values (`yes`) or for those listed.
 - **refused**: an error before training, with the text in the last column, where `…` is the flag or the whole first
   column. All refused flags of a job are listed.
-- **no effect**, **not tried**: a warning with that text.
+- **no effect**, **not tried**: a warning with the text in the last column.
 - **fails**: fails or trains wrongly under Megatron-FSDP, with and without graphs; not checked.
 
 `make docs` generates this page.
