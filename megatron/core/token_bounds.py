@@ -62,7 +62,7 @@ class TokenBounds:
         self._too_small.logical_or_(too_many.any())
 
     def note_load(self, load: float) -> None:
-        """Record the largest number of tokens that a rank sent another, as a multiple of an even share."""
+        """Record ``load``: the most tokens that one rank sent another, as a multiple of an even share."""
         if self._begun:
             self._load = max(self._load, load)
 

@@ -363,7 +363,7 @@ class TECudaGraphHelper:
 
     @contextmanager
     def _capture_mode(self) -> Iterator[float]:
-        """Enable capture mode within the context, and yield the start time."""
+        """Context manager that enables capture mode and yields the start time."""
         offloads = self.config.fine_grained_activation_offloading
         try:
             start_time = self._start_capturing()

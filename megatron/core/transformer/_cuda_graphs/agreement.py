@@ -207,7 +207,7 @@ class CaptureAgreement:
 
 @contextmanager
 def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
-    """Within the context, call ``join`` before each collective that is launched outside a stream capture.
+    """Context manager that calls ``join`` before each collective launched outside a stream capture.
 
     This replaces the methods of ``ProcessGroup`` through which Python launches collectives: a ``TorchDispatchMode``
     would miss the start of a batch of sends and receives, and disable ``torch.compile``. It does not cover functional

@@ -205,7 +205,7 @@ def _adapted(hook, kind, with_kwargs):
 
 @contextmanager
 def extracted_hooks(callables: Iterable[torch.nn.Module]) -> Iterator[list[HookDicts]]:
-    """Remove the hooks of ``callables`` within the context; yield one dict of capture-time hooks per callable."""
+    """Context manager that removes the hooks of ``callables``; yields one dict of capture-time hooks for each."""
     taken: list[ModuleHooks] = []
     try:
         capture_time_hooks = []

@@ -65,7 +65,7 @@ def from_static_offsets(kwargs: dict[str, Any], seq_length: int) -> dict[str, An
 
 
 def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int) -> dict[str, Any]:
-    """Return replay ``kwargs`` without ``packed_seq_params``, with its offsets added if the graphs read them.
+    """Return ``kwargs`` of a replay with ``packed_seq_params`` removed, and its offsets added if the graphs read them.
 
     Raises:
         ArgumentError: ``packed_seq_params`` is missing, or differs from the captured format.

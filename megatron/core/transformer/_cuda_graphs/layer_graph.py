@@ -50,7 +50,7 @@ class LayerGraph:
         snapshot: State that the graphs depend on, checked before the layer's hooks run.
         gathered: Addresses of parameters and main gradients, checked after the hooks of a step's first micro-batch.
         may_run_eagerly: Whether passes that do not match the graphs run eagerly. If so, passes without gradients
-            always run eagerly, because replays would add their tokens to the counts of routers.
+            always do: in a replay, routers would count their tokens.
         logged: Reasons for eager passes that have been logged; shared by all layers.
         packed: How the graphs use packed sequences; None without packed sequences or if attention is not captured.
         runner: Gathers and releases parameters around replays, for Megatron-FSDP's hooks; None without Megatron-FSDP.
@@ -157,7 +157,7 @@ class LayerGraphs(list[LayerGraph]):
 
 @contextmanager
 def unchanged_dispatcher(layer: Any) -> Iterator[None]:
-    """Restore the attributes (shapes, counts, splits) of the layer's token dispatcher, if any, on exit.
+    """Context manager that restores attributes (shapes, counts, splits) of the layer's token dispatcher, if any.
 
     A replay runs no Python code, so eager code after it must read the captured values, not values from an eager pass
     with a different shape.

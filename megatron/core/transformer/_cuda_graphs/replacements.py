@@ -75,7 +75,7 @@ class TakenForward:
 
 @contextmanager
 def between(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
-    """Call ``begin`` on entry and ``end`` on exit, even after an exception."""
+    """Context manager that calls ``begin`` on entry and ``end`` on exit, even after an exception."""
     begin()
     try:
         yield

@@ -92,7 +92,7 @@ class Replays:
 
     @contextmanager
     def suspended(self, reason: str) -> Iterator[None]:
-        """While in this context, run all passes eagerly; logs and errors include ``reason``."""
+        """Context manager that makes all passes run eagerly; logs and errors include ``reason``."""
         before, self.suspended_by = self.suspended_by, reason
         try:
             yield
@@ -440,7 +440,7 @@ def _hooks(
 
 
 def contexts_in_force() -> list[Any]:
-    """Return the current values of ``CONTEXTS``, the use of TF32 per entry of ``_IN_TF32``, and the autocast state."""
+    """Return the current values of torch's contexts (``CONTEXTS``), the TF32 settings and the autocast state."""
     precision = torch._C._get_fp32_precision_getter
     of_all = precision("generic", "all")
     own = [precision(*operation) for operation in _IN_TF32.values()]
@@ -500,7 +500,7 @@ def _options(config: Any) -> Aspect:
 
 @contextmanager
 def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Raise UnsupportedError if a pass in this context changes attributes of third-party modules.
+    """Context manager that raises UnsupportedError if a pass changes attributes of third-party modules.
 
     Replays would not change them. After an exception, all attributes are restored, including the contents of containers
     and scalar host tensors.

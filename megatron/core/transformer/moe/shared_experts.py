@@ -20,12 +20,12 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
 
     With ``--moe-shared-expert-overlap``, the forward pass consists of stages around the dispatcher's collectives, and
     megatron-core enforces their order. The first stage, ``pre_forward_comm``, is part of the ``moe_preprocess`` graph.
-    No stage follows it during capture, and a replay sets ``cached_fc1_input``, its result, without calling it.
+    During capture, no other stage runs. A replay sets its result, ``cached_fc1_input``, without calling it.
     """
 
     @property
     def cached_fc1_input(self) -> torch.Tensor | None:
-        """The result of ``pre_forward_comm``, ``[sequence, micro-batch, hidden]``, until the next stage."""
+        """The result of ``pre_forward_comm``, ``[sequence, micro-batch, hidden]``; None after the next stage."""
         return self.__dict__.get("_cached_fc1_input")
 
     @cached_fc1_input.setter

@@ -100,7 +100,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         return super().token_dispatch(rows, probs)
 
     def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor):
-        """Return rows sorted by expert, then rank; the rows per expert, int64 on the GPU; and probabilities."""
+        """Return rows sorted by expert, then rank, the number per expert (int64, on the GPU), and probabilities."""
         if not grouped_tensor(self.config):
             return super().dispatch_postprocess(global_input_tokens, global_probs)
         tokens_per_expert, self.tokens_per_expert = self.tokens_per_expert, None

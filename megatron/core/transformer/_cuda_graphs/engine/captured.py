@@ -70,19 +70,19 @@ class GraphOwner:
         return grads
 
     def before_forward(self) -> None:
-        """Run right before each replay of the forward graph, on the stream of the forward pass."""
+        """Prepare for a replay of the forward graph, which follows on the same stream."""
 
     def before_eager_forward(self) -> None:
-        """Prepare for an eager forward pass of a module with whole-pass graphs: a fallback, or any pass with grad."""
+        """Prepare for an eager forward pass of a module with whole-pass graphs, which other ranks may replay."""
 
     def before_backward(self) -> None:
-        """Run right before each replay of the backward graph, on the stream of the backward pass."""
+        """Prepare for a replay of the backward graph, which follows on the same stream."""
 
     def after_backward(self) -> None:
-        """Run right after each replay of the backward graph, on the stream of the backward pass."""
+        """Clean up after a replay of the backward graph, on the same stream."""
 
     def forget(self) -> None:
-        """Run once, after the graphs are freed."""
+        """Release resources; called once, after the graphs are freed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:
 
 @contextmanager
 def _never_freed_after_an_error(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Leak ``graph`` if its registration with generators, in this context, raises an exception.
+    """Context manager for registering generators with ``graph``: leaks the graph after an exception.
 
     Registration allocates memory. If that fails, the graph refers to the generator but not vice versa, and
     freeing the graph would abort the process.
@@ -165,7 +165,7 @@ class Capture:
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record the work that this context enqueues on the current stream into ``graph``.
+        """Context manager that records into ``graph`` the work enqueued on the current stream.
 
         Raises:
             RuntimeError: An operation in the context cannot be captured.
@@ -298,7 +298,10 @@ def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """On exit, rebind buffers of ``modules`` to their original tensors; after an exception, remove new buffers."""
+    """Context manager that rebinds buffers of ``modules`` to their original tensors on exit.
+
+    After an exception, it also removes new buffers.
+    """
     owners = dict.fromkeys(child for module in modules for child in module.modules())
     bound = [(owner._buffers, dict(owner._buffers)) for owner in owners]
     try:

@@ -35,7 +35,7 @@ class Row:
     """A combination of flags and its verdict.
 
     Attributes:
-        flags: The flags and the condition on them; unique in the table.
+        flags: Description of the flags and their condition; unique in the table.
         verdict: Whether the combination is rejected or logged as a warning.
         words: Message for the user: the flag, the reason, the remedy.
         when: Condition on the options.

@@ -178,7 +178,7 @@ def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
 
 @contextmanager
 def capture_mode() -> Iterator[None]:
-    """Set the stream and flags for capture within the context, and restore generators and garbage collection.
+    """Context manager that sets the stream and flags for capture, and restores generators and garbage collection.
 
     Garbage is not collected first, because inference captures many graphs and a collection takes longer than a capture.
     """

@@ -54,7 +54,7 @@ class ShardedWeights:
 
     @contextmanager
     def completing(self, *, reductions: bool, finalizes: bool) -> Iterator[None]:
-        """On exit, complete the communication that a pass started within the context.
+        """Context manager for a pass: on exit, complete the communication that it started.
 
         Args:
             reductions: Whether the pass reduces gradients in addition to gathering weights, as a backward pass does.

@@ -91,7 +91,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def eager_parts(stage: Stage, scope: CaptureScope) -> Iterator[tuple[str, str]]:
-    """Yield each part of the model, or kind of call, that runs eagerly beside graphs of ``scope``, with the reason."""
+    """Yield ``(part, reason)`` for each part of the model, or kind of call, that runs eagerly despite the graphs."""
     if scope.holds is Holds.MODEL:
         yield "calls without labels or with tensors of other shapes", "graphs of the whole model do not match them"
         return

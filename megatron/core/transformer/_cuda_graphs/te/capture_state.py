@@ -228,7 +228,7 @@ class CaptureState:
         return self._calls.masked or any(known_class(chunk.model) is None for chunk in self._stage.chunks)
 
     def has_graphs_of_others(self) -> bool:
-        """Return whether another helper has captured part of the stage; this one has no graphs yet."""
+        """Return whether another helper has captured part of the stage. Call this before this helper captures."""
         models = [chunk.model for chunk in self._stage.chunks]
         parts = [*models, *(getattr(model, "decoder", None) for model in models)]
         whole = any(isinstance(getattr(part, "forward", None), PassGraphs) for part in parts)

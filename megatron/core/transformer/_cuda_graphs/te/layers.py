@@ -61,8 +61,8 @@ def language_layers(model: Any | None) -> list[torch.nn.Module]:
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     """Set the 0-based ``current_microbatch`` on every layer that may replay graphs. Call this before a forward pass.
 
-    These are the decoder and multi-token prediction layers of the language model, and the decoder layers of the vision
-    model; the model chunk may lack any of them.
+    The layers are the decoder and multi-token prediction layers of the language model and the decoder layers of the
+    vision model, as far as the chunk has them.
     """
     for layer in language_layers(language_model_of(model)) + decoder_layers(vision_model_of(model)):
         layer.__dict__["current_microbatch"] = microbatch_id  # Module.__setattr__ is slow

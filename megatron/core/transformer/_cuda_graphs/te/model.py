@@ -284,7 +284,7 @@ def _graphed(
     quantized: RecordedQuantization | None,
     copies_results: bool = True,
 ) -> GraphedCallable:
-    """Return a callable to capture the complete passes of ``func``, which uses ``module``.
+    """Return the ``GraphedCallable`` to capture the passes of ``func``, including the hooks of ``module``.
 
     Args:
         inputs: Static inputs, keyed by name. Inputs that require grad must be leaves.

@@ -132,7 +132,7 @@ class LayerInputs:
         return inputs
 
     def _rotary_embedding(self, model: Any | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Return the rotary input of all layers, ``[sequence, 1 or micro-batch, 1, head]``, or None."""
+        """Return the rotary embedding that all layers read, ``[sequence, 1 or micro-batch, 1, head]``, or None."""
         kind = getattr(model, "position_embedding_type", None)
         if kind not in ("rope", "yarn", "mrope") or self._config.multi_latent_attention:
             return None

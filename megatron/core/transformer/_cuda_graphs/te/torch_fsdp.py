@@ -47,7 +47,7 @@ class KeptParameters:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather the parameters for a capture, and keep their memory until ``release``."""
+        """Context manager for a capture: gathers the parameters, and keeps their memory until ``release``."""
         try:
             for module, params in self._params.items():
                 self._gather(module)

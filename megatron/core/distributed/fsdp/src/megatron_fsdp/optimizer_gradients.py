@@ -97,7 +97,7 @@ class GradientStorages:
     """
 
     def __init__(self, grads: Iterable[tuple[Hashable, Any]]):
-        """Move the local tensors of ``grads``, pairs of a bucket and a ``DTensor``, to one storage per bucket."""
+        """Move the local tensors of ``grads``, pairs ``(bucket, DTensor)``, to one storage per bucket."""
         together: dict[Any, list[Any]] = defaultdict(list)
         for bucket, grad in grads:
             together[bucket, grad._local_tensor.dtype].append(grad)
@@ -117,7 +117,7 @@ class GradientStorages:
             self._free()
 
     def reserve(self) -> None:
-        """Leave free blocks of the storages' sizes in the pool of the graph being recorded."""
+        """Leave free blocks of the storages' sizes in the pool of the graph being recorded, for its activations."""
         self.detach()
         if not self._in_use:
             self._allocate()

@@ -24,7 +24,7 @@ class ParameterSwap:
         raw: Mapping[str, torch.nn.Parameter],
         distributed: Mapping[str, torch.nn.Parameter],
     ):
-        """Find both sets of parameters, keyed by name, for each module of ``model``, which may have either set now.
+        """Look up the raw and the optimizer's parameters of each module of ``model``, which may have either set now.
 
         Tied parameters are supported. Raises KeyError if a parameter of the model is in neither set.
         """

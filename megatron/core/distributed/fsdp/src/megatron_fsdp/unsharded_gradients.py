@@ -59,7 +59,7 @@ class UnshardedGradients:
 
     @contextmanager
     def left_in_place(self) -> Iterator[None]:
-        """Disable the gradient communication dtype within the context.
+        """Context manager that disables the gradient communication dtype.
 
         If it differs, megatron-core's reduction over a single rank adds each gradient to itself.
         """

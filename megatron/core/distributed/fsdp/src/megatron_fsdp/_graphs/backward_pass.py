@@ -336,8 +336,8 @@ class BackwardPass:
     def forward_begins(self) -> None:
         """Drop an unfinished backward pass before a forward pass of the whole model.
 
-        A forward pass may run within a backward pass only to recompute the whole model, or in schedules that call
-        ``finish_backward`` themselves.
+        An open backward pass is not unfinished if the forward pass recomputes the whole model, or if the schedule calls
+        ``finish_backward``.
         """
         if not self._caller_ends_it and torch._C._current_graph_task_id() == -1:
             self.drop_unfinished()

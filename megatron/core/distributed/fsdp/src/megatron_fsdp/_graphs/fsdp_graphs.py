@@ -1,4 +1,4 @@
-"""Own the CUDA graphs of one ``MegatronFSDP``, the runners of its passes, and the reasons that rule out captures."""
+"""Own the CUDA graphs and runners of one ``MegatronFSDP``, and check whether its passes can be captured."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -69,7 +69,7 @@ class RecordedPasses(GraphOwner):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Prepare the model for warm-up and capture, and restore it afterwards, even after an exception.
+        """Context manager for warm-up and capture: prepares the model, and restores it even after an exception.
 
         No parameters are gathered and no collectives are in flight before or after.
         """
