@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.graph import Capture
-from megatron.core.transformer._cuda_graphs.launches import launches_of
 from megatron.core.transformer._cuda_graphs.snapshot import Aspect, Snapshot
 
 from ..param_and_grad_buffer import TO_GATHER, BucketStatus
@@ -197,6 +196,14 @@ def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> N
             finally:
                 if launched():
                     done.add(process_group)
+
+
+def launches_of(group: torch.distributed.ProcessGroup) -> Callable[[], bool]:
+    """Return a function that checks whether this rank has launched a collective of ``group`` since this call."""
+    if torch.distributed.get_backend(group) == "fake":  # neither communicates nor counts collectives
+        return lambda: True
+    before = group._get_sequence_number_for_group()
+    return lambda: group._get_sequence_number_for_group() != before
 
 
 def _groups(fsdp: Any, buckets: Iterable[int]) -> list[tuple[int, ...]]:
