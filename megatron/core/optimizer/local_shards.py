@@ -70,7 +70,7 @@ class ListedStep(KeptGradients):
     """
 
     def __init__(self, optimizer: Any, params: Sequence[list[torch.Tensor]], grads: list[Any]):
-        """Prepare to record a step of ``optimizer``, for which ``possible`` must be True.
+        """Prepare to record a step of ``optimizer``, which must have ``LAUNCH``.
 
         Args:
             params: The local tensors of each group's parameters.
@@ -86,11 +86,6 @@ class ListedStep(KeptGradients):
         self.leaders = [[param for param, _ in (some or all_)[:1]] for some, all_ in zip(given, pairs, strict=True)]
         self._counts = [len(group) for group in given if group]
         self._launches: list[list[Lists]] = []  # one list per group with gradients
-
-    @staticmethod
-    def possible(optimizer: Any) -> bool:
-        """Return whether ``optimizer`` has the kernel launch function of ``FusedAdam``."""
-        return LAUNCH in vars(optimizer)
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -255,7 +250,7 @@ class LocalShards:
 
     def _listed_step(self, grads: list[Any]) -> ListedStep | None:
         """Return the ``ListedStep`` of ``grads`` to record or to replay; None if its lists cannot be reused."""
-        if not ListedStep.possible(self._optimizer):
+        if LAUNCH not in vars(self._optimizer):  # not ``FusedAdam``
             return None
         if self._listed is not None and self._listed.are(grads):
             return self._listed if self._listed.complete else None  # incomplete lists stay incomplete
