@@ -1,6 +1,6 @@
 """Limit the tokens that ranks send each other in CUDA graphs (--moe-alltoall-capacity-factor).
 
-``RerunStateMachine`` makes all ranks rerun a step that exceeds the limit, eagerly and without it, before the optimizer
+``RerunStateMachine`` makes all ranks rerun a step that exceeds the limit, eagerly and unlimited, before the optimizer
 step: no token is dropped. Steps without graphs are not limited, and capture waits for a step within the limit.
 """
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenBounds:
-    """Decides whether token limits apply, and owns the overflow flag: whether this rank exceeded one in this step.
+    """Decides whether token limits apply, and owns the overflow flag: whether this rank exceeded a limit in this step.
 
     ``copy_to_host`` starts copying the flag after the last forward pass, and ``exceeded`` waits only for that copy,
     so that the backward pass can run in the meantime.

@@ -42,7 +42,7 @@ def _described(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any] | None:
-    """Return ``model``, or the ``model`` of a different rank if it is None.
+    """Return ``model``, a result of ``_described``; if it is None, the ``model`` of a different rank.
 
     All ranks that shard ``param`` must call this.
     """
@@ -56,7 +56,7 @@ def _of_any_rank(model: dict[str, Any] | None, param: DTensor) -> dict[str, Any]
 
 
 def _like(model: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    """Return states for ``param``: an empty tensor for each dtype in ``model``, and copies of its other values."""
+    """Return states for ``param`` like ``model``: an empty tensor for each dtype, and copies of other values."""
     return {
         name: torch.zeros_like(param, dtype=value, requires_grad=False)
         if isinstance(value, torch.dtype)

@@ -250,7 +250,7 @@ class RecordedQuantization:
     def before_forward(self, is_first_microbatch: object = None) -> None:
         """Make the graphs requantize weights if the modules' ``is_first_microbatch`` is set, and clear it.
 
-        The argument is ignored.
+        The argument is ignored; it matches ``Quantization.before_forward``.
         """
         if self._skips_weights is None or not self._cached:
             return

@@ -464,7 +464,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             yield
 
     def _tensors_with(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return all of ``params``, and of sharded weights that a pass may change, that have ``attribute`` set."""
+        """Return tensors with ``attribute`` set, among ``params`` and the sharded weights that a pass may change."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 

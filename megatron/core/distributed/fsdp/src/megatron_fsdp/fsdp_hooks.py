@@ -263,9 +263,9 @@ class FsdpHooks:
         return call_before_backward(call, output)
 
     def _refuse_at_capture(self, module: torch.nn.Module, kind: str, sentinel: str) -> None:
-        """Raise RuntimeError if this hook runs on a module being captured: the engine calls its handler instead.
+        """Raise RuntimeError if a hook runs during the capture of ``module``; the engine calls its handler instead.
 
-        This happens if the hook has lost its sentinel, so that the capture did not recognize it.
+        This happens if the hook has lost its sentinel, so the capture did not remove it.
         """
         if self.graphs.captured and module in self.graphs.captured:
             raise RuntimeError(

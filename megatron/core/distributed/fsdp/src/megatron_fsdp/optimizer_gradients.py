@@ -1,4 +1,4 @@
-"""Attach gradients before the optimizer step and copy weights after it, by copies that are planned once."""
+"""Attach gradients before the optimizer step and copy weights after it, with copies planned only once."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -23,8 +23,8 @@ def gradient_name(decoupled: bool) -> str:
 class OptimizerGradients:
     """The gradients of an optimizer's parameters: shards of the main gradients, or copies cast to a different dtype.
 
-    megatron-core creates these views in every step, and casts each shard into new memory. This class reuses the views,
-    and the casts occupy memory only from ``update`` to ``release``. Parameters without a shard on this rank have no
+    megatron-core creates views of the shards in every step, and casts each into new memory. This class keeps the views,
+    and its casts occupy memory only from ``update`` to ``release``. Parameters without a shard on this rank have no
     gradient.
 
     Attributes:

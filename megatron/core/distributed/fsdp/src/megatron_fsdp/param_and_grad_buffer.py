@@ -188,7 +188,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             self.gathers.release_gathered()
 
     def offload_main_weights(self) -> None:
-        """Move the main weights to the host; the optimizer's parameters remain views of their freed memory."""
+        """Move the main weights to the host; the optimizer's parameters remain views of the freed device memory."""
         for group in self.parameter_groups if not self._on_host else ():
             if group.main_weight_buffer is not None:
                 weights = group.main_weight_buffer.data
@@ -275,7 +275,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
             self.all_gather_params([param for group in groups for param in group.params])
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
-        """Gather a bucket; see megatron-core."""
+        """Gather a bucket, in graphs after its gather across HSDP replicas; see megatron-core."""
         if self.recording:
             torch.cuda.current_stream().wait_event(self.across_replicas[bucket_id])
         super().async_bucket_gather(bucket_id, bwd)

@@ -15,7 +15,8 @@ import torch
 class ParameterSwap:
     """Swaps a model between its raw parameters and the optimizer's ``DTensor`` parameters.
 
-    It writes to ``module._parameters``: overrides of ``__setattr__`` and ``register_parameter`` have already run.
+    It writes directly to ``module._parameters``: overrides of ``__setattr__`` and ``register_parameter`` have already
+    seen both sets.
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class ParameterSwap:
         return self._distinct[distributed]
 
     def holds(self, distributed: bool) -> bool:
-        """Return whether no module was replaced, and all modules have exactly one set of parameters.
+        """Return whether all modules have the optimizer's parameters if ``distributed``, else the raw ones.
 
-        This is the optimizer's set if ``distributed``, else the raw one.
+        Return False if a module was replaced, or its parameters were replaced, added or removed.
         """
         children, params = values_of(self._children), values_of(self._own)
         return same(children, self._modules) and same(params, self._params[distributed])

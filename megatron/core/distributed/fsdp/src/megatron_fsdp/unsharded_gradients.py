@@ -61,7 +61,7 @@ class UnshardedGradients:
     def left_in_place(self) -> Iterator[None]:
         """Context manager that disables the gradient communication dtype.
 
-        If it differs, megatron-core's reduction over a single rank adds each gradient to itself.
+        If it differs from the gradients' dtype, megatron-core's reduction over a single rank adds each to itself.
         """
         buffer = self._buffer
         policy = buffer.mp_policy

@@ -336,7 +336,7 @@ class BackwardPass:
     def forward_begins(self) -> None:
         """Drop an unfinished backward pass before a forward pass of the whole model.
 
-        An open backward pass is not unfinished if the forward pass recomputes the whole model, or if the schedule calls
+        The backward pass is kept if autograd is running it (to recompute the whole model), or if the schedule calls
         ``finish_backward``.
         """
         if not self._caller_ends_it and torch._C._current_graph_task_id() == -1:

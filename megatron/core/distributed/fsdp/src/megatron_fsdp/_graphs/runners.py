@@ -191,7 +191,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
     def select_collectives(self) -> None:
         """Select the recorded collectives to replay, with all-gathers in the order of megatron-core's hook.
 
-        No bucket is gathered before or after.
+        Call this while no bucket is gathered. All buckets are released again.
         """
         for direction in _ORDERS:
             self._gather(self.params, direction, prefetch=True)
