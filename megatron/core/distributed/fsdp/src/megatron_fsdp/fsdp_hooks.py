@@ -11,7 +11,7 @@ after backward                        ``release_after_backward``: release the pa
 ====================================  =========================================================================
 
 Other modules gather their direct parameters before forward and keep them. ``start_backward`` opens the backward pass of
-the whole model (``BackwardPass``), which handles the remaining gradients at its end.
+the whole model (``BackwardPass``), which reduces the remaining gradients at its end.
 
 Autograd has no hooks before or after the backward pass of a module, so the ``attach_*`` hooks insert them into its
 graph around the module. Sentinels on these hooks let ``megatron.core.transformer._cuda_graphs.hooks`` find the handler.
@@ -163,7 +163,7 @@ class FsdpHooks:
 
     @_hook
     def release_after_backward(self, module: torch.nn.Module) -> None:
-        """Handle the collected gradients of a unit, and release its parameter buckets."""
+        """Accumulate and reduce the collected gradients of a unit, and release its parameter buckets."""
         runner = self.backward.runners.get(module)
         (runner or self.graphs.runner_of(module)).after_backward()
 
@@ -186,7 +186,7 @@ class FsdpHooks:
                     fp8_discard_transpose_cache(param)
 
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
-        """Handle the complete gradient ``param.grad`` after autograd has computed it."""
+        """Accumulate the complete ``param.grad`` and reduce full buckets, or queue it for the runner of its module."""
         if getattr(param, "skip_backward_post_hook", False):  # delayed; a separate hook handles it
             return
         if self.backward.phase is Phase.IN_PARTS and param in self._outside_layers:

@@ -25,7 +25,7 @@ class Gradients:
     """Accumulates and reduces the gradients of one model.
 
     Attributes:
-        awaited: Parameters whose gradients the current backward pass has not handled yet.
+        awaited: Parameters whose gradients the current backward pass has not accumulated yet.
         progress: The furthest stage that a backward pass has reached since the previous step.
         final: Whether the latest backward pass was marked as the last of its step, and thus has reduced all gradients.
     """
@@ -51,7 +51,7 @@ class Gradients:
         return getattr(self._fsdp, "is_last_microbatch", False) or self._fsdp.model_auto_sync
 
     def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Set the gradients to await in this backward pass to the gradients of ``params``."""
+        """Mark the gradients of ``params``, and no others, as not yet accumulated in this backward pass."""
         self.awaited = set(params)
         for param in self.awaited:
             param.grad_added_to_main_grad = False
@@ -179,8 +179,8 @@ class BackwardPass:
         module_names: The name of each module in the model; filled during hook registration.
         trainable: All parameters that require gradients, in order; filled during hook registration.
         runners: Maps each module whose backward pass has begun to its runner, or to the replayed ``RecordedPasses``.
-        takers: Maps each parameter to the runner that collects its gradient; other gradients are handled immediately.
-        collected: Maps each runner to the parameters whose gradients it has collected but not handled yet.
+        takers: Maps parameters to the runner that collects their gradients; others are accumulated immediately.
+        collected: Maps each runner to the parameters whose gradients it has collected but not accumulated yet.
     """
 
     def __init__(self, graphs: Any):
@@ -275,7 +275,7 @@ class BackwardPass:
                 )
 
     def clear_runners(self) -> None:
-        """Forget which runners handle modules and gradients, once the backward passes of all modules have ended."""
+        """Clear ``runners``, ``takers`` and ``collected`` after the backward passes of all modules."""
         self.runners.clear()
         self.takers.clear()
         self.collected.clear()
@@ -291,7 +291,7 @@ class BackwardPass:
 
     @shown_in_profiles
     def finish_backward(self) -> None:
-        """Handle the remaining gradients, finish the reductions, and close the backward pass."""
+        """Accumulate and reduce the remaining gradients, and close the backward pass."""
         fsdp, gradients = self._fsdp, self._graphs.gradients
         if self.phase is not Phase.REPLAYED:
             self.finish_units()

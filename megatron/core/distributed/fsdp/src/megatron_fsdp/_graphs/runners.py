@@ -1,4 +1,4 @@
-"""Define runners, which gather and release the parameters of one module and handle its gradients.
+"""Define runners, which gather and release the parameters of one module and collect its gradients.
 
 ``EagerRunner`` works like megatron-core, even while whole passes are recorded. ``ReplayedRunner`` is for modules with
 their own graphs, including during capture. The forward pass stores its runner in autograd's graph for the backward
@@ -114,7 +114,7 @@ class EagerRunner:
             submodule.__dict__["_training_state"] = state  # bypasses Module.__setattr__, which is slow
 
     def _collected(self) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters whose gradients are queued until ``after_backward``; all others are handled at once.
+        """Return the parameters whose gradients are queued until ``after_backward``; others are accumulated at once.
 
         Eager passes queue gradients only if the module has graphs, to reduce them in the same order as replays on other
         ranks.
@@ -129,7 +129,7 @@ class EagerRunner:
         self.gather("backward")
 
     def after_backward(self) -> None:
-        """Handle collected gradients, and release the unit's buckets for both directions."""
+        """Accumulate and reduce collected gradients, and release the unit's buckets for both directions."""
         collected = self._backward.collected.pop(self, None)
         if collected:
             self._graphs.gradients.handle(collected)
@@ -206,7 +206,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
 
     @shown_in_profiles
     def before_backward(self) -> None:
-        """Gather parameters, and claim the buckets in which the graph will write gradients.
+        """Gather parameters, and make the gradient buckets that the graph writes available.
 
         Raises:
             ChangedSinceCaptureError: The address of a parameter or gradient changed since capture.
