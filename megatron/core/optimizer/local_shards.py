@@ -139,7 +139,8 @@ class ListedStep(KeptGradients):
         if launched != len(self._launches):
             raise RuntimeError(
                 f"{type(self._optimizer).__name__}.step did not call {LAUNCH} as in the recorded step ({launched} "
-                f"calls, {len(self._launches)} expected), so not all parameters were updated: load the last checkpoint"
+                f"calls, {len(self._launches)} expected), so not all parameters were updated: load the last "
+                "checkpoint, and install hooks of the optimizer before the first step"
             )
 
 

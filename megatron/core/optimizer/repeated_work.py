@@ -61,7 +61,7 @@ class RepeatedWork:
                 with capture.recording(graph):
                     result = work()
             if not isinstance(result, torch.Tensor):
-                raise TypeError(f"the work returns {type(result).__name__}, not a tensor")
+                raise TypeError(f"the captured function must return a tensor, got {type(result).__name__}")
         except Exception as error:
             self._captures = CAPTURES
             self._warn(f"{type(error).__name__}: {error}")

@@ -286,7 +286,7 @@ class InputSignature:
                 )
             if given.requires_grad and not requires_grad and torch.is_grad_enabled():
                 raise ValueError(
-                    f"{self._owner}: {self.name_of(index)} required no grad at capture, but does now: detach it, or "
+                    f"{self._owner}: {self.name_of(index)} requires grad, but did not at capture: detach it, or "
                     "capture with an input that requires grad"
                 )
 

@@ -129,8 +129,8 @@ def run_pre_hooks(experts: torch.nn.Module) -> None:
         own = is_third_party(type(module)) or "forward" in vars(module)  # type: ignore[arg-type]
         if own or has_own_hooks(module):
             raise UnsupportedError(
-                f"--moe-use-grouped-tensor does not call {type(module).__name__} in experts, which has a third-party "
-                "hook or forward: remove it, or leave out --moe-use-grouped-tensor"
+                f"--moe-use-grouped-tensor does not run the third-party hook or forward of {type(module).__name__} in "
+                "experts: remove it, or leave out --moe-use-grouped-tensor"
             )
         for hook in [*module._forward_pre_hooks.values()]:
             hook(module, ())

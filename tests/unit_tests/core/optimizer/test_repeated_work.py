@@ -87,7 +87,11 @@ def out_of_memory(doubling):
 
 @pytest.mark.parametrize(
     ("fail", "reason"),
-    [(read_on_the_host, "captur"), (without_a_tensor, "returns float"), (out_of_memory, "out of memory")],
+    [
+        (read_on_the_host, "captur"),
+        (without_a_tensor, "must return a tensor, got float"),
+        (out_of_memory, "out of memory"),
+    ],
 )
 def test_failed_capture_runs_eagerly(work, doubling, caplog, fail, reason):
     def failing():

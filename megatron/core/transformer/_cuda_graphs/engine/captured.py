@@ -503,12 +503,17 @@ class GraphedCallable:
         """Flatten the inputs of a call; raise TypeError or ValueError if they do not match the static ones."""
         inputs, structure = tree_flatten(tuple(given))
         if len(inputs) != len(self._expected):
-            raise TypeError(f"{self.name} takes {len(self._expected)} tensors, as at capture, but got {len(inputs)}")
+            raise TypeError(
+                f"{self.name} was captured with {len(self._expected)} tensors, but called with {len(inputs)}: pass "
+                "the same number"
+            )
         self._expected.check(inputs)
         expected = tree_structure(self.inputs) if self._structure is None else self._structure
         if structure != expected:
             captured, called = (tree_unflatten(range(len(inputs)), spec) for spec in (expected, structure))
-            raise TypeError(f"{self.name} takes inputs nested as {captured}, but got {called}")
+            raise TypeError(
+                f"{self.name} was captured with inputs nested as {captured}, but called with {called}: nest them alike"
+            )
         return inputs
 
     def replay(

@@ -52,7 +52,9 @@ def resolve_quantization(
         raise ValueError(f"enabled must have one entry for each of {len(callables)} callables, got {len(enabled)}")
     for index, (quantized, func) in enumerate(zip(enabled, callables, strict=True)):
         if quantized and not isinstance(func, torch.nn.Module):
-            raise TypeError(f"enabled[{index}] is True, but callable {index} is {func}: only modules can be quantized")
+            raise TypeError(
+                f"only modules can be quantized, but callable {index} is {func}: set enabled[{index}] to False"
+            )
     if not any(enabled) and not calibrating:
         return [None] * len(callables)
     try:

@@ -57,8 +57,8 @@ def use_rng_state(state: torch.Generator) -> AbstractContextManager[None]:
 
 
 _UNUSABLE = (
-    "Megatron's RNG tracker has states that CUDA graphs cannot use. Add --te-rng-tracker, or without "
-    "TransformerEngine initialize it with use_cudagraphable_rng=True."
+    "Megatron's RNG tracker has states that CUDA graphs cannot use. Add --te-rng-tracker, or, without "
+    "TransformerEngine, initialize the tracker with use_cudagraphable_rng=True."
 )
 
 

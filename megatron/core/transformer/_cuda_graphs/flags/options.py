@@ -50,8 +50,7 @@ FLAGS = {
     LAYERS_FLAG: Flag(
         "Contents of one CUDA graph, with --use-megatron-fsdp and --cuda-graph-impl transformer_engine: "
         f"{ALL_LAYERS} for all consecutive layers, {WHOLE_MODEL} for all computation of a model from tokens to losses, "
-        f"or 1 for a single layer. Default: {WHOLE_MODEL} if such graphs match the steps before capture, else "
-        f"{ALL_LAYERS}.",
+        f"or 1 for a single layer. Default: {WHOLE_MODEL} if possible, else {ALL_LAYERS}, else 1.",
         allowed=lambda value: str(value) in (ALL_LAYERS, WHOLE_MODEL, "1"),
         words=f"{ALL_LAYERS}, {WHOLE_MODEL} or 1",
         arguments={"metavar": f"{ALL_LAYERS}|{WHOLE_MODEL}|1"},
@@ -184,10 +183,10 @@ class Options:
             if parsed and flag.needs_graphs and value != flag.default and self.implementation not in allowed:
                 yield (
                     f"{name} {value} needs --cuda-graph-impl transformer_engine, got {self.implementation}: "
-                    "leave it out"
+                    f"leave out {name}"
                 )
         if parsed and self.get(attribute(LAYERS_FLAG)) and self.sharding != MEGATRON_FSDP:
-            yield f"{LAYERS_FLAG} needs --use-megatron-fsdp: leave it out"
+            yield f"{LAYERS_FLAG} needs --use-megatron-fsdp: leave out {LAYERS_FLAG}"
 
     @property
     def sharding(self) -> str | None:

@@ -526,7 +526,7 @@ def allocator_problem() -> str | None:
     for variable in _ALLOCATOR_SETTINGS:
         if "expandable_segments:True" in "".join(os.environ.get(variable, "").split()):
             return (
-                f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs, because NCCL "
-                "would register memory that moves: set it."
+                f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs: set it. Otherwise "
+                "NCCL registers memory that moves."
             )
     return None

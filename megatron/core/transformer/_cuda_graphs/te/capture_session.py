@@ -154,7 +154,7 @@ class CaptureSession:
             ]
             snapshots = [
                 Snapshot(
-                    "change it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()",
+                    "change it back, or capture again with delete_cuda_graphs() and create_cudagraphs()",
                     *module_aspects(modules, around=layer, parameters=layer not in sharded),
                 )
                 for layer, modules in zip(layers, held, strict=True)

@@ -147,5 +147,6 @@ def call_blocker(model: Any, given: dict[str, Any]) -> str:
     for name, (shape, dtype) in expected.items():
         tensor = given.get(name)
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype:
-            return f"the model's {name} must have shape {list(shape)} and dtype {dtype}"
+            found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, torch.Tensor) else tensor
+            return f"the model's {name} must have shape {list(shape)} and dtype {dtype}, got {found}"
     return ""

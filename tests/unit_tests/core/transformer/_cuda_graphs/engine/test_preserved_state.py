@@ -270,7 +270,7 @@ def test_rng_tracker_is_restored(tracker, body):
 def test_unusable_rng_tracker_is_refused():
     tensor_parallel_random.initialize_rng_tracker()
     tensor_parallel_random.get_cuda_rng_tracker().add("layer", 77)
-    with pytest.raises(RuntimeError, match=r"Add --te-rng-tracker, or .*use_cudagraphable_rng=True"):
+    with pytest.raises(RuntimeError, match=r"Add --te-rng-tracker, or, .*use_cudagraphable_rng=True"):
         make_graphed_callables(Forward(dropping), (device_tensor(4, 6),))
 
 

@@ -227,7 +227,7 @@ def test_input_of_another_shape_or_dtype_is_refused(with_keywords, other):
 def test_input_that_newly_requires_grad_is_refused():
     graphed = make_graphed_callables(product, (device_tensor(4, 6), device_tensor(4, 6, grad=False)))
     x, y = device_tensor(4, 6), device_tensor(4, 6)
-    with pytest.raises(ValueError, match=r"callable 0 \(product\): input 1 required no grad at capture"):
+    with pytest.raises(ValueError, match=r"callable 0 \(product\): input 1 requires grad, but did not at capture"):
         graphed(x, y)
     with torch.no_grad():
         assert torch.equal(graphed(x, y), product(x, y))

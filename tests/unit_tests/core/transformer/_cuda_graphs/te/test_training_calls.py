@@ -54,17 +54,25 @@ def test_masks_of_calls_are_noted(model, calls):
     [
         (FITTING[:3], {}, "the model was called without labels"),
         (FITTING, {"packed_seq_params": object()}, "the model was called with packed_seq_params"),
-        ((TOKENS, None, None, TOKENS), {}, "the model's position_ids must have shape [2, 4] and dtype torch.int64"),
+        (
+            (TOKENS, None, None, TOKENS),
+            {},
+            "the model's position_ids must have shape [2, 4] and dtype torch.int64, got None",
+        ),
         (
             (TOKENS, TOKENS[:1], None, TOKENS),
             {},
-            "the model's position_ids must have shape [2, 4] and dtype torch.int64",
+            "the model's position_ids must have shape [2, 4] and dtype torch.int64, got [1, 4] torch.int64",
         ),
-        ((TOKENS, TOKENS, None, TOKENS.int()), {}, "the model's labels must have shape [2, 4] and dtype torch.int64"),
+        (
+            (TOKENS, TOKENS, None, TOKENS.int()),
+            {},
+            "the model's labels must have shape [2, 4] and dtype torch.int64, got [2, 4] torch.int32",
+        ),
         (
             (TOKENS, TOKENS, MASK[:1], TOKENS),
             {},
-            "the model's attention_mask must have shape [2, 1, 4, 4] and dtype torch.bool",
+            "the model's attention_mask must have shape [2, 1, 4, 4] and dtype torch.bool, got [1, 1, 4, 4] torch.bool",
         ),
     ],
 )
@@ -93,16 +101,28 @@ def packed(**changed):
     ("positions", "options", "mask", "kwargs", "reason"),
     [
         ((2, 4), PREDICTING, None, {"loss_mask": torch.ones(2, 4)}, ""),
-        ((2, 4), PREDICTING, None, {}, "the model's loss_mask must have shape [2, 4] and dtype torch.float32"),
+        (
+            (2, 4),
+            PREDICTING,
+            None,
+            {},
+            "the model's loss_mask must have shape [2, 4] and dtype torch.float32, got None",
+        ),
         (
             (2, 4),
             PREDICTING,
             None,
             {"loss_mask": TOKENS},
-            "the model's loss_mask must have shape [2, 4] and dtype torch.float32",
+            "the model's loss_mask must have shape [2, 4] and dtype torch.float32, got [2, 4] torch.int64",
         ),
         ((2, 4), SHARED, torch.zeros(2, 1, 4, 8, dtype=torch.bool), {}, ""),
-        ((2, 4), SHARED, MASK, {}, "the model's attention_mask must have shape [2, 1, 4, 8] and dtype torch.bool"),
+        (
+            (2, 4),
+            SHARED,
+            MASK,
+            {},
+            "the model's attention_mask must have shape [2, 1, 4, 8] and dtype torch.bool, got [2, 1, 4, 4] torch.bool",
+        ),
         ((2, 4), PACKING, None, {"packed_seq_params": packed()}, ""),
         (
             (2, 4),
@@ -116,14 +136,20 @@ def packed(**changed):
             PACKING,
             None,
             {"packed_seq_params": packed(cu_seqlens_q=OFFSETS[:2])},
-            "the model's cu_seqlens_q must have shape [3] and dtype torch.int32",
+            "the model's cu_seqlens_q must have shape [3] and dtype torch.int32, got [2] torch.int32",
         ),
         ((2, 4), PACKING | SHARED, None, {"packed_seq_params": packed()}, NOT_PADDED),
         ((2, 4), PACKING | SHARED, None, {"packed_seq_params": packed(max_seqlen_q=8, max_seqlen_kv=8)}, ""),
         ((2, 4), PACKING, None, {}, NOT_PADDED),
         ((2, 4), PACKING, MASK, {"packed_seq_params": packed()}, "the model was called with attention_mask"),
         ((3, 2, 4), {}, None, {}, ""),
-        ((2, 4), "mrope", None, {}, "the model's position_ids must have shape [3, 2, 4] and dtype torch.int64"),
+        (
+            (2, 4),
+            "mrope",
+            None,
+            {},
+            "the model's position_ids must have shape [3, 2, 4] and dtype torch.int64, got [2, 4] torch.int64",
+        ),
     ],
 )
 def test_expected_arguments_depend_on_the_model(model, calls, positions, options, mask, kwargs, reason):
@@ -223,14 +249,18 @@ FIRST, BETWEEN, LAST = ((True, False), (False, False), (False, True))
         (FIRST, (TOKENS, TOKENS, MASK), ""),
         (FIRST, FITTING, ""),  # with labels that this chunk does not read
         (FIRST, (None, None, None, TOKENS), "the model was called without tokens"),
-        (FIRST, (TOKENS, TOKENS.int(), None), "the model's position_ids must have shape [2, 4] and dtype torch.int64"),
+        (
+            FIRST,
+            (TOKENS, TOKENS.int(), None),
+            "the model's position_ids must have shape [2, 4] and dtype torch.int64, got [2, 4] torch.int32",
+        ),
         (BETWEEN, (None, None, None), ""),
         (BETWEEN, FITTING, ""),
         (BETWEEN, (None, None, MASK), ""),
         (
             BETWEEN,
             (None, None, MASK[:1]),
-            "the model's attention_mask must have shape [2, 1, 4, 4] and dtype torch.bool",
+            "the model's attention_mask must have shape [2, 1, 4, 4] and dtype torch.bool, got [1, 1, 4, 4] torch.bool",
         ),
         (LAST, (None, None, None, TOKENS), ""),
         (LAST, (TOKENS, TOKENS, None), "the model was called without labels"),

@@ -271,7 +271,7 @@ class BackwardPass:
             if self.runners.setdefault(module, runner) is not runner:
                 raise RuntimeError(
                     f"{type(module).__name__}: this backward pass mixes replayed and eager forward passes "
-                    "(of another shape, for example): call backward() for each loss separately"
+                    "(for example, of different shapes): call backward() for each loss separately"
                 )
 
     def clear_runners(self) -> None:
