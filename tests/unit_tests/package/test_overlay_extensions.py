@@ -13,8 +13,8 @@ from megatron_fsdp_cuda_graphs import overlay
 
 FILES = {name: overlay.tree_file(name) for name in overlay.patched_modules()}
 EXTENDED = [name for name, file in FILES.items() if file and overlay.is_extension(file)]
-# Names of megatron-core that files of this tree replace with an import: the public names of ``cuda_graphs``.
-IMPORTED = {*importlib.import_module("megatron.core.transformer.cuda_graphs").__all__}
+# Names of megatron-core that files of this tree replace with an import: one, and the public names of ``cuda_graphs``.
+IMPORTED = {"TrainingState", *importlib.import_module("megatron.core.transformer.cuda_graphs").__all__}
 
 
 def test_requested_version_of_megatron_core_is_installed():

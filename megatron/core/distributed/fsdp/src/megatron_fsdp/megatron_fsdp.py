@@ -9,6 +9,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from ._graphs.backward_pass import Progress
 from ._graphs.fsdp_graphs import FsdpGraphs
+from ._graphs.pipelines import TrainingState  # noqa: F401
 from .fsdp_hooks import FsdpHooks
 from .parameter_swap import ParameterSwap
 

@@ -342,6 +342,6 @@ class BackwardPass:
         if not self._caller_ends_it and torch._C._current_graph_task_id() == -1:
             self.drop_unfinished()
 
-    def _set_training_states(self, state: Any) -> None:
+    def _set_training_states(self, state: TrainingState) -> None:
         for module in self.module_names:
             module.__dict__["_training_state"] = state

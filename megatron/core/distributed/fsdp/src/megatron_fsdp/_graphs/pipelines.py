@@ -1,4 +1,4 @@
-"""Prepare and clean up Megatron-FSDP's pipelines around a capture.
+"""Define training states of modules, and prepare and clean up Megatron-FSDP's pipelines around a capture.
 
 Pipelines are emptied before and after a capture, and restored if it fails. Restoring them launches no collective,
 because other ranks may not take part.
@@ -7,13 +7,12 @@ because other ranks may not take part.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum, auto
 from functools import wraps
 from typing import Any, Literal
 
 import torch
 from torch.distributed import distributed_c10d
-
-from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from ..param_and_grad_buffer import BucketStatus
 
@@ -26,9 +25,13 @@ ADVICE = (
 )
 
 
-# State of a module in a training step, stored in its ``_training_state``. ``PRE_BACKWARD`` means that parameters are
-# gathered for backward, or the forward pass is being recomputed.
-TrainingState: Any = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").TrainingState
+class TrainingState(Enum):
+    """State of a module in a training step, stored in its ``_training_state``."""
+
+    FORWARD = auto()
+    PRE_BACKWARD = auto()  # parameters are gathered for backward, or the forward pass is being recomputed
+    POST_BACKWARD = auto()
+    IDLE = auto()
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:

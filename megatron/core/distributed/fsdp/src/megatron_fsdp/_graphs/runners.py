@@ -108,7 +108,7 @@ class EagerRunner:
             for param in self.float8_params:
                 fp8_discard_transpose_cache(param)
 
-    def set_training_state(self, state: Any) -> None:
+    def set_training_state(self, state: TrainingState) -> None:
         """Set the training state of the module and its submodules."""
         for submodule in self.submodules:
             submodule.__dict__["_training_state"] = state  # bypasses Module.__setattr__, which is slow
