@@ -207,9 +207,8 @@ def late_hook_on_one_rank(training: Training) -> None:
     """Capture, then hook every second layer on the last rank so that these layers run eagerly between replays."""
     training.helper.create_cudagraphs()
     for layer in training.layers[1::2] if dist.get_rank() == dist.get_world_size() - 1 else ():
-        hooked = [
-            module for name, module in layer.named_modules() if name.endswith(("linear_qkv", "router", "linear_fc1"))
-        ]
+        # Not linear layers of experts: with moe_use_grouped_tensor, their hooks are refused.
+        hooked = [module for name, module in layer.named_modules() if name.endswith(("linear_qkv", "router"))]
         assert hooked
         for module in hooked:
             module.register_forward_hook(lambda *_: None)

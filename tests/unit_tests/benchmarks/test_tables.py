@@ -103,23 +103,23 @@ def test_results_page_matches_its_files():
 
 
 STEPS = "release/step_time_{}_2gpu configurations/{}/{}/{}"
-GROUPED = "earlier/step_time_grouped_2gpu configurations/{}/{}+grouped/{}"
+GROUPED = STEPS.format("c_d", "{}", "{}+grouped", "{}")
 LLAMA_3B = "release/step_time_llama_3b_2gpu configurations/llama-3.2-3b/{}/{}"
 LLAMA_8B = "release/step_time_llama_8b_2gpu configurations/llama-3.1-8b/{}/{}"
-QWEN = "earlier/step_time_qwen_2gpu configurations/qwen3-30b-a3b/{}+grouped/{}"
+QWEN = "release/step_time_qwen_2gpu configurations/qwen3-30b-a3b/{}+grouped/{}"
 # Figures quoted in README, and their sources.
 QUOTED = {
-    "144.5": STEPS.format("a_b", "A", "eager", "ms"),
-    "40.5": STEPS.format("a_b", "A", "native", "ms"),
-    "0.99": STEPS.format("a_b", "A", "native", "ratio_to_full_iteration"),
-    "275.4": LLAMA_3B.format("eager", "ms"),
-    "221.3": LLAMA_3B.format("native", "ms"),
-    "467.9": LLAMA_8B.format("eager", "ms"),
-    "458.3": LLAMA_8B.format("native", "ms"),
-    "382.8": QWEN.format("eager", "ms"),
-    "158.2": QWEN.format("native", "ms"),
-    "216.4": GROUPED.format("D", "eager", "ms"),
-    "14.9": GROUPED.format("D", "native", "ms"),
+    "159.9": STEPS.format("a_b", "A", "eager", "ms"),
+    "40.6": STEPS.format("a_b", "A", "native", "ms"),
+    "1.00": STEPS.format("a_b", "A", "native", "ratio_to_full_iteration"),
+    "235.1": LLAMA_3B.format("eager", "ms"),
+    "223.2": LLAMA_3B.format("native", "ms"),
+    "477.8": LLAMA_8B.format("eager", "ms"),
+    "468.2": LLAMA_8B.format("native", "ms"),
+    "369.8": QWEN.format("eager", "ms"),
+    "158.7": QWEN.format("native", "ms"),
+    "225.1": GROUPED.format("D", "eager", "ms"),
+    "14.8": GROUPED.format("D", "native", "ms"),
 }
 # Ratios of graphs to another variant, by row and column of README's table.
 RATIOS = {("A", -2): (STEPS.format("a_b", "A", "{}", "reserved_mib"), "eager")}

@@ -178,8 +178,8 @@ GROUPED = "--moe-use-grouped-tensor"
         ("release/step_time_exchange_2gpu", "native+grouped", "C", GROUPED, 0.05),
         ("release/step_time_c_4gpu", "native+grouped::{}", "C", "--moe-alltoall-capacity-factor 1.5", 0.05),
         ("release/step_time_c_4gpu", "native+grouped::{}", "C", "--moe-token-dispatcher-type allgather", 0.05),
-        ("earlier/step_time_qwen_ep1_2gpu", "native+grouped", "qwen3-30b-a3b", GROUPED, 0.1),
-        ("earlier/step_time_qwen_2gpu", "native+grouped", "qwen3-30b-a3b", GROUPED, 0.1),
+        ("release/step_time_qwen_ep1_2gpu", "native+grouped", "qwen3-30b-a3b", GROUPED, 0.1),
+        ("release/step_time_qwen_2gpu", "native+grouped", "qwen3-30b-a3b", GROUPED, 0.1),
     ],
 )
 def test_graph_pool_is_close_to_a_gpu_run(run, variant, configuration_name, more, tolerance):
