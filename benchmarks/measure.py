@@ -234,14 +234,11 @@ def measured(file: Path) -> dict[str, Any]:
 
 
 def run(part: Part, file: Path, commit: str, seconds: float, **words: int) -> bool:
-    """Run a part, add the commit to its file, and return whether it succeeded.
+    """Run ``part``, add ``commit`` to its results in ``file``, and return whether it succeeded.
 
     Args:
-        part: The part.
-        file: File for its results.
-        commit: The measured commit.
         seconds: Time limit.
-        words: Values of the placeholders in its arguments other than ``FILE`` and ``SECONDS``.
+        words: Values for the placeholders in the arguments of the part, except ``FILE`` and ``SECONDS``.
     """
     log = file.parent / "logs" / f"{file.stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)

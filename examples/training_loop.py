@@ -126,7 +126,7 @@ def train(eager: bool) -> None:
 
 
 def run(train, micro_batch: int, micro_batches: int) -> None:
-    """Initialize this rank for ``micro_batches`` of ``micro_batch`` sequences, call ``train``, and shut down."""
+    """Initialize this rank, call ``train``, and shut down. A micro-batch has ``micro_batch`` sequences."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     parallel_state.initialize_model_parallel()

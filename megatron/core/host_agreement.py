@@ -105,7 +105,7 @@ class HostAgreement:
         return distance, told, sent, *self._expected.pop(distance)
 
     def _finish(self, distance: int, told: torch.Tensor, sent: Any, heard: torch.Tensor, received: Any) -> int:
-        """Wait for an exchange that ``_post`` started, and return the received flags."""
+        """Wait for an exchange, given the result of ``_post``, and return the received flags."""
         self._naming(self._peer(-distance), lambda: received.wait(self._options._timeout))
         self._naming(self._peer(distance), lambda: sent.wait(self._options._timeout))
         return int(heard)

@@ -76,8 +76,8 @@ class RerunStateMachine(_upstream.RerunStateMachine):
     def _can_postpone(self, result: Any, rejection_func: abc.Callable[[Any], Any]) -> bool:
         """Return whether ``result`` can be validated on a host copy after the passes of the step.
 
-        Only rejection functions of megatron-core and torch are known to return the same answer for a host copy. Reruns,
-        and runs with reruns disabled, validate immediately.
+        Only rejection functions of megatron-core and torch are known to return the same answer for a host copy. During
+        a rerun, or if reruns are disabled, results are validated immediately.
         """
         if self.mode != _upstream.RerunMode.VALIDATE_RESULTS or self.state != _upstream.RerunState.INITIAL_RUN:
             return False

@@ -35,7 +35,7 @@ def install() -> None:
     if torch.cuda.is_available():
         raise RuntimeError(
             "a GPU is visible, and the CPU backend would hide it from this process. Set CUDA_VISIBLE_DEVICES='' to "
-            "run on the CPU backend, or run without it."
+            "use the CPU backend; to use the GPU, do not install it."
         )
     threads = int((os.environ.get("OMP_NUM_THREADS") or "1").partition(",")[0])  # one number per level of nesting
     from . import device, distributed, generators, memory, streams, tape

@@ -262,7 +262,9 @@ class Recorder(TorchDispatchMode):
         for tensor in inputs:
             if tensor.layout is not torch.strided:
                 raise self.state.invalidate(
-                    CaptureError(f"the CPU backend does not record {tensor.layout}: call {op.name} outside of captures")
+                    CaptureError(
+                        f"the CPU backend does not record tensors of {tensor.layout}: call {op.name} outside captures"
+                    )
                 )
             if tensor.dim() > 0 and is_host(tensor) and not is_pinned(tensor):
                 raise self.state.invalidate(

@@ -127,7 +127,7 @@ class Passes:
         return _BYTES * self._tokens * self._chunks[0].vocab_size
 
     def _layer(self, layer: Any, state: list[Block]) -> tuple[list[Block], list[Block]]:
-        """Allocate a layer's activations. Return those that backward reads, including ``state``, and the output."""
+        """Allocate the activations of a layer with input ``state``. Return the blocks for backward, and the output."""
         config = self._config
         query = _BYTES * self._tokens * config.num_attention_heads * config.kv_channels
         key = _BYTES * self._tokens * config.num_query_groups * config.kv_channels

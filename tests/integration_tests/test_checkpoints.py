@@ -28,13 +28,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def eager(folder):
-    """Return the steps of an uninterrupted eager run that saves checkpoints."""
+    """Return the metrics of each step of an uninterrupted eager run that saves checkpoints."""
     return pretrain(folder / "eager", f"{FLAGS} {saves(folder / 'eagerly')}", graphs=False)
 
 
 @pytest.fixture(scope="module")
 def saving(folder):
-    """Return the steps of an uninterrupted run with graphs that saves checkpoints."""
+    """Return the metrics of each step of an uninterrupted run with graphs that saves checkpoints."""
     return pretrain(folder / "saving", f"{FLAGS} {saves(folder / 'graphed')}", graphs=True)
 
 

@@ -320,7 +320,7 @@ row names it. A flag without a row is passed through untested.
 - **refused**: an error before training, with the text in the last column, where `…` is the flag or the whole first
   column. All refused flags of a job are listed.
 - **no effect**, **not tried**: a warning with the text in the last column.
-- **fails**: fails or trains wrongly under Megatron-FSDP, with and without graphs; not checked.
+- **fails**: fails or trains wrongly under Megatron-FSDP, with and without graphs. The patch does not reject it.
 
 `make docs` generates this page.
 

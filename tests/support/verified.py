@@ -52,7 +52,7 @@ LAYOUTS = {
 
 
 def facts_on(card: str) -> set[str]:
-    """Return the facts of all results that were measured on GPUs with ``card`` in their name."""
+    """Return the names of all features that a result verifies on GPUs with ``card`` in their name."""
     files = map(json.loads, (file.read_text() for file in sorted(RESULTS.glob("*/*.json"))))
     return {fact for found in files if card in found.get("hardware", "") for fact in _facts(found)}
 

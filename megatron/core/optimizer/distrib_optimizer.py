@@ -117,8 +117,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def get_grad_stats_parallel_group(self) -> dist.ProcessGroup:
         """Return the group over which the gradient norm is summed and infinities are detected; see megatron-core.
 
-        megatron-core's group misses shards if HSDP also shards optimizer states across replicas. Without sharding, it
-        misses the experts of other ranks, and replicas would clip the same weights by different norms.
+        megatron-core's group misses shards if HSDP also shards optimizer states across replicas. With ``no_shard``, it
+        misses the experts of other ranks, so ranks would clip their copies of a weight by different norms.
         """
         if self.ddp_config.use_megatron_fsdp and (self._is_unsharded() or self._dist_index().hsdp_outer_dp_shard):
             return dist.group.WORLD

@@ -17,9 +17,9 @@ def state_of_every_parameter(
     """Return ``states`` plus states for parameters with an empty local shard; call this on all ranks that shard them.
 
     States are in the order of the optimizer's parameters, which is the same on all ranks, because megatron-core runs
-    collectives for one state after another. Unsharded values (step counts, for example) are copied from a parameter
-    with a nonempty shard, if necessary on a different rank: without gradients they would not advance, but any rank may
-    save them.
+    collectives for one state after another. An empty shard gets no gradients, so its step count and other unsharded
+    values would not advance, but any rank may save them. They are copied from a parameter with a nonempty shard, if
+    necessary on a different rank.
 
     Args:
         optimizer: The optimizer, with ``DTensor`` parameters.

@@ -34,7 +34,7 @@ class KeptGradients:
     """
 
     def __init__(self, grads: list[Any]):
-        """Store ``grads``, with None for a parameter without a gradient. ``stay(grads)`` must be True."""
+        """Store ``grads``; None for a parameter without a gradient. The optimizer must keep them (see ``stay``)."""
         self._grads = grads
         self._present = [grad for grad in grads if grad is not None]
         self._present_local: list[torch.Tensor] = list(map(_LOCAL, self._present))
@@ -140,7 +140,7 @@ class ListedStep(KeptGradients):
             raise RuntimeError(
                 f"{type(self._optimizer).__name__}.step did not call {LAUNCH} as in the recorded step ({launched} "
                 f"calls, {len(self._launches)} expected), so not all parameters were updated: load the last "
-                "checkpoint, and install hooks of the optimizer before the first step"
+                "checkpoint. If a hook of the optimizer was added later, add it before the first step"
             )
 
 
@@ -282,5 +282,5 @@ def gradients_of(params: Sequence[Any], name: str) -> list[Any]:
 
 
 def stay(grads: Iterable[Any]) -> bool:
-    """Return whether all ``grads`` are kept between steps (see ``OptimizerGradients``), so storing them is free."""
+    """Return whether all ``grads`` are kept between steps anyway; see ``OptimizerGradients``."""
     return all(getattr(grad, "stays", False) for grad in grads if grad is not None)

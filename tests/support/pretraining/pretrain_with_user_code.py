@@ -92,7 +92,7 @@ def _change_model(change):
 
 
 def masked_losses():
-    """Mask every third token, by zeroing losses in place, and every third micro-batch; also log the largest loss."""
+    """Mask every third token, by zeroing its loss in place, and every third micro-batch. Log the largest loss."""
     loss_func, calls = pretrain_gpt.loss_func, 0
 
     def masked(mask, output):

@@ -162,7 +162,7 @@ def captured_for_each_shape(training: Training) -> None:
 
 @control
 def no_recaptures(training: Training) -> None:
-    """Capture, and allow no recapture for another number of micro-batches."""
+    """Capture, then forbid recaptures when the number of micro-batches changes."""
     from megatron.core.transformer import cuda_graphs
 
     training.helper.create_cudagraphs()
@@ -196,7 +196,7 @@ def _hook_on_last_rank(training: Training, name: str) -> None:
 
 @control
 def layer_hook_on_one_rank(training: Training) -> None:
-    """Register a hook on one layer on the last rank. All ranks must then capture that layer separately."""
+    """Hook one layer, on the last rank only. All ranks must then give that layer its own graphs."""
     if dist.get_rank() == dist.get_world_size() - 1:
         training.layers[1].register_forward_hook(lambda *_: None)
     training.helper.create_cudagraphs()

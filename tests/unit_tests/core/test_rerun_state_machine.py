@@ -73,7 +73,7 @@ LARGE = "unexpectedly large"
 
 @pytest.fixture
 def validate(machine):
-    """Return a function that validates losses on the GPU as pretrain_gpt.py does, after the first step."""
+    """Complete the first step; return a function that validates losses on the GPU as pretrain_gpt.py does."""
 
     def validate(*values, of=machine):
         for value in values:

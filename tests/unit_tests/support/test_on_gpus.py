@@ -14,9 +14,9 @@ NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Return a function that runs cases 0 to 11, and returns the exit code, the results and the cases in order.
+    """Return a function that runs cases 0 to 11. It returns the exit code, the results, and the cases as they ran.
 
-    ``errors`` maps a case to the errors of its first run and of later runs.
+    Its argument ``errors`` maps a case to the errors of its first run and of later runs.
     """
 
     def run(errors, *arguments):

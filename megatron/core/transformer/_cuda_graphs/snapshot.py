@@ -453,7 +453,7 @@ def contexts_in_force() -> list[Any]:
 
 @cache
 def is_third_party(kind: type) -> bool:
-    """Return whether ``kind`` has a base class from outside megatron-core, torch and TransformerEngine.
+    """Return whether ``kind`` or a base class is defined outside megatron-core, torch and TransformerEngine.
 
     Subclasses of TransformerEngine's modules do not count: they set many attributes in every pass.
     """
@@ -520,8 +520,8 @@ def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None
             if _differ(own.get(key), copied):
                 raise UnsupportedError(
                     f"each forward pass changes {key} of {kind}, but a replay would not: keep data in a buffer on the "
-                    "device and change it in place, assign functions once, or set --cuda-graph-modules to other "
-                    "parts of layers"
+                    "device and change it in place, assign functions before the capture, or set "
+                    "--cuda-graph-modules to other parts of layers"
                 )
     except BaseException:
         for own, key, value, copied, _ in before:
@@ -587,5 +587,5 @@ def _differ(now: Any, then: Any) -> bool:
 
 
 def _is_on_device(value: Any) -> bool:
-    """Return whether ``value`` is a tensor other than a scalar host tensor."""
+    """Return whether ``value`` is a tensor on a device, or a host tensor that is not a scalar."""
     return isinstance(value, torch.Tensor) and (value.device.type != "cpu" or value.ndim > 0)

@@ -133,7 +133,7 @@ def test_fsdp_passes_and_buffers_import_downward() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    """Check the whole product, including imports for type checkers only."""
+    """Check the patch, the package and the tools, including imports under ``TYPE_CHECKING``."""
     folders = [REPOSITORY / name for name in ("megatron", "megatron_fsdp_cuda_graphs", "tools")]
     paths = [path.relative_to(REPOSITORY) for folder in folders for path in folder.rglob("*.py")]
     names = {".".join(path.with_suffix("").parts) for path in paths if path.name != "__init__.py"}

@@ -202,8 +202,8 @@ def _check_module(name: str, module: torch.nn.Module) -> None:
             )
     if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
         raise RuntimeError(
-            f"{name} has hooks, which would become part of the graph: remove them, pass hooks that must run at capture "
-            "as capture_time_hooks, and register them again afterwards"
+            f"{name} has hooks, which would become part of the graph: remove them before the capture and register them "
+            "again afterwards; pass hooks that must run during the capture as capture_time_hooks"
         )
     if any(buffer.requires_grad for buffer in module.buffers()):
         raise RuntimeError(f"{name} has a buffer that requires grad: make it a parameter")

@@ -113,8 +113,8 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
         if not forward == backward == num_microbatches > 0 or weights not in (0, num_microbatches):
             raise ValueError(
                 f"_order {[*order]} has {forward} forward, {backward} backward and {weights} weight-gradient passes of "
-                f"chunk {chunk}: all chunks need the same number, at least 1, of forward, backward and (if any) "
-                "weight-gradient passes"
+                f"chunk {chunk}: every chunk needs {num_microbatches or 1} forward passes like chunk 1, and as many "
+                "backward and (if any) weight-gradient passes"
             )
     if num_layers_per_chunk is None:
         num_layers_per_chunk = [num_callables // num_chunks] * num_chunks
@@ -154,7 +154,10 @@ def _pass_of(entry: float) -> tuple[Pass, int]:
     kind = Pass.FORWARD if entry > 0 else Pass.BACKWARD if entry == int(entry) else Pass.WEIGHT_GRADIENTS
     chunk = int(abs(entry))
     if chunk < 1 or entry not in (chunk, -chunk, -chunk - 0.5):
-        raise ValueError(f"_order contains {entry}: use only c, -c and -c - 0.5 for chunk c, counted from 1")
+        raise ValueError(
+            f"_order contains {entry}: for chunk c, counted from 1, use c (forward), -c (backward) "
+            "and -c - 0.5 (weight gradients)"
+        )
     return kind, chunk
 
 

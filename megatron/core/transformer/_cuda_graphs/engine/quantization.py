@@ -241,7 +241,7 @@ class RecordedQuantization:
             yield
 
     def context(self) -> AbstractContextManager[None]:
-        """Return the context of a forward pass, in which modules read the device flag."""
+        """Return the context of a forward pass, in which a GPU tensor decides whether to requantize the weights."""
         state = self._quantization.state.quantization_state
         return replaced_attribute([state], "skip_fp8_weight_update_tensor", lambda flag: self._skips_weights)
 

@@ -156,7 +156,7 @@ class InferenceRecording(Recording):
     def _input_for(self, given: torch.Tensor) -> torch.Tensor:
         """Return the static input for ``given``: an alias if a previous graph returned it, or else a separate tensor.
 
-        Graphs captured with the same tensor share its static tensor, because every replay copies its inputs first. If
+        Graphs captured with the same tensor can share its static tensor: every replay copies its inputs first. If
         the static input aliases the output of a previous graph, a replay on another tensor overwrites that output.
         """
         if given.data_ptr() in self.output_addresses:
@@ -241,7 +241,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def create_cudagraphs(cls) -> dict[str, float] | None:
-        """Capture the recorded passes in order. Once graphs exist, only start the next step.
+        """Capture the recorded passes in order. If graphs exist, only prepare all runners for the next step.
 
         Returns:
             ``time`` in seconds, ``allocated_bytes`` and ``reserved_bytes``; None if nothing was captured.

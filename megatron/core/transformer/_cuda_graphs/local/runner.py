@@ -307,7 +307,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         if kinds != recorded:
             raise RuntimeError(
                 f"{self.name} returned {kinds} in the capture, but {recorded} in the recorded step: return the same "
-                "tensors in both"
+                "shapes and dtypes in both"
             )
         outputs = tensors_of(graphs.outputs)
         self._output_addresses = [output.data_ptr() for output in outputs]

@@ -83,7 +83,7 @@ class ShardedWeights:
         return list(dict.fromkeys(stream(_CHAIN, group) for group in groups for stream in streams))
 
     def with_neighbors(self) -> list[Any]:
-        """Return the weights and their neighbors in the chain, since a pass may also change the neighbors' state."""
+        """Return the weights and their neighbors in the prefetch chain, whose state a pass may also change."""
         leaders = [
             weight
             for param in self._params

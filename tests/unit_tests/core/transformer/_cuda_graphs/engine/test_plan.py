@@ -51,10 +51,10 @@ def test_each_entry_runs_its_chunk_and_micro_batch(case):
 @pytest.mark.parametrize(
     ("order", "layers", "count", "message"),
     [
-        ([1, 1.5, -1], [1], 1, "_order contains 1.5: use only c, -c and -c - 0.5"),
-        ([1, -1.25, -1], [1], 1, "_order contains -1.25: use only c, -c and -c - 0.5"),
-        ([1, 0, -1], [1], 1, "_order contains 0: use only c"),
-        ([1, -1, -0.5], [1], 1, "_order contains -0.5: use only c"),
+        ([1, 1.5, -1], [1], 1, "_order contains 1.5: for chunk c"),
+        ([1, -1.25, -1], [1], 1, "_order contains -1.25: for chunk c"),
+        ([1, 0, -1], [1], 1, "_order contains 0: for chunk c"),
+        ([1, -1, -0.5], [1], 1, "_order contains -0.5: for chunk c"),
         ([1, 1, -1, -1.5, -1], [1], 1, "2 forward, 2 backward and 1 weight-gradient passes of chunk 1"),
         ([1, -1.5, -1], [1], 1, "_order runs the weight gradients of chunk 1 before its backward"),
         ([], [1], 1, "0 forward, 0 backward and 0 weight-gradient passes of chunk 1"),

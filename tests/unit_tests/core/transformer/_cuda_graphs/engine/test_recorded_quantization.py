@@ -44,7 +44,7 @@ class Layer(torch.nn.Module, QuantizedProduct):
 
 
 class Model:
-    """Two layers under autocast. If ``around``, captured passes enter autocast; otherwise callers of replays do."""
+    """Two layers under FP8 autocast, entered in the graph if ``around`` is True, and otherwise around each replay."""
 
     def __init__(self, recipe="recipe", around=True, caches=True):
         torch.manual_seed(4)
