@@ -3,7 +3,7 @@
     python -m tools.upstream_check FOLDER
 
 FOLDER contains ``megatron/core``: a Megatron-LM checkout or a site-packages folder. Neither megatron-core is imported.
-The patch replaces the module ``cuda_graphs``, so all its public definitions count as overridden. The exit code is 1 if
+All public definitions of the module ``cuda_graphs`` count as overridden. The exit code is 1 if
 FOLDER lacks an overridden definition, 2 if there is nothing to compare.
 """
 

@@ -116,10 +116,10 @@ class HostAgreement:
             return call()
         except RuntimeError as error:
             self._error = RuntimeError(
-                f"rank {self._ranks[peer]} did not answer within {self._options._timeout} in a vote of the hosts: "
-                f"{error}. Look for its error, or the error of a rank it waits for. If it was only slow, raise the "
-                "timeout with --distributed-timeout-minutes (--distributed-timeout-seconds-after-init). If the hosts "
-                "cannot connect, set GLOO_SOCKET_IFNAME to the name of a network interface."
+                f"rank {self._ranks[peer]} exited, or did not answer within {self._options._timeout}, in a vote "
+                f"of the hosts: {error}. Look for its error, or the error of a rank it waits for. If it was only slow, "
+                "raise the timeout with --distributed-timeout-minutes (--distributed-timeout-seconds-after-init). If "
+                "the hosts cannot connect, set GLOO_SOCKET_IFNAME to the name of a network interface."
             )
             raise self._error from error
 

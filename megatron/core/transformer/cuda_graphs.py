@@ -82,6 +82,7 @@ __all__ = [
 _upstream: Any = extend(__name__)
 
 # Functions that call these names see patches of them.
+_wrap_graph_for_vision = _upstream._wrap_graph_for_vision
 FREEZE_GC, _layer_is_graphable = _upstream.FREEZE_GC, _upstream._layer_is_graphable
 _set_capture_start, _set_capture_end = _upstream._set_capture_start, _upstream._set_capture_end
 is_graph_warmup = _upstream.is_graph_warmup
@@ -99,8 +100,9 @@ MAX_RECAPTURES = 8  # for other numbers of micro-batches; each takes seconds
 class TECudaGraphHelper:
     """Captures the CUDA graphs of a model and attaches them to its modules.
 
-    ``create_cudagraphs`` captures the graphs. Under ``DistributedDataParallel``, ``cuda_graph_set_manual_hooks`` then
-    adds the hooks that gather parameters before a replay; under Megatron-FSDP the layers' own hooks gather them.
+    ``create_cudagraphs`` captures the graphs. Under ``DistributedDataParallel``, it disables the hooks that gather
+    parameters and adds hooks for replays (``cuda_graph_set_manual_hooks``), unless the caller has disabled the former.
+    Under Megatron-FSDP, the layers' own hooks gather parameters.
     Training loops call ``before_step`` before each step; it recaptures when needed.
 
     Args:
@@ -258,19 +260,10 @@ class TECudaGraphHelper:
 
     def _recapture(self, not_model: str = "") -> None:
         """Replace existing graphs by a new capture; ``not_model`` is the reason to exclude the whole model, if any."""
-        with ExitStack() as stack:
-            gathering: list[Any] = [
-                chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)
-            ]
-            for chunk in gathering:  # DistributedDataParallel with --overlap-param-gather
-                chunk.disable_forward_pre_hook(param_sync=False)
-                stack.callback(chunk.enable_forward_pre_hook)
-            if self.graphs_created():
-                self.delete_cuda_graphs()
-            self._state = self._new_state(not_model=not_model)  # also on a stage without layers, which joins in
-            self.create_cudagraphs()
-        if gathering and self.graphs_created():
-            self.cuda_graph_set_manual_hooks()
+        if self.graphs_created():
+            self.delete_cuda_graphs()
+        self._state = self._new_state(not_model=not_model)  # also on a stage without layers, which joins in
+        self.create_cudagraphs()
 
     def create_cudagraphs(self) -> None:
         """Capture the whole model, or every layer once for each micro-batch that can be in flight.
@@ -301,7 +294,7 @@ class TECudaGraphHelper:
         """
         if self._state.status is Status.RELEASED:
             raise CallOrderError("CUDA graphs are released: call restore to capture them again")
-        if self._state.status not in (Status.BEFORE_CAPTURE, Status.DEFERRED):
+        if self._state.status is Status.CAPTURED:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
@@ -312,7 +305,8 @@ class TECudaGraphHelper:
             self._reset_after_capture()
             return
         try:
-            self._capture_largest()
+            with self._without_gathering_hooks():
+                self._capture_largest()
             return
         except CaptureFailedError as failed:
             if not goes_on_eagerly(self.config):
@@ -320,6 +314,21 @@ class TECudaGraphHelper:
             warn_of_failure(failed, "Training continues without these CUDA graphs (--cuda-graph-fallback eager)")
         release_cached_memory()  # the exception's frames no longer keep tensors alive
         self._state = self._new_state(Status.EAGER)
+
+    @contextmanager
+    def _without_gathering_hooks(self) -> Iterator[None]:
+        """Within the context, disable the hooks of ``DistributedDataParallel`` with --overlap-param-gather.
+
+        On exit, enable them again, and add the hooks for replays.
+        """
+        chunks: list[Any] = [chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+        with ExitStack() as stack:
+            for chunk in chunks:
+                chunk.disable_forward_pre_hook(param_sync=False)
+                stack.callback(chunk.enable_forward_pre_hook)
+            yield
+        if chunks and self.graphs_created():
+            self.cuda_graph_set_manual_hooks()
 
     def _capture_largest(self) -> None:
         """Capture; fall back to layers if the whole model was chosen by default and its capture fails."""
@@ -524,7 +533,10 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
     """
 
     _role = Role(
-        language=False, model_of=vision_model_of, report="capture_vision", wrap=_upstream._wrap_graph_for_vision
+        language=False,
+        model_of=vision_model_of,
+        report="capture_vision",
+        wrap=lambda graph: _wrap_graph_for_vision(graph),  # the current one, which callers may patch
     )
 
     def __init__(

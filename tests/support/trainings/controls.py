@@ -154,7 +154,8 @@ def captured_for_each_shape(training: Training) -> None:
         if shape != (helper.seq_length, helper.micro_batch_size):
             helper.delete_cuda_graphs()
             helper.seq_length, helper.micro_batch_size = shape
-            training.capture(lambda _: helper.create_cudagraphs())
+            with torch.cuda.stream(training.stream):
+                helper.create_cudagraphs()
         Training.step(training)
 
     training.patches.enter_context(mock.patch.object(training, "step", step))

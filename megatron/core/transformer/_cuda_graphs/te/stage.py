@@ -24,8 +24,8 @@ class Role:
     """The kind of model that a helper captures.
 
     Attributes:
-        language: Whether this is the language model, which is present on every pipeline stage. Only its helper logs
-            steps, zeroes gradients and captures evaluation. Only its layers receive rotary embeddings.
+        language: Whether this is the language model, which is present on every pipeline stage. Only its helper
+            zeroes gradients and captures evaluation. Only its layers receive rotary embeddings.
         model_of: Returns the model that has the layers, or None, given a wrapped chunk.
         report: The file name of the report, without suffix.
         wrap: Wraps the engine's callable of a layer; the layer calls the result to replay.

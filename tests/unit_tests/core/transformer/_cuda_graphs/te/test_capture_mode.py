@@ -67,14 +67,17 @@ class TestCaptureMode:
             capturing.create_cudagraphs()
         assert calls == ["enable", "reset"]
 
-    def test_eager_fallback_warns_and_leaves_no_graphs(self, caplog):
-        capturing = helper_of(fail)
+    def test_eager_fallback_warns_and_can_capture_again(self, caplog):
+        attempts = iter([fail])
+        capturing = helper_of(lambda: next(attempts, lambda: None)())
         capturing.config.cuda_graph_fallback = "eager"
         capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
         (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
         assert "without these CUDA graphs (--cuda-graph-fallback eager)" in record.getMessage()
         assert record.exc_info[0] is Failure
+        capturing.create_cudagraphs()
+        assert capturing.graphs_created()
 
     @pytest.mark.parametrize("fallback", ["error", "eager"])
     def test_ctrl_c_ends_the_program(self, fallback):

@@ -197,3 +197,8 @@ def test_none_outputs_are_removed(one_stage, monkeypatch):
     monkeypatch.setattr(TransformerLayer, "_te_cuda_graph_capture", TransformerLayer.forward)  # (output, None)
     numbers, _ = train(ORDERS[1], graphs=True, steps=4)
     assert_same_bits(numbers, expected)
+
+
+def test_wrapper_of_vision_layers_can_be_patched():
+    with mock.patch.object(cuda_graphs, "_wrap_graph_for_vision", str):
+        assert VisionTECudaGraphHelper._role.wrap(1) == "1"
