@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _sample(items: list[pytest.Item]) -> None:
-    """For each ``sampled`` test, mark all parameter sets ``long`` but one, which a hash of the test's name selects."""
+    """Mark all but one parameter set of each ``sampled`` test ``long``; a hash of the test's name selects the one."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):

@@ -48,7 +48,7 @@ def this_platform() -> str:
 
 
 def train(recipe: Recipe, folder: Path, seconds: float = 300) -> golden.Metrics:
-    """Train a recipe and return its ``METRICS``; the CPU backend measures no memory.
+    """Train a recipe and return its ``METRICS``, without memory on the CPU backend.
 
     Args:
         recipe: The recipe.
@@ -56,7 +56,7 @@ def train(recipe: Recipe, folder: Path, seconds: float = 300) -> golden.Metrics:
         seconds: Time limit of a training run.
 
     Raises:
-        RuntimeError: A training run failed, or the recipe lacks graphs or has unexpected ones.
+        RuntimeError: A training run failed, or its number of CUDA graphs or steps is wrong.
     """
     environment = os.environ | recipe.variables(folder)
     # One hardware queue would serialize FSDP's collectives and the kernels of layers.

@@ -15,7 +15,7 @@ __all__ = ["compare_runs"]
 
 @pytest.fixture(scope="session")
 def together(compare_runs) -> Callable[..., dict[str, Any]]:
-    """Return a cached function that trains all ``cases`` in one launch and returns the result of ``case``."""
+    """Return a function that looks up the result of ``case`` after training all ``cases`` in one launch."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
 
     def result(

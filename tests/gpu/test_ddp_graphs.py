@@ -1,8 +1,8 @@
 """Test that graphs under DistributedDataParallel are bit-identical to eager.
 
-Layouts: data parallel over all GPUs; two pipeline stages with one or two model chunks each; tensor, context or expert
-parallel 2, the latter also with overlapped communication. Models have 4 TransformerEngine layers and the distributed
-optimizer.
+Layouts: data parallel over all GPUs; two pipeline stages with one or two model chunks each; tensor or context parallel
+2; expert parallel 2, with and without overlapped communication. Models have 4 TransformerEngine layers and the
+distributed optimizer.
 """
 
 from typing import Any

@@ -197,7 +197,7 @@ def reserved() -> int:
 def large_layers() -> tuple[tuple[torch.nn.Module, ...], tuple[tuple[torch.Tensor], ...]]:
     """Return eight layers with 32 MiB of weights each, and one 16 MiB input per layer.
 
-    Tensors of this size get segments of their own. The allocator packs smaller ones into 20 MiB segments per stream.
+    Each tensor of this size gets its own segment. The allocator packs smaller tensors into shared 20 MiB segments.
     """
     layers = tuple(
         torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()

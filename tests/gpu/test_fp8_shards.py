@@ -26,7 +26,7 @@ def group():
 
 
 def cast(quantize, recipe, group):
-    """Cast a weight's shard (all elements from ``START`` on) to FP8; return its bytes, and the scales and amax."""
+    """Return the FP8 bytes of a weight's shard (its elements from ``START`` on), and the weight's scales and amax."""
     torch.manual_seed(1)
     with te.quantized_model_init(recipe=recipe):
         weight = te.Linear(SHAPE[1], SHAPE[0], bias=False, params_dtype=torch.bfloat16).weight

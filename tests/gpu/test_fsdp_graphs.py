@@ -1,8 +1,9 @@
 """Test that graphs under Megatron-FSDP are bit-identical to eager in all layouts, with all graph modules.
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
-parallel 2 (four GPUs); expert parallel over all GPUs, or 2 with tensor or context parallel 2, with dropless experts.
-Models have 4 TransformerEngine MoE layers with shared experts. The data-parallel layout covers additional flags.
+parallel 2 (four GPUs); dropless experts with expert parallel over all GPUs, or with expert parallel 2 and tensor or
+context parallel 2. Models have 4 TransformerEngine MoE layers with shared experts. The data-parallel layout covers
+additional flags.
 """
 
 from itertools import product

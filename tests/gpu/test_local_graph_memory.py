@@ -56,7 +56,6 @@ def test_gradients_of_layers_share_memory(trackers):
 
 
 def test_model_built_on_the_default_stream_trains_with_graphs(trackers):
-    """Build the model on the default stream, like users of ``DistributedDataParallel``."""
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
     def train(graphs):

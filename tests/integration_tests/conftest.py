@@ -11,7 +11,7 @@ __all__ = ["compare_runs", "trained"]
 
 
 class Scheduling(LoadFileScheduling):
-    """Sends all tests of a file to one worker because they share runs, except test_pairs.py, whose tests share none."""
+    """Keeps tests of a file on one worker because they share runs; tests of test_pairs.py are distributed singly."""
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid if "/test_pairs.py::" in nodeid else super()._split_scope(nodeid)

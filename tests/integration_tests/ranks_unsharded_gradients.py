@@ -93,9 +93,9 @@ batches = training._batches
 
 
 def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
-    """Train with one micro-batch, with several equal ones, and with several and ``graphs``.
+    """Train with one micro-batch, then with equal micro-batches, then with equal micro-batches and ``graphs``.
 
-    Return the differences between these runs, or the traceback of a failure.
+    Return the differences between consecutive runs, or the traceback of a failure.
     """
 
     def trained(case: Case, graphs: bool = False) -> Trace:

@@ -1,7 +1,6 @@
 """Test that context-parallel training with graphs is bit-identical to eager, on two CPU ranks.
 
-A stand-in replaces TransformerEngine's attention, the only one that supports context parallelism. Capture happens after
-3 steps.
+A stand-in replaces TransformerEngine's attention, the only one that supports context parallelism.
 """
 
 from typing import Any

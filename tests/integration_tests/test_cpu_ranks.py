@@ -10,7 +10,7 @@ from .ranks_collectives import CASES
 
 @pytest.fixture(scope="module")
 def output():
-    """Run all cases until the first failure, and return the output."""
+    """Return the output of ``ranks_collectives.py``, which stops at the first failing case."""
     return on_two_ranks(ranks_collectives.__file__).stdout
 
 

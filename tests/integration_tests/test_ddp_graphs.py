@@ -1,7 +1,7 @@
 """Test that DistributedDataParallel with a graph per layer trains bit-identically to eager, on two CPU ranks.
 
-Data parallel with the distributed optimizer, or two pipeline stages with one or two model chunks each. Compare 7
-steps with capture after 3. Negative controls break one thing each.
+Layouts: data parallel with the distributed optimizer; two pipeline stages with one or two model chunks each. Each
+negative control breaks one part of the capture.
 """
 
 import os

@@ -195,7 +195,7 @@ STAGES = """
 
 @pytest.fixture(scope="module")
 def sharded_stages(tmp_path_factory):
-    """Return the steps of a run with two stages that reduce gradients over two ranks in every backward pass."""
+    """Return each step's metrics from two pipeline stages that reduce gradients in every backward pass."""
     return pretrain(tmp_path_factory.mktemp("stages") / "run", STAGES, graphs=False, ranks=4)
 
 

@@ -1,6 +1,6 @@
-"""Test that dropless experts in megatron-core's full-iteration graph are bit-identical to eager.
+"""Test that dropless experts in megatron-core's full-iteration graph are bit-identical to eager, on two CPU ranks.
 
-Two CPU ranks, 6 steps with capture after 3. ``--moe-use-grouped-tensor`` keeps token counts on the GPU.
+``--moe-use-grouped-tensor`` keeps token counts on the GPU.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Test graphs of whole MoE layers with dropless experts, whose token counts stay on the GPU.
 
-Two CPU ranks, 6 steps with capture after 3. Training is bit-identical to eager, including logged MoE metrics, and
-differs only in rounding from training without ``--moe-use-grouped-tensor``.
+On two CPU ranks, training is bit-identical to eager, including logged MoE metrics. It differs only in rounding from
+training without ``--moe-use-grouped-tensor``.
 """
 
 from typing import Any

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 
 def start(folder: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Parse and validate ``flags`` as a training run does, with the megatron-core in ``folder``."""
+    """Parse and validate ``flags`` like a training run that uses the megatron-core in ``folder``."""
     script = tmp_path / "start.py"
     script.write_text(
         "from megatron.training.arguments import parse_args, validate_args\nvalidate_args(parse_args())\n"

@@ -1,7 +1,6 @@
 """Test that packed sequences of varying lengths train bit-identically to eager with graphs, on two CPU ranks.
 
-A stand-in replaces TransformerEngine's attention, the only one that supports packed sequences. Graphs are captured
-after 3 steps.
+A stand-in replaces TransformerEngine's attention, the only one that supports packed sequences.
 """
 
 from typing import Any

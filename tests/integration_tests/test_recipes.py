@@ -65,7 +65,7 @@ def test_golden_values_equal_those_of_the_eager_twin(graphed, eager):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a cached function that trains a recipe and returns its metrics."""
+    """Return a function that trains a recipe and caches its metrics."""
     metrics: dict[str, golden.Metrics] = {}
 
     def train(name: str) -> golden.Metrics:

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.long
 
 
 def run(folder, flags, kind, ranks=2, layout=""):
-    """Train; return the metrics of each step, those that must equal another run's, and the logged loss scales."""
+    """Train, and return the metrics of each step, their ``numbers``, and the logged loss scales."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setenv("USER_CODE", "adapters" * (layout == "adapters"))
         patches.setenv("SCALARS_PATH", f"{folder}.scalars")
@@ -61,7 +61,7 @@ def run(folder, flags, kind, ranks=2, layout=""):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a cached function that trains a layout with a kind of graphs; it returns the checkpoint and results."""
+    """Return a function that trains a layout with a kind of graphs and caches the checkpoint and results."""
     done = {}
 
     def train(layout, kind):
@@ -119,7 +119,7 @@ def tensors(checkpoint):
 
 
 def assert_saved_as_loaded(checkpoint, place, folder, flags, ranks=2):
-    """Load ``checkpoint``, save to ``place`` without a step, assert equal tensors, and return them."""
+    """Assert that loading ``checkpoint`` and saving to ``place`` keeps all tensors, and return the tensors."""
     again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
     assert pretrain(folder, f"{again} --load {checkpoint} --ckpt-step {SAVED}", graphs=False, ranks=ranks) == []
     first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))

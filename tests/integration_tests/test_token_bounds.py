@@ -1,7 +1,7 @@
-"""Test that capture waits for steps within the token limit, and that later steps that exceed it are rerun.
+"""Test that capture waits for a step within the token limit, and that later steps above the limit are rerun.
 
-Two CPU ranks have two of four experts each, and train with dropout, router statistics, expert bias and two
-micro-batches. A rank overflows by sending all its tokens, twice the even share, to the experts of one rank.
+Two CPU ranks with two experts each train with dropout, router statistics, expert bias and two micro-batches. A rank
+overflows by sending all its tokens to the experts of one rank.
 """
 
 import json
@@ -51,7 +51,7 @@ class Run:
     Attributes:
         steps: Metrics of each step.
         log: Output of the run.
-        answers: For each attempt at a step, one entry per rank: the step, and whether the rank overflowed.
+        answers: For each attempt at a step, a pair per rank: the step, and whether the rank overflowed.
         found: Values to compare with another run: metrics, logged losses, and checksums of the routers' buffers.
     """
 
@@ -69,7 +69,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return a cached function that trains with a capacity factor (None for no limit) and one of ``KINDS``."""
+    """Return a function that trains with a capacity factor (None for no limit) and one of ``KINDS``; cache its runs."""
     done = {}
 
     def train(factor, kind, overflows=OVERFLOWS):

@@ -14,7 +14,7 @@ from .ranks_unsharded_gradients import AVERAGING, LAYOUTS, OVERWRITTEN, REFUSED_
 
 @pytest.fixture(scope="module")
 def ranks_of():
-    """Return a cached function that trains in a layout and returns the results of both ranks."""
+    """Return a function that trains in a layout and caches the results of both ranks."""
     found = {}
 
     def ranks_of(layout):

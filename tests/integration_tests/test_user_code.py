@@ -56,7 +56,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def eager(tmp_path_factory):
-    """Return a cached function that trains one of ``TRAININGS`` eagerly and returns its ``Run``."""
+    """Return a function that trains one of ``TRAININGS`` eagerly and caches its ``Run``."""
     done = {}
 
     def run(training):

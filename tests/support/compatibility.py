@@ -49,7 +49,7 @@ STAGES = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights
 
 
 def command_line(example: str) -> list[str]:
-    """Return the flags of ``FITTING`` and ``example``. In ``example``, ``!NAME`` removes ``--NAME`` of ``FITTING``."""
+    """Return ``FITTING`` plus the flags of ``example``; ``!NAME`` in ``example`` removes ``--NAME``."""
     words = example.split()
     line = FITTING
     for left_out in (word[1:] for word in words if word.startswith("!")):
@@ -59,16 +59,16 @@ def command_line(example: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Working:
-    """Flags that work together with a sharded model and CUDA graphs.
+    """Row of the flag table: flags that work with CUDA graphs of a sharded model.
 
     Attributes:
         name: Name in ``pairs.FEATURES``.
-        flags: The flags with their values and a shared condition (see ``split``). No two rows have the same text.
+        flags: Flags with their values, and the condition that all flags share (see ``split``). Unique among rows.
         shown: Path of the test that covers the flags.
         words: Remark; may be empty.
         holds: The largest unit of a graph: ``model``, ``layers`` or ``parts``.
-        sharding: The required wrapper.
-        example: Example flags for ``command_line``; None for the flags of the feature.
+        sharding: The required data-parallel wrapper.
+        example: Example flags for ``command_line``; None for the flags of the feature ``name``.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Working:
 
     @property
     def line(self) -> list[str]:
-        """Flags of an example."""
+        """Flags of an example command line."""
         return pairs.planned([self.name]) if self.example is None else command_line(self.example)
 
 
@@ -275,7 +275,7 @@ WORKING = (
 
 @dataclass(frozen=True)
 class Failing:
-    """Flags that fail or train wrongly under Megatron-FSDP, with and without graphs, but are not rejected.
+    """Row of the flag table: accepted flags that fail or train wrongly under Megatron-FSDP, with and without graphs.
 
     Attributes:
         flags: As in ``Working``.
@@ -345,7 +345,7 @@ def page(table: Iterable[Line] = ROWS) -> str:
 
 
 def split(flags: str) -> list[tuple[str, str]]:
-    """Split a row's flags into pairs of one flag with its values and the shared condition.
+    """Split a row's flags, and pair each flag and its values with the condition that all flags share.
 
     ``--a x or y, --b with c`` becomes ``--a x or y`` and ``--b``, both with the condition ``with c``.
     """
@@ -354,14 +354,14 @@ def split(flags: str) -> list[tuple[str, str]]:
 
 
 def verified_values(item: str, facts: set[str]) -> str:
-    """Return ``yes`` if ``facts`` contains a flag with all its values, otherwise the values that it contains."""
+    """Return ``yes`` if ``facts`` contain all values of the flag ``item``, otherwise the values that they contain."""
     flag, *values = re.sub(r",| or\b", "", item).split()
     found = [value for value in values if f"{flag} {value}" in facts]
     return "yes" if item in facts or (values and found == values) else ", ".join(found)
 
 
 def _lines(row: Line, hardware: tuple[set[str], ...]) -> Iterator[tuple[tuple[str, int, str], str]]:
-    """Yield a sort key and a line of the Markdown table for each flag of ``row``."""
+    """Yield a sort key and a Markdown table line per flag of ``row``, given the verified facts of each hardware."""
     (first, _), *_ = items = split(row.flags)
     for item, condition in items:
         flag, shown = item.split()[0], f"{item} {condition}".strip()

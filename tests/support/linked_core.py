@@ -27,7 +27,7 @@ def linked_core(folder: Path) -> Path:
 
 
 def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
-    """Replace a link with an edited copy; ``edits``: pairs of old and new text. The old text must occur."""
+    """Replace a link with an edited copy. Each of ``edits`` is an old text, which must occur, and its replacement."""
     path = folder / name
     text = path.read_text()
     for old, new in edits:

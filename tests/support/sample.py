@@ -14,7 +14,7 @@ def name_of(case: Mapping[str, Any]) -> str:
 
 
 def each_once(*values: Iterable[Any]) -> list[Any]:
-    """Return all combinations of ``values`` for ``parametrize``, marked ``long`` except a few with each value."""
+    """Return all combinations of ``values`` for ``parametrize``; mark all but a few with each value ``long``."""
     lists = [*map(list, values)]
     kept = [tuple(each[place % len(each)] for each in lists) for place in range(max(map(len, lists)))]
     return [pytest.param(*found, marks=[] if found in kept else [pytest.mark.long]) for found in product(*lists)]

@@ -52,7 +52,7 @@ LAYOUTS = {
 
 
 def facts_on(card: str) -> set[str]:
-    """Return the names of all features that a result verifies on GPUs with ``card`` in their name."""
+    """Return the facts that benchmark results verify on GPUs whose name contains ``card``."""
     files = map(json.loads, (file.read_text() for file in sorted(RESULTS.glob("*/*.json"))))
     return {fact for found in files if card in found.get("hardware", "") for fact in _facts(found)}
 
@@ -73,7 +73,7 @@ def _facts(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def of_case(text: str, layout: str) -> Iterator[str]:
-    """Yield the facts of a comparison from its case, for example ``dtype=bf16 modules=attn+mlp``, and its layout."""
+    """Yield the facts that a comparison verifies, given its case (``dtype=bf16 modules=attn+mlp``) and layout."""
     words = re.sub(r"config=(\S+)", lambda config: config[1].replace("+", " ").replace("'", ""), text).split()
     case = {"positions": "rope", "tied": "True", "modules": ""} | dict(word.split("=", 1) for word in words)
     if case.get("wrapper") == "fsdp2" or "torch_fsdp" in case:
@@ -95,7 +95,7 @@ def of_case(text: str, layout: str) -> Iterator[str]:
 
 
 def of_variant(configuration: str, variant: str, hardware: str) -> Iterator[str]:
-    """Yield the facts of a ``step_time.py`` run with graphs of a sharded model; nothing for other runs."""
+    """Yield the facts that a ``step_time.py`` run verifies; none unless it has graphs of a sharded model."""
     model, _, flags = configuration.partition(":")
     name, _, own_flags = parts(variant)
     own, (kind, *additions) = " ".join(own_flags), name.split("+")

@@ -112,7 +112,7 @@ def _listed(platform: str) -> Iterator[Recipe]:
 
 
 def specifications(recipes: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield one copy of ``spec`` per combination of values in ``products``, updated with that combination."""
+    """Yield the specifications of a recipe list: ``spec`` updated with each combination of values in ``products``."""
     for block in recipes["products"]:
         for inner in block["products"]:
             keys = {key: values for key, values in (block | inner).items() if key != "products"}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return the finished process and the folder of a benchmark: eager, native, and native with another seed."""
+    """Return the finished benchmark of three variants (eager, native, native with another seed) and its folder."""
     folder = tmp_path_factory.mktemp("step_time")
     return train(folder, "eager", "native", OTHER_SEED), folder
 

@@ -12,7 +12,7 @@ class AdaptedLinear(torch.nn.Module):
 
     Args:
         linear: The layer; returns its output and a bias, as Megatron's linear layers do.
-        rank: Number of features between the two matrices of the adapter.
+        rank: Rank of the adapter.
     """
 
     def __init__(self, linear: torch.nn.Module, rank: int):

@@ -13,7 +13,7 @@ from tests.support.stand_ins import fused_weight_gradient_mlp_cuda
 
 @contextmanager
 def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
-    """While in this context, Megatron's linear layers use the stand-ins, and TransformerEngine's version check passes.
+    """Context manager that makes Megatron's linear layers use the stand-ins.
 
     Args:
         as_transformer_engine: Under Megatron-FSDP, add gradients to ``main_grad`` like TransformerEngine, unless the

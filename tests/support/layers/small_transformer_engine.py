@@ -117,16 +117,16 @@ def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics() -> dict[str, Any]:
-    """Return the initial FP8 scales and maxima of input, gradient and weight."""
+    """Return the initial FP8 scale and amax of an input, a weight and a gradient."""
     return {"scale": torch.full((3,), 64.0, device="cuda"), "amax": torch.zeros(3, device="cuda")}
 
 
 def _quantized(
     x: torch.Tensor, meta: dict[str, Any], place: int, recipe: Any, skip: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the quantized ``x``.
+    """Return ``x`` quantized with the scale at index ``place`` of ``meta``, or with current scaling.
 
-    Delayed scaling also records the maximum of ``x`` in ``meta``, unless the device tensor ``skip`` is true.
+    Delayed scaling also updates the amax in ``meta``, unless the device tensor ``skip`` is true.
     """
     amax = x.abs().max().float()
     if recipe == CURRENT:

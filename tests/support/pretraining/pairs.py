@@ -217,7 +217,7 @@ def command(names: Iterable[str]) -> list[str]:
 
 
 def planned(names: Iterable[str]) -> list[str]:
-    """Return the flags for training with these features and graphs, for ``plan``.
+    """Return the flags with which ``plan`` checks training with these features and graphs.
 
     Raises:
         ValueError: Two features set a flag differently.

@@ -36,7 +36,7 @@ class Pretraining:
         graphs: Use CUDA graphs, captured after three steps by default.
         data: Path of a dataset without a suffix; None to write a few documents to ``folder``.
         script: Script that the ranks run.
-        base: Flags that precede ``flags``; if empty, the batch size (``BATCH``) is also omitted.
+        base: Flags that precede ``BATCH`` and ``flags``; if empty, ``BATCH`` is omitted as well.
         ranks: Number of processes.
         launch: ``ForkedRanks``, or a class with the same interface.
 
@@ -65,7 +65,7 @@ class Pretraining:
         self._ranks = launch(arguments, self.log, ranks, {"STEP_METRICS_PATH": str(self._metrics)})
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the lines written by ``step_metrics.StepMetrics`` so far."""
+        """Return the metrics of the steps finished so far."""
         return steps_in(self._metrics)
 
     def ended(self) -> int:
@@ -100,5 +100,5 @@ def pretrain(folder: Path, flags: str, *, graphs: bool, **others: Any) -> list[d
 
 
 def numbers(steps: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Return the values to compare: number, loss, gradient norm and skip flag of each step."""
+    """Return the number, loss, gradient norm and skip flag of each step, to compare runs."""
     return [tuple(step[key] for key in ("step", "loss_hex", "grad_norm_hex", "skipped")) for step in steps]

@@ -1,7 +1,7 @@
 """Run ``examples/pretrain_gpt.py``, routing all tokens of some ranks to the first rank's experts in some steps.
 
-OVERFLOWS is JSON that maps steps, from 1, to ranks. Each rank appends JSON lines to NOTES_PATH.RANK: after each attempt
-at a step, its number and whether the rank overflowed; at the end, checksums of the routers' buffers.
+The JSON in OVERFLOWS maps steps, counted from 1, to the ranks that overflow. Each rank writes JSON lines to
+NOTES_PATH.RANK: ``[step, overflowed]`` after each attempt at a step, and checksums of the routers' buffers at the end.
 """
 
 import json

@@ -117,7 +117,7 @@ def mean_losses():
 
 
 def weighted_by_a_first_pass():
-    """Call the model twice: use the first call, without gradients, to weight the losses of the second."""
+    """Call the model twice: the first call, without gradients, yields weights for the losses of the second."""
     forward_step = pretrain_gpt.forward_step
 
     def twice(data, model):

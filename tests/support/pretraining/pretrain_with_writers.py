@@ -1,6 +1,6 @@
 """Run ``examples/pretrain_gpt.py`` with a stand-in for TensorBoard's writer.
 
-It appends JSON lines with writer, name, value and iteration to the file SCALARS_PATH.
+The stand-in appends JSON lines with writer, name, value and iteration to the file SCALARS_PATH.
 """
 
 import json

@@ -61,7 +61,7 @@ def instances_of_one_rank(cpu_backend_of_module):
 
 @pytest.fixture
 def four_ranks(cpu_backend_of_module):
-    """Return a function that sets up four ranks, given the number of HSDP replicas, this rank and parallel sizes."""
+    """Return a function that sets up four ranks for the test; its arguments are those of ``_four_ranks``."""
     with ExitStack() as stack:
         yield lambda *args, **groups: stack.enter_context(_four_ranks(*args, **groups))
 

@@ -27,18 +27,18 @@ class Case:
         wrapper: ``fsdp`` (Megatron-FSDP), ``ddp`` (DistributedDataParallel) or ``fsdp2`` (torch's FSDP2).
         virtual: Model chunks per pipeline stage; None without interleaving.
         passes: Number of forward passes per micro-batch; all precede its backward passes.
-        microbatches_later: Number of micro-batches, starting with the second step after capture; 0 for no change.
+        microbatches_later: Number of micro-batches from the second step after capture on; 0 for no change.
         sequences_later, micro_batches_later: Sequence lengths and micro-batch sizes to cycle through from the second
-            step after capture on, each for ``turn`` steps; empty for no change.
+            step after capture on; empty for no change. Each is kept for ``turn`` steps.
         later_on_one_rank: Change shapes on the last data-parallel rank only.
-        masked_step: The only step whose attention mask hides more than the causal mask; None to use the causal
-            mask in every step.
-        released: Step that runs while the graphs are released; None to keep them. Before this step and the next, the
-            optimizer is offloaded and reloaded, and the model evaluates. Before the second step after it, weights under
+        masked_step: The only step with a stricter mask than the causal mask; None to use the causal mask in every
+            step.
+        released: Step to run with released graphs; None to keep the graphs. Before this step and the next, the
+            optimizer is offloaded and reloaded, and the model evaluates. Before step ``released + 2``, weights under
             Megatron-FSDP are overwritten in place.
         reloads: Save a checkpoint before the capture; load it before steps ``released - 1`` and ``released + 1``.
-        evaluates: Evaluate after the step that follows capture; ``often`` to evaluate also before and after capture
-            and after each step.
+        evaluates: Evaluate after the first step that follows capture; ``often`` to evaluate before capture, after
+            capture and after each step.
         evaluated_sequence: Sequence length in evaluation; 0 to use the training sequence length.
         modules: ``cuda_graph_modules``; empty for whole layers.
         holds: The largest unit of a graph: ``model``, ``decoder`` or ``layer``; None for the default.
@@ -100,7 +100,7 @@ class Case:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Case":
-        """Return a case with these attributes; other names become entries of ``config``, and lists become tuples."""
+        """Return a case with the attributes in ``values``. Others become entries of ``config``; lists become tuples."""
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         own: dict[str, Any] = {each.name: given.pop(each.name) for each in fields(cls) if each.name in given}
         return cls(**own, config=tuple(sorted(given.items())))

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 tests/support/trainings/compare_runs.py --cases cases.json --output results.json --tp 2
     torchrun --nproc-per-node 2 tests/support/trainings/compare_runs.py --serve /dev/stdin
 
-``cases.json`` is a list of arguments of ``Case.of``; ``control`` names one of ``controls.CONTROLS``. Without a GPU, it
-runs on the CPU backend. ``--serve`` reads jobs (the other arguments) from the lines of a file or pipe. On GPUs, each
-rank layout needs its own processes because NCCL keeps the memory of unused communicators.
+``cases.json`` lists arguments of ``Case.of``; the optional key ``control`` names one of ``controls.CONTROLS``. Without
+a GPU, ranks use the CPU backend. ``--serve`` reads jobs from a file or pipe, one per line, each with the other
+arguments. On GPUs, each rank layout needs its own processes because NCCL keeps the memory of unused communicators.
 """
 
 import argparse
@@ -126,9 +126,9 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
 
     Args:
         case: The case to train.
-        control: Name in ``CONTROLS`` of a control to run at capture; None to capture normally.
+        control: Name in ``CONTROLS`` of the function to call in place of the capture; None to capture normally.
         eager: Cache of eager results; the keys are cases without graph options.
-        errors_to: File to write an error to before the process exits; None to continue after errors.
+        errors_to: File for the first error, after which the process exits; None to continue after errors.
     """
     from megatron.core import parallel_state
 

@@ -19,7 +19,7 @@ def assert_went_on_eagerly(result: dict[str, Any]) -> None:
 
 
 def assert_differs_from(result: dict[str, Any], step: int) -> None:
-    """Assert that the loss of ``step`` differs from eager on at least one rank, and the previous loss on none."""
+    """Assert that the loss of ``step`` differs from eager on at least one rank, and the loss before it on no rank."""
     differences = result["differences"]
     assert any(f"losses[{step}]" in line for line in differences), differences
     assert not any(f"losses[{step - 1}]" in line for line in differences), differences
@@ -30,7 +30,7 @@ def replays_of_evaluations(values: Mapping[str, Any], layers: int) -> list[int]:
 
     Args:
         values: Arguments of ``Case.of``; ``control`` is ignored.
-        layers: Pass 0 if evaluation runs eagerly although the whole model is captured, otherwise a nonzero number.
+        layers: 0 if evaluation runs eagerly although the whole model is captured, otherwise any other number.
     """
     case = Case.of({name: value for name, value in values.items() if name != "control"})
     whole = case.holds in (None, "model")

@@ -509,7 +509,7 @@ def observed_evaluation_on_one_rank(training: Training) -> None:
 
 
 def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
-    """Make schedules call ``run(create_cudagraphs)``, not ``create_cudagraphs``, at the end of each step."""
+    """Make schedules call ``run(create_cudagraphs)`` instead of ``create_cudagraphs`` at the end of each step."""
     from megatron.core.pipeline_parallel import schedules
 
     create = schedules.create_cudagraphs

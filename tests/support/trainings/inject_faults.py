@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output results.json --stride 40
     torchrun --nproc-per-node 2 tests/support/trainings/inject_faults.py --output out.json --tp 2 --holds layer model
 
-Between the steps of one model, captures are attempted with one fault at a time, on one rank or on all. After each
-attempt, every rank must have raised the same error, which names the failed rank, within ``LIMIT`` seconds (the timeout
-of collectives), and hooks, parameters, generators, flags, environment and buffers must be restored. Every few attempts,
-and at the end with graphs, a step must equal the same step of a model that never captured. Without a GPU, it runs on
-the CPU backend. Results are written as they arrive.
+Captures are attempted between training steps, each with one fault on one rank or on all ranks. Every rank must then
+raise an error that names the failed rank within ``LIMIT`` seconds, the timeout of collectives. Hooks, parameters,
+generators, flags, environment and buffers must be restored. Every few attempts, and at the end with graphs, a step must
+equal the same step of a model that never captured. Without a GPU, ranks use the CPU backend. Results are written as
+they arrive.
 """
 
 import argparse
@@ -170,13 +170,13 @@ class Attempts:
     """Capture attempts on one model.
 
     Attributes:
-        steps: For each training step, a description of the event before it.
+        steps: Description of the event before each training step.
         problems: Attempts and steps that failed the checks.
-        counted: Number of attempts, by kind of fault and by whether it hit one rank or all.
-        passed: Like ``counted``, but only attempts that raised the expected error and restored all state.
+        counted: Number of attempts per kind of fault, with one or all ranks failing.
+        passed: Like ``counted``, for attempts that raised the expected error and restored all state.
         slowest: Longest time from the start of an attempt to its error, in seconds.
         unreached: Number of attempts whose capture ended before the index of the fault.
-        compared: Number of compared steps.
+        compared: Number of training steps compared with eager.
     """
 
     training: Training
@@ -260,7 +260,7 @@ class Attempts:
 
 
 def run(case: Case, stride: int, write: Callable[[dict[str, Any]], None]) -> None:
-    """Attempt captures with faults.
+    """Attempt captures with one fault each.
 
     Args:
         case: The case to train.

@@ -61,7 +61,7 @@ def killed(timeout: int, holds: str, in_capture: bool = False) -> tuple[int, flo
 
 
 def kill_at_second(graphs: type, name: str) -> None:
-    """Kill this process at the second call of the method ``name`` of ``graphs``."""
+    """Make the second call of the method ``name`` of ``graphs`` kill this process."""
     method, calls = getattr(graphs, name), []
 
     def die(graph: torch.cuda.CUDAGraph, *args, **kwargs) -> None:
@@ -74,7 +74,7 @@ def kill_at_second(graphs: type, name: str) -> None:
 
 
 def train(timeout: int, holds: str, in_capture: bool) -> None:
-    """Kill the last rank before its second graph is captured, or before replay 2 of its second graphed step."""
+    """Train, and kill the last rank during capture or during the second step with graphs."""
     on_cpu = torch.cuda.device_count() < 2
     if on_cpu:
         from megatron_fsdp_cuda_graphs import cpu_backend

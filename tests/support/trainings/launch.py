@@ -98,11 +98,7 @@ def _read(folder: Path) -> list[dict[str, Any]]:
 
 
 class Server:
-    """CPU ranks that run jobs one after the other.
-
-    Attributes:
-        ranks: The processes.
-    """
+    """CPU ranks that run jobs one after the other."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         jobs = folder / "jobs"
@@ -136,7 +132,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def compare_runs(tmp_path_factory) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """Return a function that trains cases eagerly and with graphs in other processes, one result per case.
+    """Return a function that trains cases eagerly and with graphs in other processes. It returns one result per case.
 
     Without a GPU, the same ranks serve all calls of the session, except calls with ``--stop-at-error``.
     """
@@ -163,7 +159,7 @@ def compare_runs(tmp_path_factory) -> Iterator[Callable[..., list[dict[str, Any]
 
 @pytest.fixture(scope="session")
 def trained(compare_runs) -> Callable[..., dict[str, Any]]:
-    """Return a function that trains a case in a rank layout, once per session, and returns its result."""
+    """Return a function that trains a case in a rank layout and caches its result for the session."""
     results: dict[str, dict[str, Any]] = {}
 
     def train(case: dict[str, Any], *options: str, ranks: int = 2) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
     """Train the jobs of a launch and return one result per job.
 
-    After a crash, jobs without a result report it; if every job has a result, the last one does.
+    After a crash, jobs without a result report the crash. If all jobs have results, the last job reports it.
     """
     folder.mkdir()
     first = part[0]
@@ -140,12 +140,12 @@ def control(job: Job) -> str:
 
 
 def is_expected(result: dict[str, Any]) -> bool:
-    """Return whether a result equals eager or, for a negative control in ``DEAD``, differs from it."""
+    """Return whether a result equals eager, or differs if its negative control is in ``DEAD``."""
     return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
 
 
 def train_all(chosen: list[Job], folder: Path, processes: int, until: float) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Yield each job that started before the deadline with its result.
+    """Train jobs concurrently, and yield each job that started before the deadline with its result.
 
     Args:
         chosen: The jobs.

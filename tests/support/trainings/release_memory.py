@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 1 tests/support/trainings/release_memory.py
     torchrun --nproc-per-node 2 tests/support/trainings/release_memory.py --holds layer
 
-Measures memory after a ``release`` before the first capture, then in several cycles of steps, an evaluation,
-``release`` and ``restore``. In the output, ``blocks`` counts, by size, allocated blocks beyond the first measurement.
+Memory is measured before the first capture, then in several cycles of training, evaluation, ``release`` and
+``restore``. In the output, ``blocks`` is the number of allocated blocks of each size beyond the first measurement.
 """
 
 import argparse

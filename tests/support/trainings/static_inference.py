@@ -75,7 +75,7 @@ def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, 
     """Generate tokens for one batch of each size.
 
     Returns:
-        For each generated position, the tokens and the sum of all logits; the number of graphs; the number of graph
+        The tokens and the sum of all logits per generated position, the number of graphs, and the number of graph
         inputs that alias a graph output.
     """
     model = new_model(graphs)

@@ -483,7 +483,7 @@ def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
 
 
 def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
-    """Return the CUDA graphs of the forward and backward passes of layers, decoder and model."""
+    """Return the forward and backward CUDA graphs of layers, decoder and model."""
     slots = [engine_callable(graph) for layer in layers for graph in getattr(layer, "cuda_graphs", ())]
     slots += whole_passes(helper)
     graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
@@ -491,7 +491,7 @@ def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
 
 
 def whole_passes(helper: Any) -> list[Any]:
-    """Return the slots (graphs of one micro-batch) of the model, its chunks or its decoder."""
+    """Return the slots of all whole-pass graphs."""
     return [passes for graphs in standing_in(helper) for passes in graphs.slots]
 
 
@@ -518,7 +518,7 @@ def engine_callable(graph: Any) -> Any:
 
 
 def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
-    """Return the number of captured layers: one per slot for a layer's own graphs, one per layer of a larger graph."""
+    """Return the number of captured layers. A layer with its own graphs counts once per slot."""
     together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
     return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
