@@ -82,7 +82,10 @@ def texts(file: Path) -> Iterator[str]:
 
 
 def unknown_messages(page: str, known: list[str]) -> list[str]:
-    """Return the messages on ``page`` with a part missing from all strings in ``known``; ``…`` separates parts."""
+    """Return the messages on ``page`` that the strings in ``known`` do not contain.
+
+    The parts of a message around ``…`` are looked up separately.
+    """
     explained = EXPLAINED.findall(page)
     return [
         message

@@ -16,12 +16,8 @@ CRASHES = f"{WRITES}; sys.exit(3)"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Return a function that runs measure.py on ``programs``, a dict of each part's name and source.
-
-    The function returns the exit code and the output.
-    """
-
     def run(programs, *given, commit="a1", arguments="GPUS FILE", **options):
+        """Run measure.py on parts with the given names and source code; return the exit code and the output."""
         parts = []
         for name, program in programs.items():
             (tmp_path / f"{name}.py").write_text(program)

@@ -69,7 +69,7 @@ def test_soaks_and_faults_count_successes():
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """Write a results file and a template, and return the path at which tables.py writes the results page."""
+    """Write a results file and a template; return the path of the results page that tables.py will write."""
     (tmp_path / "one.json").write_text(json.dumps(results(EAGER, GRAPHS, name="A")))
     (tmp_path / "template").write_text(
         "# Results\n\n{{launches: one}}\n\nIt takes {{.1f: one configurations/A/native/ms}} ms.\n"

@@ -11,7 +11,7 @@ def event(category: str, name: str, start: float, end: float) -> dict:
 
 
 def traced_steps() -> list[dict]:
-    """Return the trace events of identical steps; only the first step has an additional kernel."""
+    """Return the trace events of identical steps, plus one extra kernel in the first."""
     steps = [
         event(category, name, step * STEP + start, step * STEP + end)
         for step in range(STEPS)

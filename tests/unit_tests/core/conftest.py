@@ -26,7 +26,7 @@ def _installed_cpu_backend() -> Iterator[None]:
 
 @pytest.fixture
 def cpu_backend(_installed_cpu_backend: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Seed the process on the CPU backend, leave the legacy default stream, and reset Megatron's RNG tracker."""
+    """Run a test on the CPU backend and a side stream, with a fixed seed and a new RNG tracker."""
     from megatron.core.tensor_parallel import random as tensor_parallel_random
 
     for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):

@@ -73,7 +73,7 @@ LARGE = "unexpectedly large"
 
 @pytest.fixture
 def validate(machine):
-    """Complete the first step; return a function that validates losses on the GPU as pretrain_gpt.py does."""
+    """Return a function that validates losses like pretrain_gpt.py, after a completed first step."""
 
     def validate(*values, of=machine):
         for value in values:

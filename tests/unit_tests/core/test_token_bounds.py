@@ -55,7 +55,7 @@ def machine(bounds):
 
 
 def run(bounds, *microbatches):
-    """Run the passes of a step; each entry of ``microbatches`` is the overflow flag of one micro-batch."""
+    """Emulate the passes of a step; ``microbatches`` are the overflow flags of its micro-batches."""
     for too_many in microbatches:
         bounds.note(torch.tensor([False, too_many]))
         bounds.copy_to_host()

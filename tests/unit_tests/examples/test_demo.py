@@ -10,7 +10,7 @@ CAPTURED = 4  # first step with graphs
 
 
 def metrics(path, graphs: int, changed: dict[int, dict] | None = None):
-    """Write metrics as step_metrics.py does; ``changed`` overrides keys of a step."""
+    """Write metrics like step_metrics.py, and return ``path``. ``changed`` maps a step to changed values."""
     lines = []
     for step in range(1, STEPS + 1):
         line: dict[str, float | None] = {"step": step, "loss": 5.0 / step, "grad_norm": 1.0 / step, "skipped": False}
@@ -22,7 +22,7 @@ def metrics(path, graphs: int, changed: dict[int, dict] | None = None):
 
 @pytest.fixture
 def runs(examples, tmp_path):
-    """Return a function that creates an eager run and a graphed run with ``changed`` metrics."""
+    """Return a factory of an eager run, and a graphed run with changed metrics."""
     from demo_report import Run
 
     def make(changed=None, graphs=8):

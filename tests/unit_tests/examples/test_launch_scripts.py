@@ -38,9 +38,8 @@ def run(script, *arguments: str, tmp_path, **environment: str) -> subprocess.Com
 
 @pytest.fixture
 def launched(examples, tmp_path):
-    """Return a function that runs a script and returns the arguments of torchrun and pretrain_gpt.py."""
-
     def launch(name: str, *arguments: str, **environment: str):
+        """Run a script; return the arguments of torchrun, and the arguments of pretrain_gpt.py."""
         given = run(examples / name, *arguments, tmp_path=tmp_path, **environment).stdout.splitlines()
         at = given.index(str(examples / "pretrain_gpt.py"))
         return given[:at], given[at + 1 :]
@@ -50,9 +49,8 @@ def launched(examples, tmp_path):
 
 @pytest.fixture
 def validated(monkeypatch):
-    """Return a function that parses and validates flags as rank 0 of ``gpus`` Hopper GPUs would."""
-
     def validate(flags: list[str], gpus: int):
+        """Parse and validate ``flags`` as rank 0 of ``gpus`` Hopper GPUs would."""
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

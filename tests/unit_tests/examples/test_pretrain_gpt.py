@@ -28,7 +28,7 @@ def pretrain_gpt(examples):
 
 @pytest.fixture
 def metrics(examples, tmp_path, monkeypatch):
-    """Create step metrics with a clock that advances by 0.25 s per step."""
+    """Return step metrics with a fake clock."""
     import step_metrics
 
     seconds = iter(range(100))

@@ -28,7 +28,6 @@ EAGER, GRAPHED = "gpt/eager", "gpt/graphed"
 
 @pytest.fixture(params=["dgx_h100", "cpu_backend"])
 def runner(request, tmp_path, monkeypatch):
-    """Return a function that calls ``main`` with launches that log the given losses, on a GPU or the CPU backend."""
     on_gpu = request.param == "dgx_h100"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 if on_gpu else 0)
@@ -36,6 +35,8 @@ def runner(request, tmp_path, monkeypatch):
     monkeypatch.setattr(golden, "other_versions", lambda recipe: [])
 
     def call(*arguments: str, eager=(2.5, 2.0), graphed=(2.5, 2.0), graphs=4, gpus=2, resumes=False) -> int:
+        """Run ``main`` with fake launches that log the losses ``eager`` or ``graphed``; return the exit code."""
+
         def recipe(name: str, impl: str) -> Recipe:
             file = tmp_path / f"{name.replace('/', '-')}.json"
             flags = {"--train-iters": 2, "--cuda-graph-impl": impl}

@@ -71,7 +71,7 @@ def core_files(version: str = "0.19.2") -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Import folders: ``site`` has stubs of megatron-core and torch; ``patch`` is the overlay with patched modules."""
+    """Folders to import from: ``site`` with stubs of megatron-core and torch, and ``patch`` with the overlay."""
 
     folder: Path
 

@@ -17,13 +17,13 @@ OF_MODEL = {"calls without labels or with tensors of other shapes"}  # run eager
 
 
 def planned(capsys, arguments):
-    """Return the exit code and the lines of a plan."""
+    """Run ``plan``; return its exit code and output lines."""
     code = command.plan(arguments)
     return code, capsys.readouterr().out.splitlines()
 
 
 def graphs(lines):
-    """Return the listed graphs of all stages."""
+    """Return the lines that list graphs."""
     return [line.strip() for line in lines if line.startswith(("    forward of ", "    backward of ", "    and "))]
 
 

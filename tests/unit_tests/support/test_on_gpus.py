@@ -14,12 +14,11 @@ NO_MEMORY = "torch.OutOfMemoryError: CUDA out of memory"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Return a function that runs cases 0 to 11. It returns the exit code, the results, and the cases as they ran.
-
-    Its argument ``errors`` maps a case to the errors of its first run and of later runs.
-    """
-
     def run(errors, *arguments):
+        """Run twelve fake cases; return the exit code, the results, and the case numbers in training order.
+
+        ``errors`` maps a case number to the errors of its first run and of later runs.
+        """
         chosen = [Job("test_a", "data parallel", {"n": number}) for number in range(12)]
         seen = []
 

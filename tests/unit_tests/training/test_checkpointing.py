@@ -15,9 +15,8 @@ from megatron.training import checkpointing
 
 @pytest.fixture
 def loads(monkeypatch):
-    """Return a function that loads a state dict with a fake for megatron-core's reader."""
-
     def load(read, state_dict, finetune=False, **others):
+        """Load ``state_dict`` with ``read`` in place of megatron-core's reader."""
         monkeypatch.setattr(checkpointing._upstream, "_load_base_checkpoint", read)
         args = types.SimpleNamespace(finetune=finetune)
         return checkpointing._load_base_checkpoint("folder", args, False, state_dict, **others)
@@ -64,7 +63,7 @@ def test_error_names_the_flags_to_add(loads, flag):
 
 
 class Chunk(torch.nn.Module):
-    """A model chunk with one layer; ``number`` is its global number, from 1. Parameter names begin with ``module.``."""
+    """A wrapped model chunk with one layer, whose global number (from 1) is ``number``."""
 
     config = types.SimpleNamespace(num_moe_experts=None)
 
@@ -76,9 +75,8 @@ class Chunk(torch.nn.Module):
 
 @pytest.fixture
 def loads_optimizer(loads, monkeypatch, tmp_path):
-    """Return a function that saves the optimizer state dict ``saved`` unless it is None, and loads it into ``into``."""
-
     def run(saved, into):
+        """Save the optimizer state dict ``saved`` (None: no checkpoint), and load it into ``into``."""
         if saved is not None:
             save({"optimizer": saved, "iteration": 1}, checkpoint_id=tmp_path / "folder")
         monkeypatch.setattr(

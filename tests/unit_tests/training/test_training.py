@@ -20,7 +20,7 @@ class AddedUp(Exception):
 
 
 class Args:
-    """Training arguments that raise ``AddedUp`` when ``timing_log_level`` is read, after losses are accumulated."""
+    """Training arguments that stop ``training_log`` once it has accumulated the losses."""
 
     tensorboard_log_interval = 2
 
@@ -39,7 +39,7 @@ def _megatron(monkeypatch):
 
 
 def totals(log, steps):
-    """Call ``log`` for each step; return the loss sums after each, and the number of calls of ``torch.tensor``."""
+    """Call ``log`` for each step; return the loss sums after every step, and the number of ``torch.tensor`` calls."""
     sums: dict[str, torch.Tensor] = {}
     after, made = [], 0
     for number, (losses, skipped) in enumerate(steps, 1):

@@ -14,7 +14,7 @@ HELPER = "megatron.core.datasets.helpers_cpp"
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Patch ``subprocess.run`` to record calls without running them; return the list of program names."""
+    """Replace ``subprocess.run`` with a stub; return the list to which it appends program names."""
     calls = []
 
     def run(command):

@@ -16,7 +16,7 @@ WARMED_UP = 10  # number of earlier steps that capture assumes, so that it warms
 
 
 def graphed(holds: str | None = "decoder", **changes) -> Case:
-    """Return a case with three layers; ``holds`` is the scope of its graphs, or None for the default."""
+    """Return a case with three layers and graphs of scope ``holds`` (None: the default scope)."""
     return small(layers=3, holds=holds, warmup=WARMED_UP, **changes)
 
 
@@ -90,7 +90,10 @@ def trained(
     steps: int = 2,
     kind: type[CapturedTraining] = CapturedTraining,
 ) -> Trace:
-    """Train for ``steps`` steps after the capture, calling ``between`` before each, and return the trace."""
+    """Train one step, capture if ``graphs``, train ``steps`` more, and return the trace.
+
+    ``between`` is called before each of the later steps.
+    """
     training = kind(case, graphs, variant)
     try:
         for _ in range(steps):
@@ -102,7 +105,7 @@ def trained(
 
 
 def compared(case: Case, between: Callable[[CapturedTraining], None] = lambda training: None, **options: Any) -> Trace:
-    """Assert that training with graphs is bit-identical to eager training, and return its trace; see ``trained``."""
+    """Assert that training with graphs is bit-identical to eager training; return the trace with graphs."""
     eager, graphs = (trained(case, on, between, **options) for on in (False, True))
     assert eager.differences(graphs) == []
     return graphs
@@ -126,7 +129,7 @@ def in_use(fsdp: torch.nn.Module) -> list[dict]:
 
 @contextmanager
 def occupied(fsdp: torch.nn.Module, kind: str) -> Iterator[None]:
-    """While in this context, occupy half of the double buffer of ``kind``, for example ``main_grad_buffer``."""
+    """Mark one of the two double buffers of ``kind`` as occupied while in this context."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     idle = getattr(group, kind).temporary_bucket_allocator.idle_buffer
     idle.remove((0, 0))

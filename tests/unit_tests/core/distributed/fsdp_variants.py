@@ -36,7 +36,10 @@ class Variant:
 
     @contextmanager
     def in_place(self, *, upstream: bool) -> Iterator[None]:
-        """While in this context, build models of this variant, with megatron-core's own ``MegatronFSDP`` or ours."""
+        """Patch model construction to build this variant while in this context.
+
+        ``upstream`` selects megatron-core's ``MegatronFSDP`` instead of ours.
+        """
         from megatron.core import distributed, transformer
         from megatron.core.distributed.fsdp import mcore_fsdp_adapter
         from megatron.core.models import gpt
@@ -68,13 +71,13 @@ class Variant:
 
 
 def small(**changes: Any) -> Case:
-    """Return a case whose steps take a few milliseconds; it has a double buffer only if parameters are sharded."""
+    """Return a small, fast case, with a double buffer only if parameters are sharded."""
     sharded = changes.get("data_parallel_sharding_strategy", "optim_grads_params") == "optim_grads_params"
     return Case.of({**SMALL, "fsdp_double_buffer": sharded, **changes})
 
 
 def _with_our_buffers(kind: Any) -> type:
-    """Return a subclass of megatron-core's ``MegatronFSDP`` for our buffer: it scales unsharded gradients."""
+    """Return a subclass of megatron-core's ``MegatronFSDP`` that scales unsharded gradients, as our buffer requires."""
 
     def attach(self: Any) -> None:
         self.param_and_grad_buffer.unsharded_gradients.scale()

@@ -80,7 +80,7 @@ def test_autograd_grad_through_replays_is_refused(one_rank, holds, modules):
 
 
 def note_calls(calls, model):
-    """Register hooks of every kind on each layer to record their tensors in ``calls``."""
+    """Register hooks of every kind on each layer that append their tensors to ``calls``."""
 
     def noting(kind):
         def hook(layer, *call):
@@ -112,7 +112,7 @@ def test_layer_hooks_see_eager_calls_and_values(one_rank, modules):
 
 
 def stepped_twice(training):
-    """Run the optimizer again with the same gradients, after parameters were gathered for the next pass."""
+    """Run the optimizer a second time with the same gradients."""
     if len(training.losses) > 1:  # a capture zeroes gradients
         with torch.cuda.stream(training.stream):
             training.optimizer.step()
@@ -156,7 +156,7 @@ def test_evaluation_of_two_shapes_in_any_order_is_identical(one_rank, holds):
 
 @contextmanager
 def failing(layer, in_backward):
-    """While in this context, captures of ``layer`` fail: its forward or backward pass reads a value on the host."""
+    """Make captures of ``layer`` fail in this context: a hook reads a tensor on the host in one of its passes."""
 
     def read(tensor):
         tensor.sum().item()
@@ -404,7 +404,10 @@ def test_offloading_frees_optimizer_states_and_weights(one_rank):
 
 
 def penalize_embedding(training, before=False):
-    """Add a penalty on the embedding weights to the loss; if ``before``, compute it before the model's losses."""
+    """Add a penalty on the embedding weights to the loss.
+
+    If ``before``, compute the penalty before the forward pass.
+    """
     if "_losses" in vars(training):
         return
     losses = training._losses

@@ -28,7 +28,6 @@ class Router(torch.nn.Module):
 
 @pytest.fixture
 def reset():
-    """Return ``reset_model_temporary_tensors``."""
     from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 
     return reset_model_temporary_tensors

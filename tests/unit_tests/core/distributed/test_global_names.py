@@ -16,7 +16,7 @@ class Layer(nn.Linear):
 
 
 def chunk(*numbers, wrappers=1, **others):
-    """Return a wrapped model chunk whose layers have these global numbers, counted from 1."""
+    """Return a wrapped model chunk with one layer per global layer number (from 1) in ``numbers``."""
     made = nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList(map(Layer, numbers))}), **others})
     for _ in range(wrappers):
         made = nn.ModuleDict({"module": made})

@@ -24,9 +24,10 @@ IN_ORDER = (0, 1, 2, 3)
 
 
 def unusual(model):
-    """Add the attributes ``called`` and ``reads``, lists of layer indices, to the decoder.
+    """Add the class attributes ``called`` and ``reads``, lists of layer indices, to the decoder.
 
-    The decoder calls only layers ``called``, and adds the cosines of the outputs of layers ``reads`` to its output.
+    The decoder calls only the layers in ``called``. It adds the cosines of the outputs of those in
+    ``reads`` to its output.
     """
 
     own_kind: Any = type(model.decoder)
@@ -50,9 +51,13 @@ def unusual(model):
 
 
 def trained(per_graph, called, reads, error=None):
-    """Train a step that calls layers ``called`` and reads outputs of ``reads``, then a normal step; return the trace.
+    """Train an unusual step and then a normal step, and return the trace.
 
-    Capture first unless ``per_graph`` is None. If ``error`` is set, assert that the first step raises it.
+    Args:
+        per_graph: Scope of the graphs, or None for eager training.
+        called: Indices of the layers that the unusual step calls.
+        reads: Indices of the layers whose outputs it reads.
+        error: Message of the error that the unusual step must raise, if any.
     """
     case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)
     training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
@@ -133,7 +138,7 @@ def test_layers_of_patched_decoder_class_have_their_own_graphs(one_rank, monkeyp
 
 
 def read_in_hooks(model):
-    """Register decoder hooks that add the cosines of two hidden states between layers to the output."""
+    """Register decoder hooks that add the cosines of two layers' outputs to the decoder's output."""
     indices = {"extract_layer_indices": {1, 2}}
     return (
         model.decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | indices), with_kwargs=True),

@@ -21,7 +21,7 @@ class Group(list):
 
 
 def groups(rank, **sizes):
-    """Return the groups of a rank by parallel dimension, outermost first."""
+    """Return the groups of ``rank`` by dimension. ``sizes`` are the dimensions' sizes, outermost first."""
     places = torch.arange(torch.tensor([*sizes.values()]).prod()).view(*sizes.values())
     ((*place,),) = (places == rank).nonzero().tolist()
     return {

@@ -10,7 +10,7 @@ from .fsdp_variants import Variant, run_backward, small
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def training(ranks, request):
-    """Return a model with main gradients in the given dtype, and its case; the optimizer's gradients are float32."""
+    """Return a model whose main gradients have the parametrized dtype, and its case."""
     dtype = getattr(torch, request.param)
     variant = Variant(
         small(dtype="bf16"),
@@ -20,7 +20,7 @@ def training(ranks, request):
 
 
 def attached(fsdp):
-    """Return the local tensors of the optimizer's gradients; None for missing gradients."""
+    """Return the local tensor of each optimizer gradient, or None if the gradient is missing."""
     grads = [param.grad for _, param in fsdp.param_and_grad_buffer.optimizer_named_parameters]
     return [None if grad is None else grad._local_tensor for grad in grads]
 
@@ -36,7 +36,7 @@ def main_gradients(fsdp):
 
 
 def step(fsdp, case):
-    """Compute new gradients, attach them to the optimizer's parameters, and return them."""
+    """Run a forward and backward pass; return the optimizer's gradients, compared with the main gradients."""
     fsdp.zero_grad_buffer()
     run_backward(fsdp, case)
     fsdp.finish_grad_sync()

@@ -23,7 +23,10 @@ def remove_bias(model):
 
 
 def exchange(fsdp, distributed):
-    """Swap to optimizer (``distributed``) or raw parameters; return whether megatron-core's swap by name ran."""
+    """Swap the module's parameters; return whether megatron-core's method, which looks up names, ran.
+
+    ``distributed`` selects the optimizer's parameters instead of the raw ones.
+    """
     name = f"_replace_param_with_{'distributed' if distributed else 'raw'}_if_needed"
     own = getattr(upstream_class(), name)
     with mock.patch.object(upstream_class(), name, autospec=True, side_effect=own) as by_name:
@@ -36,7 +39,7 @@ def held(fsdp):
 
 
 def by_megatron_core(fsdp):
-    """Return the parameters of a new model before and after megatron-core's first swap to raw parameters."""
+    """Return the model's parameters before and after megatron-core's swap to raw parameters."""
     distributed = held(fsdp)
     assert exchange(fsdp, False)
     return distributed, held(fsdp)

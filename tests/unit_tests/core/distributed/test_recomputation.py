@@ -32,7 +32,7 @@ EACH, PAIRS, AT_ONCE = (full("uniform", layers) for layers in (1, 2, 3))
 
 @contextmanager
 def noted_bytes():
-    """While in this context, record the bytes in use in the pool at the beginning of each capture."""
+    """Collect the bytes in use in the graph pool at the beginning of each capture in this context."""
     found: list[int] = []
     begin = torch.cuda.CUDAGraph.capture_begin
 
@@ -48,7 +48,7 @@ def noted_bytes():
 
 
 def kept(variant, holds):
-    """Return the bytes in use in the graphs' pool between the forward and the backward pass."""
+    """Return the bytes in use in the graph pool between the captures of the forward and backward pass."""
     with noted_bytes() as found:
         CapturedTraining(replace(variant.case, holds=holds), variant=variant).delete()
     return max(found)

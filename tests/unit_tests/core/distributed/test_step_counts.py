@@ -72,7 +72,7 @@ def hook_calls(counts):
 
 @dataclass
 class Counts:
-    """Megatron-FSDP's Python calls, launches (including replays) and replays in a step."""
+    """Numbers of Megatron-FSDP's Python calls, of launches (including replays), and of replays in a step."""
 
     calls: float
     launches: float
@@ -80,7 +80,7 @@ class Counts:
 
 
 def counts(layers, **case):
-    """Run four steps with graphs. Return the Python calls of the third step, and the launches of the fourth."""
+    """Count the Python calls of one step with graphs, and the launches and replays of the next."""
     with captured(small(layers=layers, warmup=WARMED_UP, **case)) as model:
         for _ in range(2):
             model.step()

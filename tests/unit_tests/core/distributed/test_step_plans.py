@@ -19,7 +19,7 @@ VARIANTS["bf16 gradients"] = ("optim_grads_params", "bf16", {"megatron_fsdp_main
 
 
 class Launches(TorchDispatchMode):
-    """Counts all operators except views."""
+    """Records the names of all operators except views."""
 
     def __init__(self):
         super().__init__()

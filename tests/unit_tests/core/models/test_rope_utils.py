@@ -12,7 +12,6 @@ SIZE = 2
 
 @pytest.fixture(scope="module")
 def module():
-    """Return the ``rope_utils`` module."""
     return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
 
 

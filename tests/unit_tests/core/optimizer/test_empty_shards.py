@@ -29,7 +29,7 @@ def step(optimizer):
 
 
 def completed(optimizer):
-    """Return each parameter's optimizer state by index; add the empty shard's state if it is missing."""
+    """Return optimizer states by parameter index, including a state for the empty shard."""
     numbers = {id(param): number for number, param in enumerate(parameters(optimizer))}
     own = {numbers[id(param)]: state for param, state in optimizer.state.items()}
     return state_of_every_parameter(optimizer, own, lambda param: numbers[id(param)])

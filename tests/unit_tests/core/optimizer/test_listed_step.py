@@ -55,7 +55,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 @pytest.fixture
 def build(mesh):
-    """Return a function that builds identical optimizers: three groups of DTensors with persistent gradients."""
+    """Return a factory of identical optimizers whose parameters are DTensors in three groups."""
 
     def shard(shape, generator):
         return DTensor.from_local(torch.randn(shape, generator=generator), mesh, [Shard(0)])
@@ -91,9 +91,10 @@ def prepare(optimizer, number):
 
 
 def compared(build, steps=5, change=lambda optimizer, number: None, **options):
-    """Assert that training with and without ``LocalShards`` is bit-identical.
+    """Assert that steps with and without ``LocalShards`` are bit-identical.
 
-    Return the number of parameters that each step with ``LocalShards`` inspected.
+    Returns:
+        ``FusedAdam.inspected`` after each step with ``LocalShards``.
     """
     expected, optimizer = build(**options), build(**options)
     inspected, shards = [], None

@@ -16,7 +16,7 @@ SHAPES = ((4, 3), (5,), (0, 3), (2, 2))
 
 @pytest.fixture
 def build(mesh):
-    """Return a function that builds identical optimizers of four DTensors; one DTensor is empty on this rank."""
+    """Return a factory of identical optimizers of four DTensors; one DTensor is empty on this rank."""
 
     def shard(shape, generator):
         return DTensor.from_local(torch.randn(shape, generator=generator), mesh, [Shard(0)])

@@ -54,7 +54,7 @@ IMPORTED_FIRST = [
 
 @pytest.fixture(scope="module")
 def imported(request):
-    """Import each module first in a separate process, and map it to the modules loaded in that process."""
+    """Map each module to the modules that are loaded when a new process imports it first."""
     code = """
 import importlib, json, os, sys
 import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor  # once for all processes

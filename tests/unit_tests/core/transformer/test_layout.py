@@ -68,9 +68,9 @@ def _nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
 
 
 def _imports(name: str, *, inside_functions: bool = True) -> set[str]:
-    """Return the files in ``FILES`` that the module ``name`` imports, except ``cuda_graphs`` for megatron-core's names.
+    """Return the files in ``FILES`` that the module ``name`` imports, except ``cuda_graphs``.
 
-    Functions import that module when they are called, so that patches of its names have an effect.
+    Functions import ``cuda_graphs`` when they are called, so that patches of its names take effect.
     """
     return _all_imports(name, inside_functions=inside_functions) & set(FILES) - {f"{TRANSFORMER}.cuda_graphs"}
 
@@ -89,7 +89,7 @@ def _all_imports(name: str, *, inside_functions: bool) -> set[str]:
 
 
 def _group(name: str) -> str:
-    """Return the folder of a file in ``te``, ``local`` or ``engine``, otherwise the file."""
+    """Return the subpackage of a module, or the module itself if it is in none."""
     folder = name.rpartition(".")[0]
     return name if folder in (PACKAGE, TRANSFORMER) else folder
 
@@ -101,7 +101,7 @@ def _rank(name: str) -> int:
 
 
 def _higher(files: list[str], rank: Callable[[str], int]) -> list[str]:
-    """Return ``A imports B`` for each file A that imports a file B of a higher layer."""
+    """Return a message for each import of a file in a higher layer."""
     return [f"{name} imports {i}" for name in files for i in sorted(_imports(name)) if _rank(i) > rank(name)]
 
 

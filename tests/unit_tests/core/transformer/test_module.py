@@ -188,7 +188,7 @@ def layer_graphs(count, num_microbatches):
 
 
 def replays(layer, microbatches, monkeypatch):
-    """Call ``layer`` for each of ``microbatches`` micro-batches, and yield its output."""
+    """Yield the output of ``layer`` for each of ``microbatches`` micro-batches."""
     monkeypatch.setattr(module, "get_num_microbatches", lambda: microbatches)
     for layer.current_microbatch in range(microbatches):
         yield layer(X)

@@ -20,7 +20,10 @@ GATHER, SHARD, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_red
 
 @contextmanager
 def trained(kind, instances, outer, **changes):
-    """Yield a model that has run one step with graphs of scope ``kind`` and ``instances`` HSDP replicas."""
+    """Yield a model with graphs of scope ``kind`` after one step.
+
+    ``instances`` is the number of HSDP replicas, and ``outer`` the sharding strategy across them.
+    """
     with captured(
         graphed(kind, num_distributed_optimizer_instances=instances, outer_dp_sharding_strategy=outer, **changes)
     ) as training:
@@ -31,7 +34,7 @@ def trained(kind, instances, outer, **changes):
 
 @contextmanager
 def sent_across_replicas(fsdp):
-    """While in this context, record the collectives across replicas with the addresses of their inputs."""
+    """Collect the name and input address of each collective across HSDP replicas while in this context."""
     sent = []
     group = fsdp.dist_index.get_outer_fsdp_group()
 
@@ -129,7 +132,7 @@ def test_graphs_do_not_communicate_across_replicas(hybrid_ranks, kind):
 
 @contextmanager
 def waits():
-    """While in this context, record the waits of streams for events, as pairs of stream and event."""
+    """Collect a pair (stream, event) for each wait of a stream while in this context."""
     found = []
     wait_event = torch.cuda.Stream.wait_event
 

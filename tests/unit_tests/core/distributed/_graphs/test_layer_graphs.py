@@ -57,7 +57,7 @@ def capture(fsdp, layers, *, fused=()):
 
 @contextmanager
 def replaying(fsdp, layers, direction="backward"):
-    """While in this context, emulate a pass in which ``layers`` replay their graphs; yield Megatron-FSDP's hooks."""
+    """Yield Megatron-FSDP's hooks in the state of a pass in which ``layers`` replay their graphs."""
     for layer in layers:
         layer.replaying = fsdp.graphs.layers.get(layer)
     fsdp.start_param_sync()
@@ -162,7 +162,7 @@ ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder
 
 
 def gathered(fsdp, gather):
-    """Return the unit buckets that ``gather()`` gathers. First gather all other buckets; at the end, release all."""
+    """Return the unit buckets that ``gather()`` gathers, and release all buckets afterwards."""
     groups, status = fsdp.param_and_grad_buffer.parameter_groups, fsdp.all_gather_pipeline.bucket_status
     for group in groups:
         if group.fsdp_unit_id is None:
@@ -194,7 +194,7 @@ def test_replays_gather_like_megatron_core(ranks, case, direction):
 
 
 def has_collectives(variant):
-    """Return whether a layer capture of ``variant`` records collectives; if so, assert that layers have owners."""
+    """Return whether a layer capture of ``variant`` records collectives."""
     fsdp = variant.build().module
     layers = list(fsdp.module.decoder.layers)
     with fsdp.graphs.layer_capture(layers):
@@ -229,9 +229,11 @@ def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch,
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """Pass gradients to the first layer's owner; return the names of parameters whose ``main_grad`` it wrote.
+    """Return the names of the first layer's parameters whose ``main_grad`` its gradient owner writes.
 
-    Parameters in ``unused`` get no gradient. Without ``whole``, the owner is that of a partially captured layer.
+    Args:
+        whole: Whether the whole layer is captured, not only a part.
+        unused: Names of parameters without a gradient.
     """
     layer = fsdp.module.decoder.layers[0]
     with fsdp.graphs.layer_capture([layer]):

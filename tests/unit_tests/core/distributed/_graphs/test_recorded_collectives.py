@@ -43,7 +43,7 @@ def layers(fsdp):
 
 
 def eager(owner, name):
-    """Patch ``owner.name``, a function that only eager collectives call, to record its calls."""
+    """Return a patch that counts calls of ``owner.name``, which only eager collectives call."""
     return mock.patch.object(owner, name, wraps=getattr(owner, name))
 
 
@@ -56,7 +56,7 @@ def group_of(fsdp, layer):
 
 
 def gather(fsdp, layer):
-    """Gather ``layer`` for its forward pass, checking addresses, and release it."""
+    """Gather ``layer`` for a forward pass, and release it."""
     fsdp.fsdp_hooks.unshard_for_forward(layer)
     fsdp.fsdp_hooks.release_after_forward(layer)
 

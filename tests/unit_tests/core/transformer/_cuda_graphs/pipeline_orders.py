@@ -5,7 +5,10 @@ from hypothesis import strategies as st
 
 @st.composite
 def orders(draw):
-    """Draw an order, and the numbers of layers per chunk and of micro-batches; some chunks delay weight gradients."""
+    """Draw a pipeline order, the number of layers of each chunk, and the number of micro-batches.
+
+    Some chunks delay weight gradients.
+    """
     layers = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
     microbatches = draw(st.integers(1, 4))
     forwards = dict.fromkeys(range(1, len(layers) + 1), microbatches)

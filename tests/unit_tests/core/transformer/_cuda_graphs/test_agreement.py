@@ -89,8 +89,8 @@ def agreement_of(rank, layout="one group", timeout=LIMIT) -> CaptureAgreement:
     """Return the ``CaptureAgreement`` of ``rank``.
 
     Args:
-        layout: ``one group`` of two ranks; or four ranks: ``crossing`` tensor- and data-parallel groups of two, or two
-            pipeline ``stages`` of two ranks.
+        layout: "one group" of two ranks, "crossing" tensor- and data-parallel groups of four ranks, or "stages": two
+            pipeline stages of two ranks.
     """
     row, column = divmod(rank, 2)
     groups: Any = SimpleNamespace(tp_dp_cp=Group(2, timeout=timeout), pp=Group(1))
@@ -102,7 +102,7 @@ def agreement_of(rank, layout="one group", timeout=LIMIT) -> CaptureAgreement:
 
 
 def join(agreed, where):
-    """Set the pass that errors name to ``where``, and vote as before a collective."""
+    """Begin the pass ``where`` and vote, as ranks do before a collective."""
     agreed.begin(where)
     agreed._vote(agreed._of_stage)
 
@@ -143,7 +143,7 @@ class TestCaptures:
     def capture(self, layout="one group", fails_on=None, error: BaseException = A_FAULT, blocked=()):
         """Capture two layers on each rank; return each rank's agreed reasons against the capture, or its error.
 
-        ``fails_on`` is the rank and layer that raise ``error``; ranks in ``blocked`` have a reason against the capture.
+        ``fails_on`` is the pair (rank, layer) that raises ``error``. Ranks in ``blocked`` rule out the capture.
         """
         undone = []
 
@@ -207,7 +207,7 @@ class TestCaptures:
 
 
 class Interrupted:
-    """Thread pool whose caller is interrupted once while it waits for the vote number ``at``."""
+    """Thread pool that raises KeyboardInterrupt in the caller that waits for call number ``at``."""
 
     def __init__(self, pool, at):
         self._pool, self._left = pool, at
@@ -254,7 +254,7 @@ def group(ranks):
 
 @contextmanager
 def in_place_of_torch(names, call):
-    """While in this context, replace the methods ``names`` of process groups with ``call(name, group, ...)``."""
+    """Replace the methods ``names`` of process groups with ``call`` while in this context."""
 
     def standing_for(name):
         return lambda group, *args, **kwargs: call(name, group, *args, **kwargs)

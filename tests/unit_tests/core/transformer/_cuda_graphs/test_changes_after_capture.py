@@ -51,9 +51,9 @@ def of_another_length(training, step):
 
 
 def changed_after(case, change, graphs):
-    """Return the trace of a run with ``change`` after the first step with graphs.
+    """Train, apply ``change``, train two more steps, and return the trace.
 
-    If ``change`` returns a handle, its ``remove`` is called before the last step.
+    If ``change`` returns a handle, remove it and train another step.
     """
     training = CapturedTraining(case, graphs)
     handle = None
@@ -80,8 +80,7 @@ def compare(case, change):
     """Train eagerly and with graphs, with ``change`` after the first step with graphs.
 
     Returns:
-        The differences, and the outcome: ``replays`` (all graphs replay), ``some`` (some replay) or ``eagerly``
-            (none replay).
+        The differences, and which graphs replay after the change: "replays" (all), "some" or "eagerly" (none).
     """
     graphed = changed_after(case, change, graphs=True)
     before, after = graphed.step_replays[1:3]
@@ -135,7 +134,7 @@ def doubling_first(module, args):
 
 
 class Within:
-    """Enters a context, and exits it in ``remove``."""
+    """A handle that enters a context, and exits it when removed."""
 
     def __init__(self, context):
         self._context = context

@@ -192,7 +192,7 @@ def validated(example: str) -> Namespace:
 
 
 def refusal(options: Any) -> list[str]:
-    """Return the lines of the error after the first line, or an empty list if the options pass."""
+    """Return the reasons in the error, or an empty list if the options are accepted."""
     try:
         check(Options(options))
     except ValueError as error:
@@ -408,7 +408,7 @@ def test_flags_compatible_with_grouped_experts_pass(changes):
 
 
 def configs(**changes: Any) -> Options:
-    """Return the options of valid configurations with ``changes``."""
+    """Return valid options, with ``changes`` to the model's configuration."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 

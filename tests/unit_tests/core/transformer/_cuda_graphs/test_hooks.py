@@ -44,7 +44,7 @@ def module_with_every_kind():
 
 
 def contents(module):
-    """Return the contents of ``module``'s hook dicts and dicts of hook options (``with_kwargs``, for example)."""
+    """Return the contents of all dicts in which ``module`` stores hooks and hook options."""
     return {name: list(getattr(module, name).items()) for name in ALL_DICTS}
 
 
@@ -103,7 +103,7 @@ def test_deprecated_backward_hook_is_refused():
 
 
 def called_with(register, *offered):
-    """Register a hook with ``register``, and return the arguments it receives when the engine passes ``offered``."""
+    """Register a hook with ``register``; return its arguments when the engine passes ``offered``."""
     module = torch.nn.Linear(2, 2)
     seen: list = []
     register(module, runs_outside_graphs(lambda *args: seen.append(args)))

@@ -305,7 +305,7 @@ def test_other_fp8_tensor_is_a_change(name):
 
 @contextmanager
 def changed(read, write, value):
-    """While in this context, replace a setting with ``value``; ``read`` returns the setting, ``write`` changes it."""
+    """While in this context, ``write`` the new ``value`` of a setting; then restore its old value."""
     before = read()
     write(value)
     yield
@@ -314,7 +314,7 @@ def changed(read, write, value):
 
 @contextmanager
 def setting(owner, name, value):
-    """While in this context, ``owner.name`` is ``value``."""
+    """Set ``owner.name`` to ``value`` while in this context."""
     with changed(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), value):
         yield
 

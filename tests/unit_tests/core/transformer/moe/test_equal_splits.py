@@ -72,7 +72,7 @@ class Ranks:
         self.received = [places(self.counts[:, rank], self.capacity, rows) for rank in range(self.size)]
 
     def exchange(self, buffers, to_experts):
-        """Return the buffers that each rank receives; unused rows and their gradients are NaN."""
+        """Exchange ``buffers`` between all ranks; unused rows and their gradients become NaN."""
         parts = [each.view(self.size, self.capacity, *each.shape[1:]) for each in buffers]
         used = self.counts.sum(2) if to_experts else self.counts.sum(2).t()  # source rank, destination rank
         unused = torch.arange(self.capacity) >= used.unsqueeze(2)
@@ -93,7 +93,7 @@ class Ranks:
 
 
 def permuted(ranks, tokens, probs):
-    """Return each rank's permuted rows and probabilities, and the indices that restore the order."""
+    """Return each rank's permuted rows and probabilities, and the indices that restore the token order."""
     rows = TOKENS * ranks.top_k
     found = [permute(*each, num_out_tokens=rows) for each in zip(tokens, ranks.maps, probs, strict=True)]
     return [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def device_tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:
-    """Return normally distributed numbers of the default dtype without advancing the process's generators."""
+    """Return a tensor of normally distributed numbers without advancing the global generators."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, generator=generator, device="cuda").requires_grad_(grad)
 
@@ -21,7 +21,7 @@ def mlp(dropout: float = 0.3) -> torch.nn.Module:
 
 
 class Forward(torch.nn.Module):
-    """Runs ``body(linear, *args, **kwargs)``, where ``linear`` maps ``[4, 6]`` to ``[4, 6]``."""
+    """Calls ``body`` with a linear layer and the module's inputs."""
 
     def __init__(self, body: Callable[..., Any]):
         super().__init__()
@@ -147,7 +147,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def copies(tensors: Sequence[torch.Tensor | None]) -> Numbers:
-    """Return copies, which replays cannot overwrite."""
+    """Return copies that replays cannot overwrite."""
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
 
 
@@ -186,7 +186,7 @@ def train(case: Case, capture: Callable[..., Callable] | None, steps: int = 4) -
 
 
 def assert_same_bits(got: Numbers, expected: Numbers) -> None:
-    """Assert that all tensors are bit-identical, and that None matches None."""
+    """Assert that both lists are bit-identical, with None at the same positions."""
     assert len(got) == len(expected)
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
         if one is None or other is None:

@@ -34,7 +34,10 @@ class Buckets(GraphOwner):
     def consume_gradients(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
-        """Copy selected gradients to the buffers, with zeros for None; return the gradients that were not selected."""
+        """Copy the selected gradients to the buffers, and return the others.
+
+        A missing gradient zeroes its buffer.
+        """
         self.shapes.append([None if grad is None else grad.shape for grad in grads])
         index = {id(param): i for i, param in enumerate(self.params)}
         left: list[torch.Tensor | None] = []
@@ -49,11 +52,9 @@ class Buckets(GraphOwner):
         return left
 
     def before_backward(self) -> None:
-        """Record the call."""
         self.events.append("before backward")
 
     def after_backward(self) -> None:
-        """Record the call."""
         self.events.append("after backward")
 
 

@@ -32,7 +32,7 @@ class _Product(torch.autograd.Function):
 
 
 class DelayedLinear(torch.nn.Module):
-    """Linear layer with TransformerEngine's ``delay_wgrad_compute`` interface; inputs are ``[4, 6]``."""
+    """Linear layer with TransformerEngine's ``delay_wgrad_compute`` interface."""
 
     def __init__(self, accumulates: bool = False):
         super().__init__()
@@ -61,7 +61,7 @@ class DelayedLinear(torch.nn.Module):
 
 
 def numbers_of(module: DelayedLinear, call, backward_dw) -> list:
-    """Return the outputs and gradients of two steps of ``call`` and ``backward_dw``."""
+    """Return outputs and gradients of two steps, each a backward pass followed by ``backward_dw``."""
     numbers = []
     for step in range(2):
         x, before = device_tensor(4, 6, seed=step), module.notified
@@ -189,9 +189,9 @@ def test_gradients_of_marked_parameters_outlive_backward():
 
 
 def run_order(order, layers, delaying, graphed):
-    """Run the passes in ``order`` twice; return outputs and gradients. Each slot has its own input and loss.
+    """Run a pipeline order twice, with an input and a loss per slot; return outputs and gradients.
 
-    ``layers`` maps each chunk to its number of layers. Chunks in ``delaying`` delay weight gradients.
+    ``layers`` maps each chunk to its number of layers. The chunks in ``delaying`` delay weight gradients.
     """
     torch.manual_seed(7)
     modules = [DelayedLinear(True) if chunk in delaying else mlp() for chunk, n in layers.items() for _ in range(n)]

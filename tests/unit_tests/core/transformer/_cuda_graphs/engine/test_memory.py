@@ -68,7 +68,10 @@ class TestPoolMemory:
 
     @pytest.mark.parametrize(("number", "is_passed"), [(256, True), (257, False)])
     def test_only_small_pool_numbers_are_queried(self, monkeypatch, number, is_passed):
-        """Check that torch gets only integers up to 256, which Python never frees: torch over-releases them."""
+        """Check that larger pool ids are not passed to torch, which releases them once too often.
+
+        CPython never frees integers up to 256.
+        """
         asked = []
 
         def snapshot(mempool_id, include_traces):
@@ -82,7 +85,7 @@ class TestPoolMemory:
 
 @pytest.fixture
 def configure():
-    """Return a function that configures the allocator; restore the defaults afterwards."""
+    """Yield a function that configures the allocator, and restore the defaults after the test."""
     yield torch._C._accelerator_setAllocatorSettings
     torch._C._accelerator_setAllocatorSettings(f"{REUSE_OPTION}:False")
     torch._C._accelerator_setAllocatorSettings("")

@@ -9,7 +9,7 @@ from ..pipeline_orders import orders
 
 
 def passes(plan):
-    """Return the steps as text, for example ``f0 f1 b1 w1 b0 w0``."""
+    """Return the plan as text: the first letter of each step's kind, and its slot."""
     return " ".join(f"{step.kind.value[0]}{step.slot}" for step in plan.steps)
 
 
@@ -71,7 +71,7 @@ def test_invalid_order_is_refused(order, layers, count, message):
 
 
 def read_after(plan):
-    """Map the slot of each backward pass to the slots whose input gradients are no longer needed after it."""
+    """Map the slot of each backward pass to the slots whose input gradients are not needed after it."""
     return {step.slot: slots for step, slots in plan.gradients_read().items()}
 
 

@@ -20,7 +20,7 @@ HOOK_DICTS = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
 
 
 def state_of(module):
-    """Return comparable values of all state that a capture of ``module`` must preserve."""
+    """Return the state that a capture of ``module`` must preserve, as comparable values."""
     return {
         "stream": torch.cuda.current_stream(),
         "capturing": torch.cuda.is_current_stream_capturing(),
@@ -53,7 +53,7 @@ class FailingBackward(torch.autograd.Function):
 
 
 def fail_in(phase):
-    """Return a function that raises only in ``phase``, "warm-up" or "capture"."""
+    """Return a function that raises only in ``phase`` (warm-up or capture)."""
 
     def fail(*unused):
         if torch.cuda.is_current_stream_capturing() == (phase == "capture"):
@@ -67,7 +67,7 @@ def raise_failure(*unused):
 
 
 def in_capture_only(kind):
-    """Return a hook of ``kind`` that raises on its second call, in the capture after one warm-up pass."""
+    """Return a capture-time hook of ``kind`` that raises in the capture, which is its second call."""
     count = []
 
     def hook(*call):
@@ -127,7 +127,7 @@ FAILURES: dict[str, tuple] = {
 
 
 def failed_capture(body, options, error):
-    """Capture a module that runs ``body`` together with an MLP, and assert that this raises ``error``.
+    """Assert that capturing a module with ``body`` together with an MLP raises ``error``.
 
     Returns:
         The module, and its state before the capture.

@@ -26,7 +26,10 @@ def capture(layers, **options):
 
 
 def train(graphed: bool, caches: bool = False, enabled: tuple[bool, bool] = (True, True)) -> list:
-    """Train two layers for five steps of two micro-batches; return losses, gradients and statistics."""
+    """Train two layers; return losses, gradients, cached weights and FP8 statistics.
+
+    ``enabled`` selects the quantized layers. If ``caches``, micro-batches share quantized weights.
+    """
     torch.manual_seed(4)
     State.reset()
     layers = [Linear(), Linear()]

@@ -44,7 +44,10 @@ class Layer(torch.nn.Module, QuantizedProduct):
 
 
 class Model:
-    """Two layers under FP8 autocast, entered in the graph if ``around`` is True, and otherwise around each replay."""
+    """Two layers under FP8 autocast.
+
+    If ``around``, autocast is part of the graph. Otherwise, it surrounds each replay.
+    """
 
     def __init__(self, recipe="recipe", around=True, caches=True):
         torch.manual_seed(4)
@@ -100,7 +103,7 @@ class Model:
 
 
 def train(engine, model, captured_after=None):
-    """Train five steps of three micro-batches; return losses, gradients, quantized weights and FP8 statistics.
+    """Train; return losses, gradients, quantized weights and FP8 statistics.
 
     If ``captured_after`` is set, capture after that many steps and then replay.
     """

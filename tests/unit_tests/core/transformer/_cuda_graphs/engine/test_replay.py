@@ -82,7 +82,7 @@ def test_input_with_other_strides_is_copied():
 
 
 class _Doubled(torch.autograd.Function):
-    """Doubles its input, and appends output gradients to ``noted``: last, the graph's static output gradient."""
+    """Doubles its input, and appends output gradients to ``noted``; the last one is the graph's static tensor."""
 
     @staticmethod
     def forward(ctx, x, noted):
@@ -118,10 +118,7 @@ def test_tensor_captured_twice_may_be_two_in_a_replay():
 
 
 def run_two(calls, backwards) -> list:
-    """Call each of two callables on its own input; return outputs and input gradients.
-
-    ``backwards`` is the order of backward passes.
-    """
+    """Call two callables, run their backward passes in the order ``backwards``, and return outputs and gradients."""
     inputs = [device_tensor(4, 6, seed=seed) for seed in (1, 2)]
     outputs = [call(x) for call, x in zip(calls, inputs, strict=True)]
     numbers = copies(outputs)

@@ -13,7 +13,7 @@ OVERWRITTEN = r"callable {} .*: a later replay has overwritten the activations"
 
 
 def captured(microbatches=1, **options):
-    """Capture four layers with all micro-batches in flight; return the layers and each micro-batch's slots."""
+    """Capture layers with all micro-batches in flight; return the layers and their graphs by micro-batch."""
     torch.manual_seed(5)
     layers = [mlp(0) for _ in range(COUNT)]
     samples = [(device_tensor(4, 6),) for _ in range(COUNT * microbatches)]
@@ -29,7 +29,7 @@ def captured(microbatches=1, **options):
 
 
 def forward(layers, called, seed=0):
-    """Run the layers ``called`` in sequence; return the input and each output."""
+    """Run the layers with indices ``called`` in sequence; return the input and all outputs."""
     returned = [device_tensor(4, 6, seed=seed)]
     for index in called:
         returned.append(layers[index](returned[-1]))

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 def captured_for_sharing(order, shares=True, layers=2):
-    """Capture layers of equal shapes with distinct sample inputs; return the slots.
+    """Capture layers in the pipeline order ``order``, and return the graphs of all slots.
 
-    ``shares`` allows slots to share the memory of inputs and outputs.
+    If ``shares``, slots may share the memory of inputs and outputs.
     """
     count = layers * max(order.count(1), 1)
     samples = [(device_tensor(4, 6, seed=slot),) for slot in range(count)]
@@ -53,7 +53,7 @@ def test_backward_overwrites_gradients_of_previous_backward():
 
 
 def shifted(linear, x):
-    """Add the bias; the backward pass returns its incoming gradient unchanged."""
+    """Add the bias, so that the input gradient is the output gradient itself."""
     return x + linear.bias
 
 

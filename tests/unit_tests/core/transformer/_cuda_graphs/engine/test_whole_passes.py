@@ -163,7 +163,7 @@ ORDER = [1, 1, 2, -2, 2, -1, 1, -2, -1, 2, -2, -1]
 def chunk_passes(order, graphs, skipped=()):
     """Run model chunks in a pipeline order; return outputs, input gradients and accumulated gradients.
 
-    If ``graphs``, micro-batches in ``skipped`` run eagerly.
+    If ``graphs``, all micro-batches except those in ``skipped`` replay.
     """
     models = {chunk: Sums() for chunk in (1, 2)}
     functions = {chunk: lambda x, model=model: model.module(x) for chunk, model in models.items()}

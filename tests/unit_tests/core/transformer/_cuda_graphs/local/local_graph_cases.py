@@ -29,7 +29,7 @@ def use_graphable_rng() -> None:
 
 
 class Calls:
-    """Counts eager calls of a layer in a separate object, because passes may not change attributes of the layer."""
+    """Number of eager calls of a layer, kept outside the layer because passes may not change its attributes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -100,7 +100,7 @@ def batch(step: int, microbatch: int = 0, size: int = 3) -> torch.Tensor:
 
 
 def train(model: Stack, steps: int = 5, microbatches: int = 1, **kwargs: Any) -> list[Any]:
-    """Train ``model`` with plain SGD; return all losses, gradients and parameters as lists of numbers."""
+    """Train ``model`` with plain SGD; return all losses and gradients, and the final parameters."""
     trace: list[Any] = []
     for step in range(steps):
         for microbatch in range(microbatches):

@@ -41,7 +41,7 @@ def _run(result: torch.Tensor, output: torch.Tensor | None, async_op: bool) -> t
 
 
 def gather(shard, group, async_op=False, quantizer=None, output_tensor=None):
-    """Gather ``shard`` and the other rank's shard, ``shard / 2``."""
+    """Emulate a two-rank all-gather on rank 0: the other rank's shard is ``shard / 2``."""
     return _run(torch.cat([shard, shard / 2]), output_tensor, async_op)
 
 
@@ -121,7 +121,7 @@ def sharded_stack(
 
 
 def follow_hooks(model: Stack) -> list[tuple[str, list]]:
-    """Return a list to which the hook of each weight appends the weight's name and main gradient."""
+    """Register a hook on each weight; return the list to which it appends the weight's name and main gradient."""
     names = {id(param): name for name, param in model.named_parameters()}
     told: list[tuple[str, list]] = []
 

@@ -14,7 +14,7 @@ TOKENS = 12
 
 
 def packed(lengths, slots, **changes):
-    """Return ``TOKENS`` tokens of packed sequences with ``lengths``, each padded to its size in ``slots``."""
+    """Return ``PackedSeqParams`` of sequences with ``lengths``, each padded to its length in ``slots``."""
     real, padded = (torch.tensor([0, *each], dtype=torch.int32).cumsum(0).int().cuda() for each in (lengths, slots))
     options = {
         "qkv_format": "thd",
@@ -48,7 +48,7 @@ class Attention(Layer):
 
 
 def run(graphs, steps, pipeline=1):
-    """Run one training step per list of packed sequences, and return all losses and gradients, and the model."""
+    """Train one step for each list of micro-batches in ``steps``; return losses and gradients, and the model."""
     torch.manual_seed(5)
     use_graphable_rng()
     model, found = Stack([Attention(i + 1, graphs, pipeline) for i in range(2)]).cuda(), []

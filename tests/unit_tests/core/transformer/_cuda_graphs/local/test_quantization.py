@@ -44,10 +44,10 @@ class Layer(torch.nn.Module):
 
 
 def train(graphed, quantized=(True, True), per_layer=False):
-    """Train for five steps of two micro-batches; ``quantized`` selects the quantized layers.
+    """Train two layers; return losses, gradients, weights and FP8 statistics, and the reductions of statistics.
 
-    Autocast surrounds each layer and, unless ``per_layer``, the sequence of layers. Return losses, gradients and
-    quantization statistics, and the reductions of statistics.
+    ``quantized`` selects the quantized layers. Each layer has its own autocast. Unless
+    ``per_layer``, an outer autocast surrounds all layers.
     """
     torch.manual_seed(4)
     use_graphable_rng()

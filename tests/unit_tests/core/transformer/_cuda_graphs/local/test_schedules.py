@@ -105,7 +105,7 @@ def train(kinds, orders, graphs, pipeline, shares_scale):
 
 @st.composite
 def schedules(draw):
-    """Draw forward (F) and backward (B) passes of micro-batches, with at most three in flight."""
+    """Draw a schedule, a string of F (forward) and B (backward), with at most three micro-batches in flight."""
     count = draw(st.integers(1, 5))
     order, forward, backward = "", 0, 0
     while backward < count:
@@ -157,7 +157,7 @@ class TestPipeline:
     """Test pipelines, where each micro-batch in flight has its own runners."""
 
     def run(self, graphs, order, later=None):
-        """Train for three steps, with ``order`` in the first and ``later`` in the others; return the trace."""
+        """Train one step with the schedule ``order`` and two with ``later``; return the trace."""
         return train(["layer"] * 3, [order, *[later or order] * 2], graphs, pipeline=2, shares_scale=False)
 
     def test_fewer_microbatches_equal_eager(self):

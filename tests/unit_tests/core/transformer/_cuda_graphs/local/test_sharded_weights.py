@@ -34,9 +34,8 @@ def sharding(monkeypatch):
 
 @pytest.fixture
 def both(monkeypatch):
-    """Return a function that trains eagerly and with graphs. It returns both traces and the graphed model."""
-
     def run(options=None, **training):
+        """Train eagerly and with graphs; return both traces and the graphed model."""
         eager = train_sharded(sharded_stack(graphs=False, **(options or {})), **training)
         assert "nan" not in str(eager)
         sharded_cases.install(monkeypatch)

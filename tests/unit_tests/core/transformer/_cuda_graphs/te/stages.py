@@ -46,7 +46,7 @@ class Alone(CaptureAgreement):
 
 
 class MaskedLayer(GraphableMegatronModule):
-    """A layer that adds its attention mask to twice its input; its attention has the given mask type."""
+    """A layer that doubles its input and adds its attention mask."""
 
     def __init__(self, attn_mask_type=AttnMaskType.causal):
         torch.nn.Module.__init__(self)
@@ -84,7 +84,7 @@ def config(**changes):
 
 
 def stage_of(*layers, modules=None, stages=1, **options):
-    """Return a stage with one chunk per list in ``layers``."""
+    """Return a pipeline stage with one model chunk per list of layers."""
     alone = SimpleNamespace(size=lambda: 1)
     groups = SimpleNamespace(tp=alone, dp_cp=alone, pp=SimpleNamespace(size=lambda: stages))
     modules = modules or [torch.nn.Module() for _ in layers]
@@ -93,7 +93,7 @@ def stage_of(*layers, modules=None, stages=1, **options):
 
 
 def capture(stage, order, engine=capture_session.make_graphed_callables):  # type: ignore[attr-defined]
-    """Capture the layers of ``stage`` for one micro-batch in ``order``, using ``engine``."""
+    """Capture the layers of ``stage`` for one micro-batch, in the order of passes ``order``."""
     graphs = CaptureState(stage, TrainingCalls(()))
     graphs.scope = CaptureScope(Holds.LAYER)
     arguments = CaptureArguments(stage, graphs.layers_apart, 2, 1)
@@ -110,7 +110,7 @@ def capture(stage, order, engine=capture_session.make_graphed_callables):  # typ
 
 
 def engine(capture=lambda: None):
-    """Return an engine that calls ``capture`` and returns mock graphs."""
+    """Return a stand-in for ``make_graphed_callables`` that calls ``capture`` and returns mock graphs."""
 
     def run(layers, sample_args, **arguments):
         capture()
@@ -141,7 +141,7 @@ class CountingChunk(torch.nn.Module):
 
 
 def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options):
-    """Return a helper for simple layers, with an engine that calls ``capture``."""
+    """Return a helper for simple layers that calls ``capture`` instead of capturing graphs."""
     chunk = CountingChunk([MaskedLayer() for _ in range(layers)])
     real = models.transformer_config(Case(layers=2), True)
     vars(real).update(options)

@@ -60,14 +60,13 @@ def test_report_lists_why_the_model_is_not_captured():
 
 @pytest.fixture
 def captured(one_rank, tmp_path):
-    """Return a function that captures three layers under Megatron-FSDP and returns the JSON report."""
-
     class Reporting(CapturedTraining):
         def make_helper(self):
             self.config.cuda_graph_report = str(tmp_path / "new")
             return super().make_helper()
 
     def capture(holds, **changes):
+        """Capture three layers under Megatron-FSDP, and return the JSON report."""
         Reporting(graphed(holds, **changes)).delete()
         return json.loads((tmp_path / "new" / "capture.json").read_text())
 

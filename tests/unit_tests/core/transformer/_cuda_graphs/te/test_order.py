@@ -5,7 +5,7 @@ from megatron.core.transformer.cuda_graphs import get_overlap_moe_expert_paralle
 
 
 def test_uncaptured_layers_take_their_turns():
-    """Check that micro-batch 0's last backward precedes micro-batch 1's second forward if the first layer is eager."""
+    """Check that eager layers keep their position in the order of captured passes."""
     scheduled = [["eager", "a", "b"]]
     order = get_overlap_moe_expert_parallel_comm_order([1, -1, 1, -1], [3], False)
     captured = captured_passes(order, scheduled, [["a", "b"]])

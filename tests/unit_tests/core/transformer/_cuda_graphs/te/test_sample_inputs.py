@@ -18,7 +18,7 @@ from ..pipeline_orders import orders
 
 
 def inputs_of(plan, width_of_callable=lambda index: 1):
-    """Return the inputs of each slot, and the callable indices for which new inputs were created, in order."""
+    """Return each slot's sample inputs, and the indices of the callables for which inputs were created."""
     made = []
 
     def make(index):
@@ -29,7 +29,7 @@ def inputs_of(plan, width_of_callable=lambda index: 1):
 
 
 def shared(samples):
-    """Return, for each slot, the first slot with the same inputs."""
+    """Return the first slot with the same inputs for each slot."""
     return [next(i for i, other in enumerate(samples) if other is sample) for sample in samples]
 
 
@@ -67,7 +67,7 @@ def test_live_inputs_are_not_shared(case):
 
 
 def is_last(plan, position):
-    """Return whether no later step of ``plan`` runs the same slot."""
+    """Return whether the step at ``position`` is the last of its slot."""
     return plan.steps[position].slot not in [step.slot for step in plan.steps[position + 1 :]]
 
 

@@ -176,7 +176,7 @@ class Decoder(torch.nn.Module):
 
 
 class Scaled(torch.nn.Module):
-    """A module that returns ``scale`` times its weight, as a tensor, in a tuple or in a dict, as ``kind`` selects."""
+    """A module that returns its scaled weight as a tensor, a tuple or a dict, depending on ``kind``."""
 
     kinds = {"tensor": lambda out: out, "tuple": lambda out: (None, out), "dict": lambda out: {"losses": [out]}}
 

@@ -31,13 +31,13 @@ TOKENS = 16  # one per patch
 
 @pytest.fixture(params=[1, 2], ids=["one stage", "two stages"])
 def order(request):
-    """Return the order of passes in a step."""
+    """Set up one or two pipeline stages, and return the order of passes."""
     request.getfixturevalue({1: "one_stage", 2: "two_stages"}[request.param])
     return ORDERS[request.param]
 
 
 def new_model(graphs=True, modules=()):
-    """Return a classifier with two layers of megatron-core's CLIP encoder in this stage, and its configuration."""
+    """Return a CLIP classifier with two layers in this pipeline stage, and its configuration."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -50,7 +50,7 @@ def new_model(graphs=True, modules=()):
 
 
 def helper_for(model, config, **arguments):
-    """Return a helper for ``model`` wrapped twice."""
+    """Wrap ``model`` in two modules, and return a helper for it."""
     chunk = torch.nn.Module()
     chunk.module = torch.nn.Module()
     chunk.module.module = model
@@ -62,7 +62,7 @@ def layers_of(model):
 
 
 def take_gradients(params, main_grads):
-    """Add gradients to ``main_grads`` before the next replay overwrites them, like Megatron's wrappers."""
+    """Add each ``param.grad`` to the main gradient and clear it, like Megatron's wrappers."""
     for param, main_grad in zip(params, main_grads, strict=True):
         main_grad += param.grad
         param.grad = None
@@ -71,7 +71,7 @@ def take_gradients(params, main_grads):
 def train(order, graphs, modules=(), steps=10, warmup=3, later=None):
     """Train, and return all losses, gradients and parameters, and the number of graphs per layer.
 
-    ``later`` is the order of passes from the second step after capture on.
+    ``later`` replaces ``order`` after the first step with graphs.
     """
     model, config = new_model(graphs, modules=modules)
     helper = helper_for(model, config) if graphs else None

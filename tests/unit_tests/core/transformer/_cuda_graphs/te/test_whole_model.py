@@ -70,7 +70,7 @@ def mask(size=SHAPE[1]):
 
 
 def graphed(with_mask=True, more=None):
-    """Return a model, its ``ModelGraphs`` of stand-in passes, and their static inputs; ``more`` adds static inputs."""
+    """Return a model, its stand-in graphs, and their static inputs, including those in ``more``."""
     model = Model()
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
