@@ -58,7 +58,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 
 
 def row_of(text: str, start: str) -> list[str]:
-    """Return the cells of the only table row that starts with ``start``, ignoring rows marked "refused" or "fails"."""
+    """Return the cells of the table row that starts with ``start`` and describes a supported case."""
     rows = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith(f"| {start}")]
     (row,) = [cells for cells in rows if cells[1].strip() not in ("refused", "fails")]
     return [cell.strip() for cell in row]

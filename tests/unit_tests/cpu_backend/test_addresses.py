@@ -28,7 +28,7 @@ def test_memory_freed_in_the_capture_stays_in_the_graph():
 
 
 def test_next_graph_of_the_pool_can_resize_freed_memory():
-    """Check the backward graph of output-discarding recomputation, which resizes memory freed in the forward graph."""
+    """Check that a backward graph can recompute activations into memory that the forward graph freed."""
     x, weight = torch.ones(4, device="cuda"), torch.full((4,), 3.0, device="cuda", requires_grad=True)
 
     def forward():

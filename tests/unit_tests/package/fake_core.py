@@ -52,7 +52,7 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
 
 
 def package_info(version: str) -> str:
-    """Return the source of megatron-core's ``package_info`` for a version, for example ``0.20.0rc1``."""
+    """Return the source of megatron-core's ``package_info`` for a version."""
     major, minor, patch, suffix = re.findall(r"(\d+)\.(\d+)\.(\d+)(.*)", version)[0]
     return f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = {suffix!r}\n"
 

@@ -91,7 +91,7 @@ class TestExtend:
 
 
 class TestMonkeypatching:
-    """Test that mocked names of an extended module affect both megatron-core and the patch."""
+    """Test that mocks in an extended module affect both megatron-core and the patch."""
 
     FILES = {
         "megatron/core/layers.py": """

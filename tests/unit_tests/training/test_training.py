@@ -39,7 +39,7 @@ def _megatron(monkeypatch):
 
 
 def totals(log, steps):
-    """Call ``log`` for each step; return the loss sums after every step, and the number of ``torch.tensor`` calls."""
+    """Call ``log`` for each step; return the loss sums per step, and the total number of ``torch.tensor`` calls."""
     sums: dict[str, torch.Tensor] = {}
     after, made = [], 0
     for number, (losses, skipped) in enumerate(steps, 1):

@@ -21,7 +21,7 @@ def graphed(holds: str | None = "decoder", **changes) -> Case:
 
 
 class CapturedTraining(Training):
-    """A training run whose layers have graphs from the second step on."""
+    """A training run with graphs from the second step on, or without graphs."""
 
     def __init__(self, case: Case, graphs: bool = True, variant: Variant | None = None):
         with (variant or Variant(case)).in_place(upstream=False):
@@ -112,7 +112,7 @@ def compared(case: Case, between: Callable[[CapturedTraining], None] = lambda tr
 
 
 def short_batch(training: Training, step: int) -> tuple[torch.Tensor, ...]:
-    """Return tokens, positions, mask and labels with half the sequence length, which match no graph."""
+    """Return tokens, positions, mask and labels of a shorter sequence, so that no graph matches."""
     batch = next(training._batches(step))
     half = training.case.sequence // 2
     mask = batch.mask[..., :half, :half].contiguous()
@@ -121,7 +121,7 @@ def short_batch(training: Training, step: int) -> tuple[torch.Tensor, ...]:
 
 
 def in_use(fsdp: torch.nn.Module) -> list[dict]:
-    """Return the buckets that occupy the double buffers: a dict for parameters, then a dict for gradients."""
+    """Return the buckets in the double buffers, as a dict for parameters and a dict for gradients."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     buffers = group.model_weight_buffer, group.main_grad_buffer
     return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]

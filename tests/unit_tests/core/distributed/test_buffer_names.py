@@ -1,4 +1,4 @@
-"""Test that each model under Megatron-FSDP has its own fixed buffers, which are freed with it."""
+"""Test that each model under Megatron-FSDP has its own fixed buffers, freed together with the model."""
 
 import gc
 
@@ -24,7 +24,7 @@ def free():
 
 @pytest.fixture
 def before(ranks):
-    """Return the fixed buffers that exist before the test, held by models of other tests."""
+    """Return the fixed buffers of models of other tests."""
     free()
     return fixed_buffers()
 

@@ -134,7 +134,7 @@ def test_weights_of_a_second_optimizer_step_are_used(one_rank, graphs, case):
 
 
 def evaluate_in_turn(training):
-    """Evaluate at the training shape and at another one, in an order that differs between steps."""
+    """Evaluate with the training shape and a shorter one, in a different order at each step."""
     (chunk,) = training.chunks
     batch = next(training._batches(9))
     whole = batch.tokens, batch.positions, batch.mask, batch.labels
@@ -459,7 +459,7 @@ class LooksAhead(CapturedTraining):
     ("holds", "modules"), [(MODEL, ()), (ONE, ()), (ONE, ("attn", "moe_router", "moe_preprocess"))]
 )
 def test_passes_without_gradients_change_nothing(one_rank, holds, modules):
-    """Routers count tokens and accumulate losses only in passes with gradients."""
+    """Check that routers count tokens and accumulate losses only in passes with gradients."""
     router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     case = graphed(holds, dropout=0.1, experts=4, modules=modules, moe_use_grouped_tensor=not modules, **router)
     case = replace(case, dtype="fp32" if modules else "bf16")

@@ -1,6 +1,6 @@
-"""Test decoders that read hidden states between layers, skip layers, or call them in a different order.
+"""Test decoders that read hidden states between layers, skip layers, or reorder them.
 
-With graphs they are bit-identical to eager execution or raise an error, and the next step is unaffected.
+A step with graphs is bit-identical to an eager step or raises an error. The next step is unaffected.
 """
 
 import functools
@@ -26,8 +26,8 @@ IN_ORDER = (0, 1, 2, 3)
 def unusual(model):
     """Add the class attributes ``called`` and ``reads``, lists of layer indices, to the decoder.
 
-    The decoder calls only the layers in ``called``. It adds the cosines of the outputs of those in
-    ``reads`` to its output.
+    The decoder calls only the layers in ``called``. To its output it adds the cosine of the output of each layer in
+    ``reads``.
     """
 
     own_kind: Any = type(model.decoder)

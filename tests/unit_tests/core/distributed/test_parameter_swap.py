@@ -23,7 +23,7 @@ def remove_bias(model):
 
 
 def exchange(fsdp, distributed):
-    """Swap the module's parameters; return whether megatron-core's method, which looks up names, ran.
+    """Swap the modules' parameters; return whether megatron-core's lookup by name was used.
 
     ``distributed`` selects the optimizer's parameters instead of the raw ones.
     """

@@ -59,7 +59,7 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def hook_calls(counts):
-    """While in this context, count calls of Megatron-FSDP's Python functions (megatron-core's and ours) by name."""
+    """Count calls of Python functions of Megatron-FSDP by name while in this context."""
 
     def note(frame, event, arg):
         if event == "call" and FSDP in frame.f_code.co_filename:

@@ -33,7 +33,7 @@ class Launches(TorchDispatchMode):
 
 @contextmanager
 def megatron_cores_own(name):
-    """While in this context, count calls of megatron-core's buffer method ``name``."""
+    """Count calls of megatron-core's buffer method ``name`` while in this context."""
     kind = upstream_kind()
     with mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name)) as method:
         yield method

@@ -28,7 +28,7 @@ def built(strategy):
 
 
 def interrupted_backward(training):
-    """Run a backward pass that fails before the second layer, after the backward passes of later layers."""
+    """Run a backward pass that fails once it reaches the second layer."""
 
     def interrupt(grad):
         raise Interruption

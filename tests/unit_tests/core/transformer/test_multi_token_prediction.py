@@ -21,7 +21,7 @@ MODULE = "megatron.core.transformer.multi_token_prediction"
 
 @pytest.fixture
 def scale():
-    """Yield a function that reads the scale of the loss gradients, and restore the scale after the test."""
+    """Yield a getter of the loss-gradient scale, and restore the scale after the test."""
     with mock.patch.object(MTPLossAutoScaler, "main_loss_backward_scale", torch.tensor(1.0)):
         yield lambda: MTPLossAutoScaler.main_loss_backward_scale
 

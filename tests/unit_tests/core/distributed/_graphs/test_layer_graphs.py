@@ -36,7 +36,7 @@ def forward_of(hooks, layer):
 
 
 def backward_of(hooks, layer, *, fused=()):
-    """Run the hooks around a captured backward pass whose fused kernels write the main gradients of ``fused``."""
+    """Run the hooks around a captured backward pass in which fused kernels write ``main_grad`` of ``fused``."""
     hooks.unshard_for_backward(layer)
     for param in fused:
         param.main_grad = param.get_main_grad()

@@ -92,7 +92,7 @@ def test_incomplete_bucket_beside_replays_is_an_error(ranks):
 
 
 def test_first_unit_is_gathered_early(ranks):
-    """The gather overlaps the embedding in forward, and the loss and the output layer in backward."""
+    """Check that the gather overlaps the embedding in forward, and the loss and the output layer in backward."""
     events: list[Any] = []
     gather = AllGatherPipeline.async_bucket_gather
 

@@ -45,7 +45,7 @@ def losses_of(training, step):
 
 
 def of_another_length(training, step):
-    """Return the loss of a batch with half the sequence length."""
+    """Return the loss of a batch with shorter sequences."""
     *given, labels = short_batch(training, step)
     return training.chunks[0](*given, labels=labels).float().mean()
 
@@ -72,7 +72,7 @@ def changed_after(case, change, graphs):
 
 @functools.cache
 def eagerly(case, change):
-    """Return the trace without graphs, which is the same for all scopes."""
+    """Return the trace without graphs. It is cached, as it does not depend on the scope of graphs."""
     return changed_after(case, change, graphs=False)
 
 

@@ -1,4 +1,4 @@
-"""Test that flags are rejected, warned about or accepted as the flag table lists them."""
+"""Test that flags are rejected, warned about or accepted as listed in the flag table."""
 
 import logging
 import re

@@ -31,7 +31,7 @@ def hook(name="hook"):
 
 
 def module_with_every_kind():
-    """Return a module with two hooks of every kind; forward hooks differ in ``with_kwargs`` and other options."""
+    """Return a module with two hooks of every kind. Its forward hooks have different options."""
     module = torch.nn.Linear(2, 2)
     module.register_forward_pre_hook(hook())
     module.register_forward_pre_hook(hook(), with_kwargs=True, prepend=True)

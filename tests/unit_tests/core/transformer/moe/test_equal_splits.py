@@ -59,7 +59,7 @@ def routes(request):
 
 
 class Ranks:
-    """All ranks of a group, simulated in this process, and the rows that each rank sends and receives."""
+    """A group of ranks simulated in this process."""
 
     def __init__(self, maps):
         self.maps, self.size = maps, len(maps)

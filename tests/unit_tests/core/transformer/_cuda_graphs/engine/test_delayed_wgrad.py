@@ -145,7 +145,7 @@ def test_eager_pass_computes_weight_gradients_eagerly():
 
 
 class MarkedBias(torch.nn.Module):
-    """A linear layer times the parameter ``other``; only the linear layer is marked as delaying weight gradients.
+    """A linear layer times a parameter; only the linear layer is marked as delaying weight gradients.
 
     The backward pass still computes all gradients, as TransformerEngine does for the bias under FP8.
     """

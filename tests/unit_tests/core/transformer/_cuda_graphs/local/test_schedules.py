@@ -25,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 class Parts(torch.nn.Module):
     """A layer with two graphs and an eager part in between, like a mixture of experts.
 
-    The first graph also returns its input and a tensor without grad. The second graph is an addition, so its backward
-    pass returns the incoming gradient unchanged.
+    The first graph also returns its input and a tensor without grad. The second only adds, so its input gradients
+    are its output gradient.
     """
 
     def __init__(self, graphs, pipeline):

@@ -189,7 +189,7 @@ class Recomputing(Layer):
 
 @pytest.fixture(autouse=True)
 def _share_storage_without_a_compiler(monkeypatch):
-    """Replace megatron-core's compiled function, which shares memory between storages, with a copying function."""
+    """Copy recomputed activations instead of sharing their storage, which needs a C++ compiler."""
 
     def share(output, recomputed):
         output.untyped_storage().resize_(recomputed.untyped_storage().nbytes())

@@ -152,7 +152,7 @@ def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options)
 
 @contextmanager
 def first_of_stages(count: int, microbatches: int) -> Iterator[None]:
-    """While in this context, this process is the first of ``count`` pipeline stages; collectives do nothing."""
+    """Make this process the first of ``count`` pipeline stages, without communication, while in this context."""
     from megatron.core import parallel_state
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)

@@ -29,7 +29,7 @@ def inputs_of(plan, width_of_callable=lambda index: 1):
 
 
 def shared(samples):
-    """Return the first slot with the same inputs for each slot."""
+    """For each slot, return the first slot with the same inputs."""
     return [next(i for i, other in enumerate(samples) if other is sample) for sample in samples]
 
 
