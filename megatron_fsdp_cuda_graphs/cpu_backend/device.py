@@ -136,7 +136,7 @@ def _random(call: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _moved(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return ``made``, the result of moving ``source`` to the device; copy it if it is the host tensor ``source``."""
+    """Return ``made``, the result of moving ``source`` to the device, or a copy if both are the same host tensor."""
     return made.clone() if made is source and is_host(source) else made
 
 

@@ -127,12 +127,12 @@ class Pool:
         return whole
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Shrink the pool's views of ``storage`` to size zero, so that it can be resized; keep it alive."""
+        """Shrink the pool's views of ``storage`` to size zero, so that the storage can be resized but stays alive."""
         for whole in self._owned[storage._cdata]:
             whole.set_(storage, 0, (0,), (1,))
 
     def overwrite_abandoned(self) -> list[Callable[[], object]]:
-        """Return functions that poison the storages to which only the pool refers, except those returned before."""
+        """Return functions that poison storages to which only the pool refers; each storage is returned only once."""
         abandoned = [
             key
             for key, wholes in self._owned.items()
@@ -280,7 +280,7 @@ class AddressBook:
         return block.aliases[-1]
 
     def keep_memory_of(self, storage: torch.UntypedStorage) -> None:
-        """Before ``storage`` is resized, make the tape use a copy of it if the capture allocated it.
+        """Make the tape use a copy of ``storage``, which is about to be resized, if the capture allocated it.
 
         On a GPU the memory would stay in the pool of the graph.
         """
@@ -311,7 +311,7 @@ class AddressBook:
         """Check that all memory of captured operators is unchanged since the end of the capture.
 
         Raises:
-            StaleAddress: Memory was freed, resized or moved. The message has its first operator, shape and dtype.
+            StaleAddress: Memory was freed, resized or moved. The message names the first operator that used it.
         """
         alive = torch.UntypedStorage._new_with_weak_ptr
         for block in self._outside:

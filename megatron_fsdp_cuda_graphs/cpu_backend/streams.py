@@ -70,7 +70,7 @@ def current_capture() -> CaptureState | None:
 
 
 def set_capture(state: CaptureState | None) -> None:
-    """Begin the capture ``state``, or end the current one with None."""
+    """Begin the capture ``state``; None ends the current capture."""
     global _current
     _current = state
 

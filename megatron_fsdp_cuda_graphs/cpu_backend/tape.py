@@ -95,7 +95,7 @@ def waits_for_device(op: Op, args: tuple, kwargs: dict) -> bool:
 def _needs_positions(op: Op, args: tuple) -> bool:
     """Return whether an indexing call converts a mask to positions on the host.
 
-    A write of one value through one mask does not, because torch calls ``masked_fill``.
+    Writing one value through one mask does not: torch calls ``masked_fill``.
     """
     masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
     if not masks:
@@ -124,7 +124,7 @@ def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict
 
 
 def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Callable[[], None]:
-    """Return a function that runs the collective and waits."""
+    """Return a function that runs the collective to completion."""
     call = func._op
 
     def step() -> None:
@@ -143,7 +143,7 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _make_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict, targets: Targets) -> Step:
-    """Return a function that runs ``func``, and copies the results that it allocates to ``targets``."""
+    """Return a function that runs ``func`` and then copies its newly allocated results to ``targets``."""
     run = functools.partial(func._op, *args, **kwargs)
     if not targets:
         return run
@@ -371,7 +371,7 @@ class CUDAGraph:
 
         Args:
             pool: Memory pool of the graph; None for a new pool.
-            capture_error_mode: With "global", calls that synchronize are errors in all threads, otherwise in this one.
+            capture_error_mode: With "global", synchronizing calls are errors in all threads, otherwise in this one.
             check_input_liveness: Ignored; every replay checks all memory.
 
         Raises:

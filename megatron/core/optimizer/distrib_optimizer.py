@@ -34,7 +34,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def get_loss_scale(self) -> torch.Tensor:
         """Return the loss scale, float32, shape (1,); see megatron-core.
 
-        Without a scaler it is 1, and its ``item``, called by the training loop in each step, does not synchronize.
+        Without a scaler, the scale is 1, and its ``item``, which the training loop calls, does not synchronize.
         """
         scale: torch.Tensor = super().get_loss_scale()
         if self.grad_scaler is None and "item" not in vars(scale):

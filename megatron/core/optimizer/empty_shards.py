@@ -16,10 +16,9 @@ def state_of_every_parameter(
 ) -> dict[Any, dict[str, Any]]:
     """Return ``states`` plus states for parameters with an empty local shard; call this on all ranks that shard them.
 
-    States are in the order of the optimizer's parameters, which is the same on all ranks, because megatron-core runs
-    collectives for one state after another. An empty shard gets no gradients, so its step count and other unsharded
-    values would not advance, but any rank may save them. They are copied from a parameter with a nonempty shard, if
-    necessary on a different rank.
+    States are in the order of the optimizer's parameters: megatron-core runs collectives for one state after another,
+    so all ranks need the same order. An empty shard gets no gradients, so its step count and other unsharded values do
+    not advance. Any rank may save these values, so they are copied from a nonempty shard, if necessary on another rank.
 
     Args:
         optimizer: The optimizer, with ``DTensor`` parameters.

@@ -34,7 +34,7 @@ class KeptGradients:
     """
 
     def __init__(self, grads: list[Any]):
-        """Store ``grads``; None for a parameter without a gradient. The optimizer must keep them (see ``stay``)."""
+        """Store ``grads``, with None for parameters without a gradient. ``stay`` must return True for them."""
         self._grads = grads
         self._present = [grad for grad in grads if grad is not None]
         self._present_local: list[torch.Tensor] = list(map(_LOCAL, self._present))
@@ -74,7 +74,7 @@ class ListedStep(KeptGradients):
 
         Args:
             params: The local tensors of each group's parameters.
-            grads: The ``DTensor`` gradients of all parameters in this order; ``stay`` must be True for them.
+            grads: The ``DTensor`` gradients in the order of ``params``. ``stay`` must return True for them.
         """
         super().__init__(grads)
         self.complete = False
@@ -184,7 +184,7 @@ class LocalShards:
 
         Args:
             optimizer: The optimizer.
-            kinds: Elementwise optimizers whose states are tensors that they update in place.
+            kinds: Types of elementwise optimizers that update their states, all tensors, in place.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return (
@@ -282,5 +282,5 @@ def gradients_of(params: Sequence[Any], name: str) -> list[Any]:
 
 
 def stay(grads: Iterable[Any]) -> bool:
-    """Return whether all ``grads`` are kept between steps anyway; see ``OptimizerGradients``."""
+    """Return whether all ``grads`` are the same objects in every step; see ``OptimizerGradients``."""
     return all(getattr(grad, "stays", False) for grad in grads if grad is not None)

@@ -89,7 +89,7 @@ class CudaGraphManager(torch.nn.Module):
             leave_default_stream()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CudaGraphManager":
-        """Return a manager without graphs, for a copy of the module. Both share the process groups."""
+        """Return a manager without graphs for a copy of the module. It shares this manager's process groups."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         memo[id(self.pg_collection)] = self.pg_collection
@@ -99,7 +99,7 @@ class CudaGraphManager(torch.nn.Module):
         return copied
 
     def call_ddp_preforward_hook(self, module: torch.nn.Module) -> None:
-        """Run the forward-pre hooks of ``DistributedDataParallel`` on ``module``, which wait for its parameters.
+        """Run the forward-pre hooks of ``DistributedDataParallel`` on ``module`` to wait for its parameters.
 
         Raises:
             UnsupportedError: ``module`` has a different forward-pre hook, which replays would not run.
@@ -262,7 +262,7 @@ class CudaGraphManager(torch.nn.Module):
             self.cudagraph_runners.sort(key=lambda runner: -1 if runner.graphs is None else runner.graphs.forward_turn)
 
     def forget_recorded(self, runners: Collection[_CudaGraphRunner]) -> None:
-        """Remove this manager's ``runners``, which must not have graphs yet."""
+        """Remove ``runners`` whose calls were recorded but not captured."""
         self.cudagraph_runners = [runner for runner in self.cudagraph_runners if runner not in runners]
 
     def reset(self) -> None:

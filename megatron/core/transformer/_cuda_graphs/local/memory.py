@@ -62,7 +62,7 @@ class TensorReusePool:
         return self._buffers.free()
 
     def insert(self, tensor: torch.Tensor) -> None:
-        """Release ``tensor`` to the pool; it is free once every holder has released it.
+        """Remove a reference to ``tensor``, which is free once no references are left.
 
         Raises:
             ValueError: The tensor is not from this pool, or is already free.

@@ -203,7 +203,7 @@ class _CudagraphGlobalRecord:
         capture_failed: Whether a capture failed since ``forget_graphs``; if so, modules run eagerly in training.
         cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")``, tensors as ArgMetadata.
         cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of inference graphs.
-        recording: State shared by the runners of ``cudagraph_record``; after their capture, by the captured runners.
+        recording: State shared by the recorded runners; after capture, by the captured runners.
         tensor_reuse_pool: Static tensors of ``recording``.
         inference: State shared by the inference runners.
         managers: All existing managers.

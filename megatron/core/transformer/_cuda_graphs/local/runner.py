@@ -386,7 +386,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         return () if self.graphs is None else self.graphs.ran or ()
 
     def release_escaping_gradients(self) -> None:
-        """Let later captures reuse input gradients that no graph reads. Call this after they have been consumed."""
+        """Let later captures reuse input gradients that no graph reads. Call this once the gradients are consumed."""
         if self.graphs is not None and self._escaping:
             for index in self._escaping:
                 self._recording.buffers.pool.release(self.graphs.grad_inputs[index])
@@ -399,7 +399,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         Args:
             snapshot: The state that the graphs depend on.
             users: The runners whose graphs take or return a tensor, keyed by the ``id`` of its buffer metadata.
-                Inference has none.
+                Empty for inference.
 
         Raises:
             UnsupportedError: A parameter has a hook that would not receive a gradient.
@@ -464,7 +464,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             yield
 
     def _tensors_with(self, attribute: str, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return tensors with ``attribute`` set, among ``params`` and the sharded weights that a pass may change."""
+        """Return tensors that have ``attribute``, from ``params`` and the sharded weights that a pass may change."""
         changed = (*params, *self.sharded.with_neighbors())
         return [param for param in changed if getattr(param, attribute, None) is not None]
 

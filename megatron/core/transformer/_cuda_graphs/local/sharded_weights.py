@@ -101,7 +101,7 @@ class ShardedWeights:
             self._clear(_MARKS, False)
 
     def forget(self) -> None:
-        """Discard the gathers and reductions of a failed pass, which cannot be awaited, so that eager steps can run."""
+        """Discard the gathers and reductions of a failed pass, so that eager steps do not wait for them."""
         self._completed = []
         if self:
             self._clear(_MARKS, False)

@@ -149,9 +149,9 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             self._gradients = OptimizerGradients(self)
 
     def gradient_storages(self) -> GradientStorages | None:
-        """Return the storages of the optimizer's gradients; None if they are always in use.
+        """Return the storages of the optimizer's gradients; None if the gradients are always in use.
 
-        They are unused between ``zero_grad`` and ``update_main_grads``.
+        The storages are unused between ``zero_grad`` and ``update_main_grads``.
         """
         gradients = self._gradients
         return None if gradients is None or gradients.in_place else gradients.storages
@@ -275,7 +275,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
             self.all_gather_params([param for group in groups for param in group.params])
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
-        """Gather a bucket, in graphs after its gather across HSDP replicas; see megatron-core."""
+        """Gather a bucket; in a graph, wait for its gather across HSDP replicas first. See megatron-core."""
         if self.recording:
             torch.cuda.current_stream().wait_event(self.across_replicas[bucket_id])
         super().async_bucket_gather(bucket_id, bwd)
@@ -374,8 +374,8 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     def reduce_all_across_replicas(self) -> None:
         """Queue the reductions of all buckets across HSDP replicas, after their reductions within each replica.
 
-        In a replayed pass, each waits only for its reduction within the replica, and overlaps with the rest of the
-        replay.
+        In a replayed pass, each bucket waits only for its own reduction within the replica, so its reduction across
+        replicas overlaps with the rest of the replay.
         """
         for group in self.order:
             self._enforce_double_buffer_limit([*group])
@@ -384,7 +384,7 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     def reduce_across_replicas(self, bucket_group: list[int], after: torch.cuda.Event | None = None) -> None:
         """Queue the reduction of a bucket group's accumulated gradients across HSDP replicas.
 
-        Gradients are summed or averaged in the gradient communication dtype, and each replica keeps all of them or its
+        Gradients are summed or averaged in the gradient communication dtype. Each replica keeps all of them, or its
         shard. Unsharded gradients are scaled first; all others were scaled within the replica.
 
         Args:

@@ -25,7 +25,7 @@ class ParameterSwap:
         raw: Mapping[str, torch.nn.Parameter],
         distributed: Mapping[str, torch.nn.Parameter],
     ):
-        """Look up the raw and the optimizer's parameters of each module of ``model``; it may currently hold either.
+        """Look up the raw and the optimizer's parameters of each module of ``model``, which may hold either now.
 
         Tied parameters are supported. Raises KeyError if a parameter of the model is in neither set.
         """

@@ -1,9 +1,9 @@
 """Handle main gradients that are unsharded although the strategy shards gradients.
 
 These are expert gradients if each rank has its own experts, and all gradients if an HSDP replica is a single rank.
-Micro-batches accumulate in place instead of in new buckets. megatron-core still reduces the sum after each one: it
-multiplies the sum by 1 / data-parallel ranks, so earlier micro-batches are scaled repeatedly, and adds it to itself if
-gradients are communicated in a different dtype.
+Micro-batches accumulate in place instead of in new buckets. megatron-core still reduces the accumulated sum after each
+micro-batch. Each reduction multiplies the sum by 1 / data-parallel ranks, so earlier micro-batches are scaled
+repeatedly. If gradients are communicated in a different dtype, the reduction also adds the sum to itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -61,7 +61,8 @@ class UnshardedGradients:
     def left_in_place(self) -> Iterator[None]:
         """Context manager that disables the gradient communication dtype.
 
-        If it differs from the gradients' dtype, megatron-core's reduction over a single rank adds each to itself.
+        If that dtype differs from the gradients' dtype, megatron-core's reduction over one rank adds each gradient to
+        itself.
         """
         buffer = self._buffer
         policy = buffer.mp_policy
@@ -72,7 +73,7 @@ class UnshardedGradients:
             buffer.mp_policy = policy
 
     def scale_bucket(self, bucket: int, grads: torch.Tensor) -> None:
-        """Scale the gradients of ``bucket`` before their reduction across HSDP replicas, if they are unsharded."""
+        """Scale ``grads``, the gradients of ``bucket``, before their reduction across HSDP replicas, if unsharded."""
         if bucket in self._unscaled:
             grads.mul_(self._unscaled[bucket][1])
 

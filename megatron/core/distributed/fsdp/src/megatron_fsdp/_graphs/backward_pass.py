@@ -179,7 +179,7 @@ class BackwardPass:
         module_names: The name of each module in the model; filled during hook registration.
         trainable: All parameters that require gradients, in order; filled during hook registration.
         runners: Maps each module whose backward pass has begun to its runner, or to the replayed ``RecordedPasses``.
-        takers: Maps parameters to the runner that collects their gradients; others are accumulated immediately.
+        takers: Maps parameters to the runner that collects their gradients; other gradients accumulate at once.
         collected: Maps each runner to the parameters whose gradients it has collected but not accumulated yet.
     """
 

@@ -199,7 +199,7 @@ def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> N
 
 
 def launches_of(group: torch.distributed.ProcessGroup) -> Callable[[], bool]:
-    """Start observing ``group``; return a function that checks whether this rank has launched a collective since."""
+    """Return a function that checks whether this rank has launched a collective in ``group`` since this call."""
     if torch.distributed.get_backend(group) == "fake":  # neither communicates nor counts collectives
         return lambda: True
     before = group._get_sequence_number_for_group()
