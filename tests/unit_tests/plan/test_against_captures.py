@@ -41,7 +41,7 @@ WHOLE = {
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Record the kind and the callable index of each captured pass."""
+    """Return a list to which captures append the kind and callable index of each pass."""
     found: list[tuple[str, int]] = []
 
     def watch(kind):

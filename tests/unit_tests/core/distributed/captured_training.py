@@ -129,7 +129,7 @@ def in_use(fsdp: torch.nn.Module) -> list[dict]:
 
 @contextmanager
 def occupied(fsdp: torch.nn.Module, kind: str) -> Iterator[None]:
-    """Mark one of the two double buffers of ``kind`` as occupied while in this context."""
+    """Mark one buffer of the double buffer ``kind`` as occupied while in this context."""
     group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
     idle = getattr(group, kind).temporary_bucket_allocator.idle_buffer
     idle.remove((0, 0))

@@ -19,7 +19,7 @@ MODEL, ALL = "model", "decoder"
 
 
 def full(method, layers):
-    """Return a variant with three layers and full recomputation."""
+    """Return a variant with full recomputation."""
     recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
     return Variant(graphed(MODEL), config=recompute)
 

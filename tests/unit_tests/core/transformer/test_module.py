@@ -1,4 +1,4 @@
-"""Test that layers replay their graphs inside their own call."""
+"""Test that a call of a layer with graphs replays them."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Test multi-token prediction: static scales and metrics, and packed sequences rolled without host synchronization."""
+"""Test multi-token prediction: static scales and metrics, and packed sequences without host synchronization."""
 
 from types import SimpleNamespace
 from unittest import mock

@@ -63,7 +63,7 @@ def test_result_is_a_copy(alone, utils):
 
 
 def test_one_rank_does_not_synchronize(alone, utils):
-    """Run the reductions in a capture, where synchronizing raises an error."""
+    """Check the reductions in a capture, in which synchronizing raises an error."""
     stat = torch.ones(1, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
         utils.reduce_max_stat_across_model_parallel_group(stat, alone)

@@ -16,7 +16,7 @@ RANKS = 4  # each rank scales its gradients; collectives do nothing
 
 @pytest.fixture
 def fsdp(ranks):
-    """Yield three layers with recorded collectives and raw parameters."""
+    """Yield a model whose three layers replay recorded collectives."""
     fsdp = Variant(small(layers=3)).build(graphs=True).module
     layers = list(fsdp.module.decoder.layers)
     hooks = fsdp.fsdp_hooks

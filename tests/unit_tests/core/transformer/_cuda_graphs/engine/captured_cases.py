@@ -1,4 +1,4 @@
-"""Define callables to capture, and a training loop that returns every number for comparison."""
+"""Define callables to capture, and a training loop that returns all results for comparison."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Test weight gradients that modules compute in a separate pass, like TransformerEngine's."""
+"""Test weight gradients that modules compute in a separate pass, like TransformerEngine's ``backward_dw``."""
 
 import queue
 from types import SimpleNamespace

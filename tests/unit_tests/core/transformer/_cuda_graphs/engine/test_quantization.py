@@ -136,7 +136,7 @@ def test_replays_register_statistics_of_run_modules():
 
 
 class AttentionOfMegatron(DotProductAttention):
-    """A subclass of TransformerEngine's attention, like megatron-core's."""
+    """A subclass of TransformerEngine's attention, as megatron-core defines one."""
 
 
 def test_attention_registers_if_the_recipe_quantizes_it():

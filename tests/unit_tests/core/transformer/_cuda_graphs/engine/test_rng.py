@@ -1,4 +1,4 @@
-"""Test graph-safe generators, and draws during a capture."""
+"""Test graph-safe generators, and random numbers drawn during a capture."""
 
 import random
 import sys

@@ -120,7 +120,7 @@ def engine(capture=lambda: None):
 
 
 def using(engine):
-    """Return a context manager in which ``engine`` captures layers."""
+    """Return a patch that captures layers with ``engine``."""
     return mock.patch.object(capture_session, "make_graphed_callables", engine)
 
 
