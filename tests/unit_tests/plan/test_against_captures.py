@@ -1,4 +1,4 @@
-"""Test plans against captures on the CPU backend, and pools against GPU runs."""
+"""Test plans against captures on the CPU backend, and sizes of graph pools against GPU runs."""
 
 import gc
 import json
