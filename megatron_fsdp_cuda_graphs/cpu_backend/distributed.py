@@ -178,7 +178,7 @@ def _gloo_init(
 
 
 def _scale(op: Any, group: Any) -> float | torch.Tensor | None:
-    """Return the factor that turns PREMUL_SUM or AVG, which gloo lacks, into a sum; None for other reductions."""
+    """Return the input scale that lets a sum replace PREMUL_SUM or AVG, which gloo lacks; None for other reductions."""
     if isinstance(op, PremulSum):
         return op.factor
     if op == dist.ReduceOp.AVG:

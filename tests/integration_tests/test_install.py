@@ -28,13 +28,13 @@ PACKAGES = Path(torch.__file__).parents[1]
 
 @dataclass(frozen=True)
 class Installation:
-    """Installed copy of this project, plus a patched version of the miniature's ``megatron.core.layers``.
+    """Installed copy of this project that also patches the miniature's ``megatron.core.layers``.
 
     Attributes:
         python: The interpreter.
-        source: The installed copy of the project.
+        source: The copy of the project's source tree.
         site: The folder that contains ``megatron_fsdp_cuda_graphs`` or a link to it.
-        tree: The installed files of ``megatron.*``.
+        tree: The folder of the installed ``megatron`` modules.
         path: Entries for PYTHONPATH.
     """
 

@@ -1,4 +1,4 @@
-"""Test that training with any pair of supported flags is bit-identical to eager, and that ``plan`` accepts them.
+"""Test that training with any pair of supported flags is bit-identical to eager, and that ``plan`` accepts every pair.
 
 Each run combines as many pairs as possible.
 """

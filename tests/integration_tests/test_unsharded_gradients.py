@@ -42,7 +42,7 @@ def test_equal_micro_batches_train_like_one(ranks_of, layout):
 
 @pytest.mark.long
 def test_unsharded_fused_kernels_keep_the_last_micro_batch_only(ranks_of):
-    """Pin a known bug of megatron-core, which is listed in docs/limits.md."""
+    """Pin a known bug of megatron-core, listed in docs/limits.md."""
     for rank in ranks_of(OVERWRITTEN):
         assert rank["differences"] != []
 

@@ -19,7 +19,7 @@ SHOWN = 4  # values to report per metric
 
 
 def write(file: Path, metrics: Metrics) -> None:
-    """Write metrics; JSON keeps all bits of a float."""
+    """Write metrics as JSON, which keeps all bits of a float."""
     golden = {}
     for name, values in metrics.items():
         steps = sorted(values)

@@ -23,7 +23,7 @@ class Projection(torch.nn.Linear):
 
 @contextmanager
 def latent_projections() -> Iterator[None]:
-    """While in this context, build latent MoE layers without TransformerEngine."""
+    """Context manager that builds latent MoE layers without TransformerEngine."""
     from megatron.core.transformer.moe import moe_layer
 
     with mock.patch.multiple(moe_layer, HAVE_TE=True, TELinear=Projection):

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def sequence_parallel_norms() -> Iterator[None]:
-    """While in this context, torch's norms reduce gradients over tensor-parallel ranks (``--sequence-parallel``)."""
+    """Context manager that makes torch's norms support ``--sequence-parallel``."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     build = WrappedTorchNorm.__new__

@@ -296,7 +296,7 @@ def quantize_linear_layers(model: torch.nn.Module) -> None:
 
 @contextmanager
 def in_megatron() -> Iterator[None]:
-    """While in this context, Megatron uses this emulation in place of TransformerEngine's FP8."""
+    """Context manager that makes Megatron use this emulation in place of TransformerEngine's FP8."""
     from megatron.core import fp8_utils, parallel_state, recompute
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401  # checks the version of TransformerEngine
     from megatron.core.models.hybrid import hybrid_block

@@ -1,6 +1,6 @@
 """Run ``examples/pretrain_gpt.py`` with stand-ins for fused weight-gradient kernels.
 
-Not with ``--no-gradient-accumulation-fusion``.
+With ``--no-gradient-accumulation-fusion``, run it without stand-ins.
 """
 
 import runpy

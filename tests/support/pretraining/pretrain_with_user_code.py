@@ -1,7 +1,7 @@
 """Run ``examples/pretrain_gpt.py`` with user code.
 
-USER_CODE is a space-separated list of functions of this module; each patches the example. TensorBoard's writer is
-the stand-in of ``pretrain_with_writers``.
+The environment variable USER_CODE lists functions of this module, separated by spaces. Each function patches the
+example. TensorBoard's writer is the stand-in of ``pretrain_with_writers``.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ from megatron_fsdp_cuda_graphs.cpu_backend import install, installed, uninstall
 
 @contextmanager
 def on_cpu_backend() -> Iterator[None]:
-    """Install the CPU backend unless it is already installed, and restore torch on exit."""
+    """Context manager that installs the CPU backend, unless it is already installed, and restores torch on exit."""
     if installed():
         yield
         return

@@ -177,7 +177,7 @@ class Training:
 
         Args:
             on: Enable gathering.
-            param_sync: When disabling it, gather all parameters immediately.
+            param_sync: When disabling gathering in hooks, gather all parameters immediately.
         """
         if self.case.wrapper != "ddp" or not self.case.get("overlap_param_gather", True):
             return
@@ -401,7 +401,7 @@ class Training:
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """Return the optimizers that clip gradients."""
+    """Return the distributed optimizers in ``optimizer``, which may be chained."""
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(each, "_clipping")]
 
 

@@ -113,7 +113,7 @@ def _side(case: Case) -> int:
 
 
 def classifier(config: Any, side: int, transformer_engine: bool = False) -> torch.nn.Module:
-    """Return a model that computes a loss with its ``vision_model`` for images of ``side`` times ``side`` pixels."""
+    """Return a ``vision_model`` with a linear classifier, which computes the loss of square images."""
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
@@ -125,7 +125,7 @@ def classifier(config: Any, side: int, transformer_engine: bool = False) -> torc
             self.head = torch.nn.Linear(config.hidden_size, CLASSES)
 
         def set_input_tensor(self, input_tensor):
-            """Ignore the input tensor, since there is only one pipeline stage."""
+            """Ignore the input tensor: there is only one pipeline stage."""
 
         def forward(self, images, labels):
             tokens = self.vision_model(images)

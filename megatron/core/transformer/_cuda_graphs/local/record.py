@@ -35,7 +35,7 @@ class Recording:
     Attributes:
         token: Identifies the recording in tensor metadata, which may outlive it.
         buffers: Static tensors of the graphs.
-        capturing: The pass that is being warmed up or captured, for errors.
+        capturing: The pass that is being warmed up or captured, for error messages.
     """
 
     def __init__(self) -> None:
