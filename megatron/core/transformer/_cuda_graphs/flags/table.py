@@ -207,7 +207,6 @@ _REFUSED = [
         ),
         "--moe-routing-trace-path and --moe-enable-routing-replay need Python code, which replays do not run: leave "
         "moe, moe_router and moe_preprocess out of --cuda-graph-modules",
-        graphs=("transformer_engine", "local"),
         sharding=None,
     ),
     _refused(
@@ -291,7 +290,6 @@ _REFUSED = [
         ),
         "--qk-clip, --log-max-attention-logit and --experimental-attention-variant dsa read values that Python code "
         "stores in each pass, but replays do not run it: leave them out, or set --cuda-graph-modules without attn",
-        graphs=("transformer_engine", "local"),
         sharding=None,
     ),
     _refused(

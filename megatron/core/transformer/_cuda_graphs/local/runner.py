@@ -32,6 +32,14 @@ from .memory import StaticInput, hold_pool
 from .record import Recording, _CudagraphGlobalRecord
 from .sharded_weights import ShardedWeights
 
+# Configuration fields that need Python code in each pass, with an attribute of the modules that run it.
+_NEED_PYTHON = {
+    "moe_enable_routing_replay": "router_replay",
+    "qk_clip": "current_max_attn_logits",
+    "log_max_attention_logit": "current_max_attn_logits",
+    "experimental_attention_variant": "indexer",
+}
+
 
 class _GraphStatus(Enum):
     """State of a runner, named after the pass that it runs next."""
@@ -117,6 +125,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
 
     Raises:
         ArgumentTypeError: An argument has a type that graphs do not support.
+        UnsupportedError: Replays in training would skip Python code that ``config`` enables.
     """
 
     __setattr__ = object.__setattr__  # torch.nn.Module's looks for parameters, which takes time in every replay
@@ -162,6 +171,14 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         self._rng_state = current_rng_state()
         self.grad_enabled = need_backward and torch.is_grad_enabled()
         self.is_forward_only = need_backward and not torch.is_grad_enabled()
+        for field, attribute in _NEED_PYTHON.items() if self.grad_enabled else ():
+            if func is not None and attribute != "router_replay":  # megatron-core's methods of layers skip attention
+                continue
+            if getattr(config, field, None) and any(hasattr(part, attribute) for part in self.module.modules()):
+                raise UnsupportedError(
+                    f"{self.name}: {field} needs Python code in each training pass, which replays do not run: disable "
+                    "it, or train with --cuda-graph-impl none"
+                )
         self._return_to_recording()
 
     def _return_to_recording(self) -> None:

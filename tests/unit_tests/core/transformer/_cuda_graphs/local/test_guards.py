@@ -1,8 +1,11 @@
 """Test that replays are rejected if the module changed since capture."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
 from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
 
 from .local_graph_cases import batch, record, stack
@@ -62,6 +65,29 @@ def test_hook_is_refused_at_capture(model, register, message):
     register(model.layers[0].linear)(lambda *given: None)
     with pytest.raises(RuntimeError, match=message):
         record(model)
+
+
+@pytest.mark.parametrize(
+    ("field", "attribute"),
+    [
+        ("moe_enable_routing_replay", "router_replay"),
+        ("qk_clip", "current_max_attn_logits"),
+        ("log_max_attention_logit", "current_max_attn_logits"),
+        ("experimental_attention_variant", "indexer"),
+    ],
+)
+def test_python_code_of_training_passes_is_refused(field, attribute):
+    model = stack(count=1, **{field: True})
+    record(model)
+    delete_cuda_graphs()
+    setattr(model.layers[0].linear, attribute, None)
+    with torch.no_grad():
+        model(batch(0))
+    with pytest.raises(UnsupportedError, match=f"{field} needs Python code"):
+        model(batch(0))
+    model.layers[0].cudagraph_manager.func = model.layers[0].forward
+    with nullcontext() if attribute != "router_replay" else pytest.raises(UnsupportedError):
+        model(batch(0))
 
 
 def test_hooks_in_graphs_are_logged(model, caplog):
