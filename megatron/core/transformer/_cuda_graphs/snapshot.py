@@ -464,6 +464,13 @@ def is_third_party(kind: type) -> bool:
 
 
 @cache
+def has_third_party_forward(kind: type) -> bool:
+    """Return whether ``kind.forward`` is defined outside megatron-core, torch and TransformerEngine."""
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    return not f"{owner.__module__}.".startswith(_KNOWN_PACKAGES)
+
+
+@cache
 def _is_of_transformer_engine(kind: type) -> bool:
     return any(base.__module__.startswith("transformer_engine.") for base in kind.__mro__)
 

@@ -25,8 +25,8 @@ class _GroupedExperts:
         """Run the experts; see megatron-core."""
         if not self.calls_no_inner_modules:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        run_pre_hooks(self)
         mlps: Any = getattr(self, "local_experts", [self])
+        run_pre_hooks(self, mlps[0].activation_func)
         numbers = None if hasattr(self, "local_experts") else range(self.num_local_experts)
         fc1, fc2 = (linears([getattr(mlp, name) for mlp in mlps], numbers) for name in ("linear_fc1", "linear_fc2"))
         return compute_experts(self.config, mlps[0].activation_func, fc1, fc2, *args, **kwargs)

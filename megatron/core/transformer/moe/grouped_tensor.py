@@ -9,7 +9,7 @@ from torch.nn.functional import grouped_mm
 
 from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
 from megatron.core.transformer._cuda_graphs.hooks import has_own_hooks
-from megatron.core.transformer._cuda_graphs.snapshot import is_third_party
+from megatron.core.transformer._cuda_graphs.snapshot import has_third_party_forward
 from megatron.core.transformer.mlp import MLP
 
 
@@ -117,16 +117,17 @@ def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = 
     return Linears(weights, [bias for bias in biases if bias is not None and bias.numel()])
 
 
-def run_pre_hooks(experts: torch.nn.Module) -> None:
-    """Run the forward pre-hooks that gather parameters of ``experts``, whose submodules are not called.
+def run_pre_hooks(experts: torch.nn.Module, activation: Any) -> None:
+    """Run the forward pre-hooks that gather parameters of ``experts``: only its submodule ``activation`` is called.
 
     Raises:
         UnsupportedError: A submodule has third-party hooks or a third-party ``forward``, which would not run.
     """
+    called = {experts, *(activation.modules() if isinstance(activation, torch.nn.Module) else ())}
     for module in experts.modules():
-        if module is experts:
+        if module in called:
             continue
-        own = is_third_party(type(module)) or "forward" in vars(module)  # type: ignore[arg-type]
+        own = has_third_party_forward(type(module)) or "forward" in vars(module)  # type: ignore[arg-type]
         if own or has_own_hooks(module):
             raise UnsupportedError(
                 f"--moe-use-grouped-tensor does not run the third-party hook or forward of {type(module).__name__} in "

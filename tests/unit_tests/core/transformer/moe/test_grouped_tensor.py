@@ -212,8 +212,26 @@ def test_parameters_of_both_kinds_of_experts_are_found():
     assert linears([grouped], range(2)).biases == []
 
 
-class Adapter(torch.nn.Linear):
-    """A third-party layer."""
+class TELinear(torch.nn.Linear):
+    """Stand-in for a layer of TransformerEngine."""
+
+    __module__ = "transformer_engine.pytorch"
+
+
+class Adapter(TELinear):
+    """A third-party layer with its own ``forward``."""
+
+    __module__ = "someone.elses"
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Activation(torch.nn.Module):
+    """A third-party activation function."""
+
+    def forward(self, x):
+        return x.relu()
 
 
 @pytest.mark.parametrize(
@@ -228,16 +246,17 @@ class Adapter(torch.nn.Linear):
     ids=["forward pre-hook", "forward hook", "backward hook", "forward", "class"],
 )
 def test_hooks_and_adapters_in_experts_are_refused(change):
-    experts, ran = torch.nn.Sequential(torch.nn.Linear(2, 2)), []
+    experts, ran = torch.nn.Sequential(TELinear(2, 2), Activation()), []
     experts.register_forward_hook(print)  # the experts module itself is called
     experts[0].register_forward_pre_hook(runs_outside_graphs(lambda *call: ran.append(call)))
-    run_pre_hooks(experts)
+    experts[1].register_forward_pre_hook(lambda *call: ran.append(call))  # called by compute_experts
+    run_pre_hooks(experts, experts[1])
     assert ran == [(experts[0], ())]
     change(experts[0])
     with pytest.raises(
-        UnsupportedError, match=r"does not run the third-party hook or forward of (Linear|Adapter) in experts"
+        UnsupportedError, match=r"does not run the third-party hook or forward of (TELinear|Adapter) in experts"
     ):
-        run_pre_hooks(experts)
+        run_pre_hooks(experts, experts[1])
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", "fused swiglu"])
