@@ -91,6 +91,8 @@ def why_not_graphable(layer: torch.nn.Module, config: Any) -> str:
         return "it is not a GraphableMegatronModule"
     if _layer_is_graphable(layer, config):
         return ""
+    if not config.cuda_graph_modules:
+        return "_layer_is_graphable excludes it"
     return f"--cuda-graph-modules {' '.join(module.name for module in config.cuda_graph_modules)} selects no part of it"
 
 

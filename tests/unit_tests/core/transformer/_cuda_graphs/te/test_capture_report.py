@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.te.capture_report import eager_parts, report_capture
 from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, Holds, Status
+from megatron.core.transformer._cuda_graphs.te.layers import why_not_graphable
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed
@@ -51,6 +52,13 @@ def parts(*layers, modules=(), not_model=""):
 )
 def test_eager_layer_has_its_reason(layer, modules, why):
     assert parts(layer, modules=modules)[f"layer {layer.layer_number} ({type(layer).__name__})"] == why
+
+
+@pytest.mark.parametrize("modules", [None, []])
+def test_layer_excluded_by_core_has_its_reason(modules, monkeypatch):
+    monkeypatch.setattr("megatron.core.transformer.cuda_graphs._layer_is_graphable", lambda layer, config: False)
+    config = SimpleNamespace(cuda_graph_modules=modules)
+    assert why_not_graphable(Graphable(), config) == "_layer_is_graphable excludes it"
 
 
 def test_report_lists_why_the_model_is_not_captured():
