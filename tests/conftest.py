@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _sample(items: list[pytest.Item]) -> None:
-    """Mark all but one parameter set of each ``sampled`` test ``long``; a hash of the test's name selects the one."""
+    """Mark all parameter sets of each ``sampled`` test ``long`` except one, selected by a hash of the test's name."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("long"):

@@ -156,7 +156,7 @@ def _new_group(
 
 @functools.cache
 def _gloo_device(interface: str, process: int) -> Any:
-    """Return the gloo device of a network interface; of the default one if ``interface`` is empty.
+    """Return the gloo device of a network ``interface``, or of the default interface if it is empty.
 
     All groups in ``process`` share the device, because each device has a polling thread.
     """

@@ -65,7 +65,7 @@ RECIPES = {
 
 @dataclass
 class Training:
-    """Trains two layers of one kind for ``STEPS`` steps of two micro-batches."""
+    """Training of two equal layers for ``STEPS`` steps of two micro-batches."""
 
     make: Callable[[], torch.nn.Module]
     recipe: Any = None

@@ -1,6 +1,6 @@
 """Test that training some of the parameters with graphs is bit-identical to eager, on two CPU ranks.
 
-If the first layers and the embedding are frozen, nothing in these layers requires gradients.
+If the first layers and the embedding are frozen, no tensor in these layers requires gradients.
 """
 
 from typing import Any

@@ -66,7 +66,7 @@ def differences(found: Metrics, expected: Metrics, rounding: float = 0.0) -> lis
 
     Args:
         found, expected: Metrics to compare.
-        rounding: Relative tolerance for rounding, which on CPUs depends on the processor and the number of threads.
+        rounding: Relative tolerance. On CPUs, rounding depends on the processor and the number of threads.
     """
     lines: list[str] = []
     for name in NUMBERS:

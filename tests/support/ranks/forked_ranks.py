@@ -1,4 +1,4 @@
-"""Run scripts on CPU ranks forked from a process that has imported everything.
+"""Run scripts on CPU ranks forked from a process that has already imported their modules.
 
 Imports take longer than a short run. Each process that starts ranks has its own preloaded process.
 """

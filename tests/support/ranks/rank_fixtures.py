@@ -1,6 +1,6 @@
 """Make this process rank 0 of four on the CPU backend, with collectives that move no data.
 
-Megatron-FSDP's hooks, allocations and releases do not depend on the data. Tests of values use one rank.
+Megatron-FSDP's hooks, allocations and releases do not depend on the data. Tests that compare values use one rank.
 """
 
 import gc

@@ -3,8 +3,8 @@
     python tests/support/trainings/kill_a_rank.py --timeout 30
     python tests/support/trainings/kill_a_rank.py --timeout 30 --in-capture
 
-The ranks are started without torchrun, which would terminate the survivor. On GPUs, NCCL's watchdog terminates it
-``--timeout`` seconds later. On the CPU backend, used without two GPUs, gloo detects the closed connection.
+The ranks are started without torchrun, which would terminate the survivor. On GPUs, NCCL's watchdog ends the
+survivor ``--timeout`` seconds later. On the CPU backend, used without two GPUs, gloo detects the closed connection.
 """
 
 import argparse

@@ -74,7 +74,7 @@ class DataParallelBuffer(_upstream.DataParallelBuffer):
     """Extends megatron-core's ``DataParallelBuffer`` to keep unsharded gradients in place."""
 
     def reset_param_main_grad(self) -> None:
-        """Clear ``main_grad`` of parameters with sharded gradients. Unsharded ones have no bucket to free."""
+        """Clear ``main_grad`` of parameters with sharded gradients. Unsharded gradients have no bucket to free."""
         for param in self.params if self.is_data_distributed else ():
             param.main_grad = None
 
@@ -342,8 +342,8 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     def _enforce_double_buffer_limit(self, add_buckets: list[int]) -> None:
         """Release gradient buckets to make room for ``add_buckets``, and wait for their reductions.
 
-        megatron-core releases a bucket once its reduction is queued, and only the reduction stream waits: the current
-        stream, which runs ahead, would overwrite it with the next unit's gradients.
+        megatron-core releases a bucket once its reduction is queued, and only the reduction stream waits. The current
+        stream runs ahead and would overwrite the bucket with the next unit's gradients.
         """
         queued = list(self.grad_reduce_queue)
         super()._enforce_double_buffer_limit(add_buckets)
