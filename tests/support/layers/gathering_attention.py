@@ -21,7 +21,7 @@ class GatheringAttention(torch.nn.Module):
         self.dropout = torch.nn.Dropout(config.attention_dropout)
 
     def forward(self, query, key, value, attention_mask, **unused: Any):
-        """Return ``[tokens, sequences, heads x channels]``, given ``[tokens, sequences, heads, channels]``."""
+        """Return ``[tokens, sequences, heads x channels]`` for inputs of ``[tokens, sequences, heads, channels]``."""
         tokens, sequences = query.shape[:2]
         position = self._gathered(torch.arange(tokens * self.group.size(), device=query.device))
         own = position.view(self.group.size(), tokens)[self.group.rank()]

@@ -24,7 +24,7 @@ class PackedAttention(torch.nn.Module):
         self.dropout = torch.nn.Dropout(config.attention_dropout)
 
     def forward(self, query, key, value, attention_mask, *, packed_seq_params: PackedSeqParams, **unused: Any):
-        """Return ``[tokens, heads, channels]`` given inputs of the same shape."""
+        """Return the attention output, ``[tokens, heads, channels]`` like the inputs."""
         assert attention_mask is None
         ranks, rank = self.group.size(), self.group.rank()
         places = [places_on_rank(packed_seq_params.cu_seqlens_kv, len(key), each, ranks) for each in range(ranks)]

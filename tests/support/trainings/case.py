@@ -100,7 +100,7 @@ class Case:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Case":
-        """Return a case with the attributes in ``values``. Others become entries of ``config``; lists become tuples."""
+        """Return a case with the attributes in ``values``. Other keys go to ``config``, and lists become tuples."""
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         own: dict[str, Any] = {each.name: given.pop(each.name) for each in fields(cls) if each.name in given}
         return cls(**own, config=tuple(sorted(given.items())))

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 tests/support/trainings/compare_runs.py --serve /dev/stdin
 
 ``cases.json`` lists arguments of ``Case.of``; the optional key ``control`` names one of ``controls.CONTROLS``. Without
-a GPU, ranks use the CPU backend. ``--serve`` reads jobs from a file or pipe, one per line, each with the other
-arguments. On GPUs, each rank layout needs its own processes because NCCL keeps the memory of unused communicators.
+a GPU, ranks use the CPU backend. ``--serve`` reads jobs from a file or pipe: each line contains the other arguments of
+one job. On GPUs, each rank layout needs its own processes because NCCL keeps the memory of unused communicators.
 """
 
 import argparse
