@@ -280,7 +280,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def main() -> int:
-    """Measure or list the parts, and return the exit code."""
+    """Run or list the selected benchmarks, and return the exit code."""
     args = parse()
     if args.list:
         for part in PARTS:

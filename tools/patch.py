@@ -53,7 +53,7 @@ def patched_files(checkout: Path) -> dict[str, str]:
             if "megatron_fsdp_cuda_graphs.overlay" in text:
                 raise ValueError(
                     f"{path} imports megatron_fsdp_cuda_graphs.overlay, which a patched checkout does not have: "
-                    "import only `extend`, on a line of its own"
+                    "import only `extend`, on a line of its own, which this tool removes"
                 )
             texts[path] = text
     return texts

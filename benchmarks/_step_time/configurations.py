@@ -69,8 +69,8 @@ class Configuration:
         flags: Flags common to all variants.
         graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
         expert_parallel: Expert-parallel size; 1 for a dense model.
-        has_dynamic_shapes: Whether the model has experts, whose token counts the host reads in each step unless a
-            variant groups them.
+        has_dynamic_shapes: Whether the model has experts. The host reads their token counts in each step, except
+            in variants with ``--moe-use-grouped-tensor``.
     """
 
     name: str

@@ -92,7 +92,7 @@ class TokenBounds:
         self._is_copied = True
 
     def exceeded(self) -> bool:
-        """Wait for the host copy of the flag, and return it. It is set even by limits that are not in force."""
+        """Wait for the host copy of the overflow flag, and return it. Limits that are not in force also set it."""
         if not self._is_copied:  # the schedule has its own ``backward_step``
             self.copy_to_host()
         self._copied.synchronize()

@@ -1,4 +1,4 @@
-"""Install and uninstall the backend in this process, and end the process."""
+"""Install and uninstall the backend, and let the process exit while threads of gloo still run."""
 
 import atexit
 import os

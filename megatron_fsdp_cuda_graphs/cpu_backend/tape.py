@@ -300,7 +300,7 @@ class Recorder(TorchDispatchMode):
         self.random_before.setdefault(state, state.get())
 
     def finish(self) -> None:
-        """Undo the writes and draws of the capture.
+        """End the capture: restore the memory that it wrote and the random states that it advanced.
 
         Raises:
             CaptureError: A joined stream has work that the origin stream did not wait for.

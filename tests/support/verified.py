@@ -1,4 +1,4 @@
-"""Find the flags that results of benchmarks verified as bit-identical to eager training, by hardware.
+"""List, by hardware, the flags with which benchmark results show training to be bit-identical to eager.
 
 A fact is a flag, or a flag and one value: ``--fp16``, ``--fp8-recipe delayed``, ``--cuda-graph-modules not given``.
 """

@@ -26,7 +26,7 @@ def heads_per_program(arguments: dict[str, Any]) -> int:
 
 
 def with_fixed_blocks(autotuned: Any, **launch_options: int) -> Any:
-    """Return the kernel wrapped by a Triton autotuner, launched with ``heads_per_program`` heads per program.
+    """Return a launcher of an autotuned Triton kernel that skips autotuning and uses ``heads_per_program`` heads.
 
     Args:
         autotuned: The result of ``triton.autotune``.

@@ -89,7 +89,7 @@ class ListedStep(KeptGradients):
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Context manager that records the launches of the caller's step on all parameters."""
+        """Context manager that records the kernel launches of an optimizer step, which must cover all parameters."""
         seen: list[Lists] = []
 
         def launch(chunk_size: int, flag: torch.Tensor, lists: Lists, *numbers: Any) -> Any:
@@ -120,7 +120,7 @@ class ListedStep(KeptGradients):
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Context manager in which a step on ``leaders``, one parameter per group, updates all parameters.
+        """Context manager in which a step on ``leaders``, one parameter per group, updates all parameters of each group.
 
         Raises:
             RuntimeError: The number of kernel launches differs from the number of groups with gradients.

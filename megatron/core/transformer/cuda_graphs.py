@@ -141,7 +141,7 @@ class TECudaGraphHelper:
             )
         for name, act in (("cuda_graph_step_log", "log"), ("cuda_graph_max_captures", "capture other shapes")):
             if hasattr(config, name):
-                raise OptionsError(f"config.{name} was removed: delete it, and {act} in your training loop")
+                raise OptionsError(f"config.{name} was removed: do not set it, and {act} in your training loop")
         if problem := allocator_problem():
             raise OptionsError(problem)
         sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
@@ -356,7 +356,7 @@ class TECudaGraphHelper:
             if not stage.layers:
                 names = ", ".join(type([*unwrapped(chunk)][-1]).__name__ for chunk in self.model)
                 logger.warning(
-                    f"{type(self).__name__}: no graphable layers found in {names}, which trains eagerly: graphs need a "
+                    f"{type(self).__name__}: no graphable layers found in {names}. Training stays eager. Graphs need a "
                     "decoder with layers that --cuda-graph-modules selects"
                 )
             elif graphs.scope.holds:

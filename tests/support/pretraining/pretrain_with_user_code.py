@@ -59,7 +59,7 @@ def unused_parameters():
 
 
 def shared_layers():
-    """Call the first layer again instead of the third."""
+    """Replace the third layer by the first one."""
 
     def share(chunks):
         for chunk in chunks:

@@ -114,7 +114,7 @@ class Sandbox:
         return done.stdout.strip()
 
     def error(self, code: str, ahead: tuple[Path, ...] = (), **environment: str) -> str:
-        """Run ``code`` and return the last line of its traceback; raise AssertionError if it does not raise."""
+        """Run ``code``, which must raise, with the folders ``ahead`` on its path; return its last line of output."""
         done = self.run("-c", dedent(code), ahead=ahead, **environment)
         assert done.returncode == 1, done.stdout
         return done.stderr.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Check whether the modes of torch and megatron-core allow passes without gradients to replay."""
+"""Decide whether passes without gradients may replay graphs in the current modes of torch and megatron-core."""
 
 import torch
 

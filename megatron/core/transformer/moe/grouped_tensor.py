@@ -58,7 +58,7 @@ def grouped_linear(
     ):
         raise ValueError(
             f"--moe-use-grouped-tensor requires --bf16 and compute capability 9.0 or newer, got {rows.dtype} on "
-            f"{torch.cuda.get_device_name(rows.device)}: leave it out"
+            f"{torch.cuda.get_device_name(rows.device)}: leave out --moe-use-grouped-tensor"
         )
     return _GroupedLinear.apply(rows.contiguous(), offsets, unused_rows, *weights)
 

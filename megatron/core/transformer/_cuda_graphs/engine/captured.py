@@ -428,7 +428,7 @@ class GraphedCallable:
 
     @property
     def returns_static_gradients(self) -> bool:
-        """Whether a gradient that backward returns aliases a static output gradient."""
+        """Whether backward returns a gradient that shares memory with the static gradient of an output."""
         addresses = {storage_address(grad) for grad in self.grad_outputs if grad is not None}
         grads = (*self.grad_inputs, *self.grad_params)
         return any(storage_address(grad) in addresses for grad in grads if grad is not None)

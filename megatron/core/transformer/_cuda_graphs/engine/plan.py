@@ -113,8 +113,8 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
         if not forward == backward == num_microbatches > 0 or weights not in (0, num_microbatches):
             raise ValueError(
                 f"_order {[*order]} has {forward} forward, {backward} backward and {weights} weight-gradient passes of "
-                f"chunk {chunk}: every chunk needs {num_microbatches or 1} forward passes like chunk 1, and as many "
-                "backward and (if any) weight-gradient passes"
+                f"chunk {chunk}: every chunk needs {num_microbatches or 1} forward and as many backward passes, "
+                "like chunk 1, and as many weight-gradient passes or none"
             )
     if num_layers_per_chunk is None:
         num_layers_per_chunk = [num_callables // num_chunks] * num_chunks

@@ -77,7 +77,7 @@ class ShardedWeights:
             current.wait_stream(stream)
 
     def _side_streams(self) -> list[torch.cuda.Stream]:
-        """Return the streams on which the chain's weights are gathered and its gradients are reduced."""
+        """Return the streams that gather these weights and reduce their gradients."""
         groups = {id(weight.group): weight.group for weight in self.with_neighbors()}.values()
         streams = (_implementation().get_ag_stream, _implementation().get_rs_stream)
         return list(dict.fromkeys(stream(_CHAIN, group) for group in groups for stream in streams))

@@ -182,7 +182,7 @@ class CaptureSession:
             yield
 
     def _free_gradients(self) -> None:
-        """Zero gradients before the capture so that the optimizer's gradients are freed."""
+        """Free the optimizer's gradients before the capture: ``zero_grad_buffer`` drops them."""
         wrappers = [chunk.fsdp for chunk in self.stage.chunks if chunk.fsdp is not None]
         if wrappers and self.stage.role.language:
             for fsdp in wrappers:

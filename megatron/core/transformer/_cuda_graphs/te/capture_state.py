@@ -292,7 +292,7 @@ class CaptureState:
         self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
 
     def adopt_rng_states(self) -> None:
-        """Make graphs continue from the RNG tracker's states now, for schedules that call layers instead of models."""
+        """Make graphs continue from the RNG tracker's current states, if schedules call layers instead of models."""
         if self._rng_states is not None:
             self._rng_states.adopt()
 

@@ -119,7 +119,7 @@ class PassGraphs:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def before_eager_forward(self) -> None:
-        """Prepare for an eager fallback, or another eager pass with grad, during which other ranks may replay."""
+        """Prepare for an eager pass with grad while other ranks may replay."""
         self.slots[0].owner.before_eager_forward()
 
     def tokens_of(self, given: Mapping[str, Any]) -> int:
@@ -284,7 +284,7 @@ def _graphed(
     quantized: RecordedQuantization | None,
     copies_results: bool = True,
 ) -> GraphedCallable:
-    """Return the ``GraphedCallable`` to capture the passes of ``func``, including the hooks of ``module``.
+    """Return a ``GraphedCallable``, not captured yet, for the passes of ``func`` and the hooks of ``module``.
 
     Args:
         inputs: Static inputs, keyed by name. Inputs that require grad must be leaves.

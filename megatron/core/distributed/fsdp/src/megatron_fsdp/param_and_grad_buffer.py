@@ -203,7 +203,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         self._on_host.clear()
 
     def check_main_weights(self) -> None:
-        """Raise RuntimeError if the main weights are on the host, because their memory on the device is freed."""
+        """Raise RuntimeError if the main weights are offloaded to the host and their device memory is freed."""
         if self._on_host:
             raise RuntimeError("the optimizer's weights are on the host: call optimizer.restore_from_cpu() first")
 

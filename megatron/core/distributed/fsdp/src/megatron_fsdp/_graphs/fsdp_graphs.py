@@ -138,7 +138,7 @@ class FsdpGraphs:
     def recorded_passes(
         self, begin: Callable[[str], object], layers: Sequence[torch.nn.Module] | None = None
     ) -> RecordedPasses:
-        """Create the ``RecordedPasses`` that owns the graphs of the whole model, or of consecutive ``layers``."""
+        """Create the owner of the graphs of the model, or of consecutive ``layers``; see ``RecordedPasses``."""
         units = self.units if layers is None else {layer: self.units[layer] for layer in layers}
         return RecordedPasses(self, units, begin, holds_model=layers is None)
 

@@ -189,9 +189,9 @@ class ReplayedRunner(EagerRunner, GraphOwner):
             gathers.wait_bucket_ready(bucket, False)
 
     def select_collectives(self) -> None:
-        """Select the recorded collectives to replay, with all-gathers in the order of megatron-core's hook.
+        """Select the recorded collectives to replay, with all-gathers in the order in which megatron-core starts them.
 
-        Call this while no bucket is gathered. All buckets are released again.
+        Call this while no bucket is gathered. It gathers buckets temporarily.
         """
         for direction in _ORDERS:
             self._gather(self.params, direction, prefetch=True)
