@@ -120,7 +120,7 @@ class ListedStep(KeptGradients):
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Context manager in which a step on ``leaders``, one parameter per group, updates all parameters of each group.
+        """Context manager in which a step on ``leaders``, one parameter per group, updates every parameter.
 
         Raises:
             RuntimeError: The number of kernel launches differs from the number of groups with gradients.
