@@ -317,9 +317,9 @@ class TECudaGraphHelper:
 
     @contextmanager
     def _without_gathering_hooks(self) -> Iterator[None]:
-        """Within the context, disable the hooks of ``DistributedDataParallel`` with --overlap-param-gather.
+        """Context manager that disables hooks of ``DistributedDataParallel`` that gather parameters.
 
-        On exit, enable them again, and add the hooks for replays.
+        On exit, it enables these hooks again and, if graphs exist, adds the hooks for replays.
         """
         chunks: list[Any] = [chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
         with ExitStack() as stack:

@@ -111,7 +111,7 @@ class Aspect:
         read: Returns the current values, always in the same order.
         glance: Returns a cheap value that changes whenever the result of ``read`` does; by default ``read`` itself.
         then: The captured values; by default the result of ``read`` at construction.
-        show: Formats a number or string for messages; None to omit values.
+        show: Formats an old or new value for messages; None to omit both.
     """
 
     def __init__(
@@ -292,7 +292,12 @@ class InputSignature:
 
 
 def named(root: torch.nn.Module, name: str = "", parts: Iterable[torch.nn.Module] | None = None) -> dict[Any, str]:
-    """Map ``root`` to ``name`` (default: its class), and its submodules ``parts`` (default: all) to their names."""
+    """Return the names of ``root`` and its submodules in messages, keyed by module.
+
+    Args:
+        name: Name of ``root``, and prefix of the other names; if empty, the class of ``root``, and no prefix.
+        parts: The submodules to include, each with its own submodules; None for all.
+    """
     held = None if parts is None else {inner for part in parts for inner in part.modules()}
     return {
         module: ".".join(filter(None, (name, inner))) or type(module).__name__
@@ -305,7 +310,7 @@ _Place = tuple[dict[str, Any], str, str]  # a dict, a key, and the name of that 
 
 
 def _reader(places: Iterable[_Place]) -> Callable[[], list[Any]]:
-    """Return a function that reads the dict entries ``places``, with None for missing ones."""
+    """Return a function that returns the current values of the dict entries ``places``, None for missing entries."""
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
 
     def read() -> list[Any]:

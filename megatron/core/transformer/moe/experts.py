@@ -12,7 +12,7 @@ _upstream: Any = extend(__name__)
 
 
 class _GroupedExperts:
-    """Mixin for expert modules whose token counts may stay on the GPU."""
+    """Mixin for expert modules that computes all experts at once with ``--moe-use-grouped-tensor``."""
 
     config: Any
     num_local_experts: int

@@ -1,4 +1,4 @@
-"""A router that checks the flags of grouped experts and registers with ``token_bounds``."""
+"""A router that rejects incompatible flags of grouped experts, and registers with ``token_bounds``."""
 
 from typing import Any
 
@@ -12,7 +12,10 @@ _upstream: Any = extend(__name__)
 
 
 class TopKRouter(_upstream.TopKRouter):
-    """Extends megatron-core's ``TopKRouter`` to limit the number of tokens per peer if steps can be rerun."""
+    """Extends megatron-core's ``TopKRouter`` for ``--moe-alltoall-capacity-factor``.
+
+    ``token_bounds`` limits the router's tokens only if ``RerunStateMachine`` can rerun a step that exceeds the limit.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

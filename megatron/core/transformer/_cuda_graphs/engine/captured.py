@@ -70,16 +70,16 @@ class GraphOwner:
         return grads
 
     def before_forward(self) -> None:
-        """Prepare for a replay of the forward graph, which follows on the same stream."""
+        """Called before each replay of the forward graph. The replay waits for work that is enqueued here."""
 
     def before_eager_forward(self) -> None:
-        """Prepare for an eager forward pass of a module with whole-pass graphs, which other ranks may replay."""
+        """Called before an eager forward pass that other ranks may replay, to start the same collectives as they do."""
 
     def before_backward(self) -> None:
-        """Prepare for a replay of the backward graph, which follows on the same stream."""
+        """Called before each replay of the backward graph. The replay waits for work that is enqueued here."""
 
     def after_backward(self) -> None:
-        """Clean up after a replay of the backward graph, on the same stream."""
+        """Called after each replay of the backward graph, on the current stream."""
 
     def forget(self) -> None:
         """Release resources; called once, after the graphs are freed."""
@@ -434,7 +434,7 @@ class GraphedCallable:
         return any(storage_address(grad) in addresses for grad in grads if grad is not None)
 
     def finish(self) -> None:
-        """Prepare for replays after all graphs are captured."""
+        """Store the addresses and gradients that replays use. Call this after all graphs are captured."""
         self._memory = None
         pairs = zip(self.params, self.grad_params)  # noqa: B905, without a backward pass there are no gradients
         self._grads_of_params = [(grad, self._clone_param_grads and not _is_read_later(param)) for param, grad in pairs]

@@ -161,7 +161,7 @@ class Quantization:
                 self._operations[module] = None
 
     def before_forward(self, is_first_microbatch: Any) -> Callable[[], None] | None:
-        """Prepare the quantization state for a replay of the forward graph.
+        """Register statistics and set the flag for cached weights, before a replay of the forward graph.
 
         Args:
             is_first_microbatch: Whether to requantize cached weights.

@@ -134,7 +134,7 @@ def described(tree: Any) -> Any:
 
 
 def with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return ``tree`` with each tensor, or each tensor's ``ArgMetadata``, replaced by the next of ``tensors``."""
+    """Return ``tree`` with its tensors, or their ``ArgMetadata``, replaced by ``tensors`` in order."""
     return tree_map(lambda leaf: next(tensors) if isinstance(leaf, (torch.Tensor, ArgMetadata)) else leaf, tree)
 
 

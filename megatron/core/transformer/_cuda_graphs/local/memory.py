@@ -62,7 +62,7 @@ class TensorReusePool:
         return self._buffers.free()
 
     def insert(self, tensor: torch.Tensor) -> None:
-        """Remove a reference to ``tensor``, which is free once no references are left.
+        """Remove a reference to ``tensor``; without references, the tensor is free again.
 
         Raises:
             ValueError: The tensor is not from this pool, or is already free.

@@ -241,7 +241,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def create_cudagraphs(cls) -> dict[str, float] | None:
-        """Capture the recorded passes in order. If graphs exist, only prepare all runners for the next step.
+        """Capture the recorded passes in order. If graphs already exist, only start the next step.
 
         Returns:
             ``time`` in seconds, ``allocated_bytes`` and ``reserved_bytes``; None if nothing was captured.

@@ -262,7 +262,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
         return None if self.graphs is None else self.graphs.backward_graph
 
     def begin_capture(self, recording: Recording) -> None:
-        """Prepare to capture the recorded passes together with the other runners of ``recording``."""
+        """Join ``recording``; passes are captured with grad if a backward pass was recorded."""
         self._recording = recording
         self.grad_enabled = self.bwd_graph_recorded
 
@@ -411,7 +411,7 @@ class _CudaGraphRunner(torch.nn.Module, GraphOwner):
             self._escaping = set()
 
     def finish(self, snapshot: Snapshot, users: Mapping[int, Sequence["_CudaGraphRunner"]]) -> None:
-        """Prepare for replays after all graphs of the recording have been captured.
+        """Make the graphs ready to replay. Call this after all graphs of the recording are captured.
 
         Args:
             snapshot: The state that the graphs depend on.

@@ -117,7 +117,7 @@ class ShardedWeights:
                     setattr(weight, name, value)
 
     def note_backward(self, params: Iterable[Any]) -> None:
-        """Record that the backward pass of ``params`` was captured."""
+        """Store which main gradients are complete after the captured backward pass of ``params``."""
         self._completed = completed_in_backward(params)
 
     def end_backward_replay(self) -> None:

@@ -108,9 +108,10 @@ class CaptureSession:
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Context manager for graphs of several layers. It suspends capture mode, which would disable layers' hooks.
+        """Context manager for capturing several layers in one graph.
 
-        On exit, restore generators and buffers of ``modules``, because a failed capture may not restore them.
+        It frees gradients, and suspends capture mode, which would disable the layers' hooks. On exit, it restores
+        generators and the buffers of ``modules``, because a failed capture may not restore them.
         """
         from megatron.core.transformer.cuda_graphs import _set_capture_end, _set_capture_start  # imports this module
 

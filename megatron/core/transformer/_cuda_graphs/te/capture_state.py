@@ -285,14 +285,14 @@ class CaptureState:
         return self._calls.blocker
 
     def follow_rng_tracker(self) -> None:
-        """Before each forward pass of a model, make graphs continue from the RNG tracker's current states."""
+        """Register hooks that call ``GraphStates.adopt`` before each forward pass of a model."""
         self._rng_states = GraphStates()
         adopt = calls_weakly(self._rng_states.adopt)
         models = [chunk.model for chunk in self._stage.chunks if chunk.layers and chunk.model is not None]
         self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
 
     def adopt_rng_states(self) -> None:
-        """Make graphs continue from the RNG tracker's current states, if schedules call layers instead of models."""
+        """Call ``GraphStates.adopt``, for schedules that call layers and thus skip the models' hooks."""
         if self._rng_states is not None:
             self._rng_states.adopt()
 

@@ -119,7 +119,7 @@ class PassGraphs:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def before_eager_forward(self) -> None:
-        """Prepare for an eager pass with grad while other ranks may replay."""
+        """Call the owner's ``before_eager_forward``; other ranks may replay the pass."""
         self.slots[0].owner.before_eager_forward()
 
     def tokens_of(self, given: Mapping[str, Any]) -> int:
@@ -429,8 +429,8 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int, masked: bo
 def _around_passes(models: Iterable[Any], kept: list[Any]) -> Iterator[None]:
     """Context manager for warm-up and capture that appends rotary embedding outputs to ``kept``: caches may evict them.
 
-    On exit, the input tensor of each chunk except the first is restored, because an evaluation call that started the
-    capture reads it afterwards.
+    On exit, it restores the input tensor of each chunk except the first. An evaluation call that started the capture
+    reads this tensor afterwards.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
