@@ -114,7 +114,7 @@ def lengths(args: argparse.Namespace, name: str) -> tuple[int, int]:
 def start(
     args: argparse.Namespace, name: str, folder: Path, trainings: Trainings, pool: ThreadPoolExecutor
 ) -> list[Future[Runs]]:
-    """Start the eager run, and the graphed run with its restart."""
+    """Start the eager run, and the graphed run with its restart; return a future of the steps of each."""
     moe = MOE if name == "moe" else f"{MOE} {UNBALANCED}" if name == "grouped" else ""
     steps, middle = lengths(args, name)
     sizes = f"""

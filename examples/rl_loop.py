@@ -32,7 +32,12 @@ CLIP, KL = 0.2, 0.05
 
 
 def unwrapped(impl: str, layers_per_graph: str | None = None):
-    """Build a GPT without a wrapper, and its configuration. All GPTs start with the same weights."""
+    """Build a GPT without a wrapper, and its configuration. All GPTs start with the same weights.
+
+    Args:
+        impl: Value of ``cuda_graph_impl``.
+        layers_per_graph: Value of ``cuda_graph_layers_per_graph``.
+    """
     model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
     config = TransformerConfig(
         num_layers=2,

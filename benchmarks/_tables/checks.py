@@ -90,9 +90,9 @@ def soaks(results: Results) -> Iterator[Row]:
 
 
 def repeated(results: Results) -> Iterator[Row]:
-    """Yield the numbers of equal runs and distinct results: one row for all modes of a model with the same numbers.
+    """Yield rows with the numbers of equal runs and of distinct results.
 
-    The model's name omits flags that all its runs share.
+    Modes of a model with the same numbers share a row. The model's name omits flags that all its runs share.
     """
     yield "model", "GPUs", "mode", "equal runs", "distinct results", "commit"
     modes: dict[Row, list[str]] = {}

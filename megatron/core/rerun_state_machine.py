@@ -93,7 +93,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
             validate()
 
     def _start_again(self, data_iterator: Any) -> None:
-        """Undo the first run of the step, and prepare a rerun without token limits."""
+        """Restore the state before the step, rewind the data and lift token limits, so that the step can be rerun."""
         self._restore_state()
         for each in self._sanitize_data_iterators(data_iterator):
             each.rewind()

@@ -92,7 +92,10 @@ class TokenBounds:
         self._is_copied = True
 
     def exceeded(self) -> bool:
-        """Wait for the host copy of the overflow flag, and return it. Limits that are not in force also set it."""
+        """Wait for the host copy of the overflow flag, and return it.
+
+        Tokens beyond a limit set the flag even if the limits are not in force.
+        """
         if not self._is_copied:  # the schedule has its own ``backward_step``
             self.copy_to_host()
         self._copied.synchronize()

@@ -115,7 +115,7 @@ class Pool:
         self._dtypes: dict[int, torch.dtype] = {}
 
     def add_graph(self) -> None:
-        """Record that the pool has a graph."""
+        """Record that a graph was captured into the pool."""
         _with_graphs.add(self.handle)
 
     def own(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
@@ -250,7 +250,13 @@ class AddressBook:
         return iter(self._blocks.values())
 
     def block(self, tensor: torch.Tensor, op: str, is_private: bool = False) -> Block:
-        """Return the block of ``tensor``, creating it on first use; ``is_private`` if the capture allocated it."""
+        """Return the block of ``tensor``; create the block on first use.
+
+        Args:
+            tensor: A tensor that the capture uses.
+            op: Name of the operator that uses it, for errors.
+            is_private: Whether the capture is known to have allocated its memory.
+        """
         storage = tensor.untyped_storage()
         place = _place(storage)
         if place not in self._blocks:

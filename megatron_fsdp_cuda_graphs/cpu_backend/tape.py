@@ -111,7 +111,7 @@ def is_collective(func: torch._ops.OpOverload) -> bool:
 
 
 def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Return the result of a collective without running it.
+    """Return the result of the collective ``func`` without running it.
 
     Outputs keep their values, except integers, which become zero to be valid indices and sizes.
     """
@@ -124,7 +124,7 @@ def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict
 
 
 def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Callable[[], None]:
-    """Return a function that runs the collective to completion."""
+    """Return a function that runs the collective ``func`` to completion."""
     call = func._op
 
     def step() -> None:

@@ -186,7 +186,7 @@ class FsdpHooks:
                     fp8_discard_transpose_cache(param)
 
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
-        """Accumulate the complete ``param.grad`` and reduce full buckets, or queue it for the runner of its module."""
+        """Accumulate the complete ``param.grad`` and reduce full buckets, or queue ``param`` in its module's runner."""
         if getattr(param, "skip_backward_post_hook", False):  # delayed; a separate hook handles it
             return
         if self.backward.phase is Phase.IN_PARTS and param in self._outside_layers:
@@ -218,7 +218,10 @@ class FsdpHooks:
         self.backward.phase = Phase.IN_PARTS
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Prepare a forward pass of the whole model with these arguments, and clean up after passes that failed."""
+        """Clean up after failed passes, and call ``graphs.before_evaluation`` if it is due.
+
+        Call this before a forward pass of the whole model, with its arguments.
+        """
         if self.backward.phase is not Phase.CLOSED:
             self.backward.forward_begins()
         graphs = self.graphs
@@ -263,9 +266,9 @@ class FsdpHooks:
         return call_before_backward(call, output)
 
     def _refuse_at_capture(self, module: torch.nn.Module, kind: str, sentinel: str) -> None:
-        """Raise RuntimeError if a hook runs during the capture of ``module``; the engine calls its handler instead.
+        """Raise RuntimeError if a hook runs during the capture of ``module``, which should have removed it.
 
-        This happens if the hook has lost its sentinel, so the capture did not remove it.
+        This happens if the hook has lost its ``sentinel``. The message names the ``kind`` of hook.
         """
         if self.graphs.captured and module in self.graphs.captured:
             raise RuntimeError(

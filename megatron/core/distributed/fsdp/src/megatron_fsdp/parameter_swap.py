@@ -25,9 +25,16 @@ class ParameterSwap:
         raw: Mapping[str, torch.nn.Parameter],
         distributed: Mapping[str, torch.nn.Parameter],
     ):
-        """Look up the raw and the optimizer's parameters of each module of ``model``, which may hold either now.
+        """Look up the raw and the optimizer's parameters of each module of ``model``.
 
-        Tied parameters are supported. Raises KeyError if a parameter of the model is in neither set.
+        Each module may currently have either kind. Tied parameters are supported.
+
+        Args:
+            model: The model.
+            raw, distributed: All raw parameters and all of the optimizer's, with the same names.
+
+        Raises:
+            KeyError: A parameter of the model is neither in ``raw`` nor in ``distributed``.
         """
         pairs = [(param, distributed[name]) for name, param in raw.items()]
         pair_of = {id(param): pair for pair in pairs for param in pair} | {id(None): (None, None)}

@@ -20,7 +20,7 @@ class UnshardedGradients:
     """Scales the unsharded main gradients of one model once per step, instead of in each reduction of ``buffer``.
 
     Attributes:
-        buckets: The bucket indices of these gradients.
+        buckets: The bucket indices of these gradients; empty if not every backward pass reduces gradients.
         fused: The parameters whose gradients accumulate in place, if the model has kernels that write to ``main_grad``.
             Empty with ``no_shard``, where parameters are never gathered.
     """
@@ -73,7 +73,7 @@ class UnshardedGradients:
             buffer.mp_policy = policy
 
     def scale_bucket(self, bucket: int, grads: torch.Tensor) -> None:
-        """Scale ``grads``, the gradients of ``bucket``, before their reduction across HSDP replicas, if unsharded."""
+        """Scale ``grads``, the gradients of ``bucket``, if unsharded. Call this before reducing across replicas."""
         if bucket in self._unscaled:
             grads.mul_(self._unscaled[bucket][1])
 

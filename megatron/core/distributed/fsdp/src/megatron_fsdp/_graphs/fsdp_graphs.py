@@ -143,7 +143,11 @@ class FsdpGraphs:
         return RecordedPasses(self, units, begin, holds_model=layers is None)
 
     def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:
-        """Create the owner of the evaluation graph of a whole model that already has training graphs."""
+        """Create the owner of the evaluation graph of a whole model that already has training graphs.
+
+        Args:
+            begin: Called with the name of each part of the capture; see ``RecordedPasses``.
+        """
         assert self.whole_passes is not None
         return EvaluatedModel(self.whole_passes, begin)
 

@@ -99,7 +99,12 @@ def take_places(fsdp: Any) -> None:
 
 
 def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
-    """Allocate the sharded buckets of each unit in order, and free them after allocating those of the next unit."""
+    """Allocate the sharded buckets of each unit in order; free a unit's buckets after allocating the next unit's.
+
+    Args:
+        units: The buffers of each unit.
+        dtype: Dtype of the buckets; None for each buffer's own.
+    """
     before: list[Any] = []
     for unit in [*units, ()]:
         sharded = [buffer for buffer in unit if buffer.is_data_distributed]

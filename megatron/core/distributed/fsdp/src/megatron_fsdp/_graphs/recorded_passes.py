@@ -170,7 +170,7 @@ class RecordedPasses(GraphOwner):
             yield
 
     def gather_first_unit(self, phase: Direction) -> None:
-        """Start gathering the first unit of a pass early, because its hook would gather the second unit first."""
+        """Start gathering the first unit of a pass early; that unit's hook would gather the second unit first."""
         self._fsdp.all_gather_and_wait_parameters_ready(
             self._first[phase].params, prefetch=False, wait_bucket_ready=False, bwd=phase == "backward"
         )

@@ -114,7 +114,7 @@ class EagerRunner:
             submodule.__dict__["_training_state"] = state  # bypasses Module.__setattr__, which is slow
 
     def _collected(self) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters whose gradients are queued until ``after_backward``; others are accumulated at once.
+        """Return the parameters whose gradients are queued until ``after_backward``; other gradients are added at once.
 
         Eager passes queue gradients only if the module has graphs, to reduce them in the same order as replays on other
         ranks.
