@@ -15,7 +15,7 @@ __all__ = ["compare_runs"]
 
 @pytest.fixture(scope="session")
 def together(compare_runs) -> Callable[..., dict[str, Any]]:
-    """Return a function that looks up the result of ``case`` after training all ``cases`` in one launch."""
+    """Return a function that trains cases in one launch, caches the results, and returns one of them."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
 
     def result(

@@ -39,7 +39,7 @@ def test_rerun_step_replays_the_same_result(tmp_path):
 def diverging(tmp_path_factory):
     """Return a function that trains until the third loss is NaN and the run exits.
 
-    Its results are the metrics of the finished steps, the rerun state machine's messages about NaN, and the log.
+    The function returns the metrics of the finished steps, the rerun state machine's messages about NaN, and the log.
     """
 
     def run(flags: str, graphs: bool):

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.long
 
 
 def run(folder, flags, kind, ranks=2, layout=""):
-    """Train, and return the metrics of each step, their ``numbers``, and the logged loss scales."""
+    """Train, and return the metrics of each step, the result of ``numbers``, and the logged loss scales."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setenv("USER_CODE", "adapters" * (layout == "adapters"))
         patches.setenv("SCALARS_PATH", f"{folder}.scalars")

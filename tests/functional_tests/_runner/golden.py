@@ -62,7 +62,7 @@ def _installed(package: str) -> str | None:
 
 
 def differences(found: Metrics, expected: Metrics, rounding: float = 0.0) -> list[str]:
-    """Return a line of text per difference in the metrics of ``NUMBERS`` that ``expected`` contains.
+    """Compare those metrics of ``NUMBERS`` that ``expected`` contains, and return lines that describe differences.
 
     Args:
         found, expected: Metrics to compare.

@@ -88,7 +88,7 @@ def _flags(arguments: dict[str, Any], folder: Path) -> list[str]:
 
 
 def find(given: Iterable[str], platform: str) -> list[Recipe]:
-    """Return the recipes of ``platform`` whose model or name is in ``given``; all its recipes if ``given`` is empty.
+    """Return the recipes of ``platform`` whose model or name is in ``given``; return all if ``given`` is empty.
 
     Raises:
         ValueError: A name is unknown, or a ``model_config.yaml`` is invalid.

@@ -23,7 +23,7 @@ def trained(tmp_path_factory):
 
 
 def train(folder, *variants, more=()):
-    """Run the benchmark for ``variants`` of configuration B and return the finished process."""
+    """Run the benchmark for ``variants`` of configuration B, with arguments ``more``; return the finished process."""
     chosen = ["--configurations", "B", "--variants", *variants, "--steps", str(STEPS), *more]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *chosen, "--output", str(folder / "it.json"), "--logs", str(folder / "logs")],

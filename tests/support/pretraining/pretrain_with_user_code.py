@@ -24,7 +24,7 @@ import pretrain_gpt  # isort: skip
 
 
 def averaged_weights():
-    """Maintain an exponential moving average of the weights; each rank logs a hash of it after each step."""
+    """Maintain an exponential moving average of the weights; each rank logs a hash of the average after each step."""
     train_step = training.train_step
     averages: dict[str, torch.Tensor] = {}
 

@@ -132,7 +132,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def compare_runs(tmp_path_factory) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """Return a function that trains cases eagerly and with graphs in other processes. It returns one result per case.
+    """Return a function that trains cases eagerly and with graphs in other processes, and returns their results.
 
     Without a GPU, the same ranks serve all calls of the session, except calls with ``--stop-at-error``.
     """

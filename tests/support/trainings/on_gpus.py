@@ -140,7 +140,7 @@ def control(job: Job) -> str:
 
 
 def is_expected(result: dict[str, Any]) -> bool:
-    """Return whether a result equals eager, or differs if its negative control is in ``DEAD``."""
+    """Return whether a result equals eager; with a control in ``DEAD``, whether it differs from eager."""
     return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
 
 

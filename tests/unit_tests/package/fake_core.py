@@ -108,7 +108,7 @@ class Sandbox:
         )
 
     def output(self, code: str, ahead: tuple[Path, ...] = (), **environment: str) -> str:
-        """Run ``code`` and return its output; raise AssertionError if it fails."""
+        """Run ``code``, which must succeed, with the folders ``ahead`` on its path; return its output."""
         done = self.run("-c", dedent(code), ahead=ahead, **environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

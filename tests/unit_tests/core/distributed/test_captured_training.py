@@ -156,7 +156,7 @@ def test_evaluation_of_two_shapes_in_any_order_is_identical(one_rank, holds):
 
 @contextmanager
 def failing(layer, in_backward):
-    """Make captures of ``layer`` fail in this context: a hook reads a tensor on the host in one of its passes."""
+    """Make captures of ``layer`` fail in this context, with a hook that reads a tensor on the host."""
 
     def read(tensor):
         tensor.sum().item()

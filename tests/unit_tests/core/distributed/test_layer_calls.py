@@ -56,7 +56,7 @@ def trained(per_graph, called, reads, error=None):
     Args:
         per_graph: Scope of the graphs, or None for eager training.
         called: Indices of the layers that the unusual step calls.
-        reads: Indices of the layers whose outputs it reads.
+        reads: Indices of the layers whose outputs the unusual step reads.
         error: Message of the error that the unusual step must raise, if any.
     """
     case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)

@@ -36,7 +36,7 @@ def main_gradients(fsdp):
 
 
 def step(fsdp, case):
-    """Run a forward and backward pass; return the optimizer's gradients, compared with the main gradients."""
+    """Run a forward and backward pass, and return the optimizer's gradients, which must equal the main gradients."""
     fsdp.zero_grad_buffer()
     run_backward(fsdp, case)
     fsdp.finish_grad_sync()

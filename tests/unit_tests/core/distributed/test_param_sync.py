@@ -14,7 +14,7 @@ def build(strategy, **sharding):
 
 
 def gathered(fsdp, start, **arguments):
-    """Return the arguments of each gather by ``start``, and whether modules then have the optimizer's parameters."""
+    """Call ``start``; return the arguments of its gathers, and whether modules then have the optimizer's parameters."""
     fsdp._replace_param_with_distributed_if_needed()
     fsdp.all_gather_pipeline.reset()
     with mock.patch.object(

@@ -88,7 +88,7 @@ def test_first_states_do_not_use_cached_memory(optimizer, monkeypatch, impl, sta
 
 @pytest.fixture
 def clipping(optimizer, monkeypatch, mesh):
-    """Return a function that builds an optimizer; a stub of whole-model graphs records keys of ``RepeatedWork``."""
+    """Return a function that builds an optimizer and a stub of its graphs with the ``keys`` of ``RepeatedWork.run``."""
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", len)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 

@@ -91,7 +91,7 @@ def prepare(optimizer, number):
 
 
 def compared(build, steps=5, change=lambda optimizer, number: None, **options):
-    """Assert that steps with and without ``LocalShards`` are bit-identical.
+    """Assert that steps with and without ``LocalShards`` are bit-identical; call ``change`` before each step.
 
     Returns:
         ``FusedAdam.inspected`` after each step with ``LocalShards``.

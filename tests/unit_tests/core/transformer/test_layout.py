@@ -101,7 +101,7 @@ def _rank(name: str) -> int:
 
 
 def _higher(files: list[str], rank: Callable[[str], int]) -> list[str]:
-    """Return a message for each import of a file in a higher layer."""
+    """Return a message for each import from a higher layer; ``rank`` returns the layer of a file."""
     return [f"{name} imports {i}" for name in files for i in sorted(_imports(name)) if _rank(i) > rank(name)]
 
 

@@ -229,7 +229,7 @@ def test_no_collective_is_recorded_without_nccl_graph_mixing(ranks, monkeypatch,
 
 
 def taken(fsdp, *, whole=True, unused=()):
-    """Return the names of the first layer's parameters whose ``main_grad`` its graphs write.
+    """Return the names of the parameters whose ``main_grad`` the graphs of the first layer write.
 
     Args:
         whole: Whether the whole layer is captured, not only a part.

@@ -107,7 +107,7 @@ def test_communicator_is_set_up_again_unless_launched(fsdp, launched):
 
 
 def places_of(fsdp):
-    """Return the set of bucket addresses of each unit, allocating one bucket at a time."""
+    """Return the bucket addresses of each unit; allocate and free one bucket after the other to read them."""
     places: dict[int, set[int]] = {}
     for group in fsdp.param_and_grad_buffer.parameter_groups:
         for buffer in (group.model_weight_buffer, group.main_grad_buffer) if group.fsdp_unit_id is not None else ():

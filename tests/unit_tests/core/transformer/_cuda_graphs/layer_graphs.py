@@ -26,7 +26,7 @@ class Graphed:
 
 
 def layer_graph(graphed: Any = None, keywords: dict[str, torch.Tensor] | None = None, **changes: Any) -> LayerGraph:
-    """Return a layer graph with one positional input, and with ``changes`` to its attributes."""
+    """Return a layer graph with the static keyword inputs ``keywords``, and with ``changes`` to its attributes."""
     graphed = graphed or Graphed()
     attributes: dict[str, Any] = {
         "name": "layer 3",

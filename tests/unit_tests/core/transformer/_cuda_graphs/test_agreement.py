@@ -102,7 +102,7 @@ def agreement_of(rank, layout="one group", timeout=LIMIT) -> CaptureAgreement:
 
 
 def join(agreed, where):
-    """Begin the pass ``where`` and vote, as ranks do before a collective."""
+    """Begin the pass named ``where`` and vote, as ranks do before a collective."""
     agreed.begin(where)
     agreed._vote(agreed._of_stage)
 
@@ -207,7 +207,7 @@ class TestCaptures:
 
 
 class Interrupted:
-    """Thread pool that raises KeyboardInterrupt in the caller that waits for call number ``at``."""
+    """Thread pool that raises KeyboardInterrupt in the thread that waits for call ``at`` (from 0)."""
 
     def __init__(self, pool, at):
         self._pool, self._left = pool, at

@@ -72,7 +72,7 @@ def changed_after(case, change, graphs):
 
 @functools.cache
 def eagerly(case, change):
-    """Return the trace without graphs. It is cached, as it does not depend on the scope of graphs."""
+    """Return the trace of eager training, cached because it does not depend on the scope of graphs."""
     return changed_after(case, change, graphs=False)
 
 

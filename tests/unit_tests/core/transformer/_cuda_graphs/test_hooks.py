@@ -103,7 +103,7 @@ def test_deprecated_backward_hook_is_refused():
 
 
 def called_with(register, *offered):
-    """Register a hook with ``register``; return its arguments when the engine passes ``offered``."""
+    """Register a hook with ``register``; return the arguments it gets after the module if called with ``offered``."""
     module = torch.nn.Linear(2, 2)
     seen: list = []
     register(module, runs_outside_graphs(lambda *args: seen.append(args)))
@@ -183,7 +183,7 @@ def hooks_during_capture(child):
 
 
 class Owner:
-    """Owns a hook method."""
+    """An object with a method to register as a hook."""
 
     @runs_outside_graphs
     def marked(self, module, *offered):

@@ -305,7 +305,7 @@ def test_other_fp8_tensor_is_a_change(name):
 
 @contextmanager
 def changed(read, write, value):
-    """While in this context, ``write`` the new ``value`` of a setting; then restore its old value."""
+    """Set a setting, accessed by the functions ``read`` and ``write``, to ``value`` while in this context."""
     before = read()
     write(value)
     yield

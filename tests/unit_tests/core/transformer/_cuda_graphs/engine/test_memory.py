@@ -68,7 +68,7 @@ class TestPoolMemory:
 
     @pytest.mark.parametrize(("number", "is_passed"), [(256, True), (257, False)])
     def test_only_small_pool_numbers_are_queried(self, monkeypatch, number, is_passed):
-        """Check that larger pool ids are not passed to torch, which releases them once too often.
+        """Check that pool ids above 256 are not passed to torch, which releases these integers once too often.
 
         CPython never frees integers up to 256.
         """

@@ -71,7 +71,7 @@ def test_invalid_order_is_refused(order, layers, count, message):
 
 
 def read_after(plan):
-    """Map the slot of each backward pass to the slots whose input gradients are not needed after it."""
+    """Map the slot of each backward pass to the slots whose input gradients are not needed afterwards."""
     return {step.slot: slots for step, slots in plan.gradients_read().items()}
 
 

@@ -82,7 +82,7 @@ def test_input_with_other_strides_is_copied():
 
 
 class _Doubled(torch.autograd.Function):
-    """Doubles its input, and appends output gradients to ``noted``; the last one is the graph's static tensor."""
+    """Doubles its input; appends the output gradient of each eager or captured backward pass to ``noted``."""
 
     @staticmethod
     def forward(ctx, x, noted):

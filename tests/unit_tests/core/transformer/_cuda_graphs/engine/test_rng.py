@@ -116,7 +116,7 @@ def drawing(cpu_backend):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["before a fork", "in a fork"])
 def test_graphs_adopt_new_tracker_states(drawing, inside):
-    """Check that graphs adopt the tracker's new states before or, as with sequence parallelism, inside a fork."""
+    """Check that graphs use new tracker states adopted before a fork or, as with sequence parallelism, inside it."""
     tracker, states, of_graphs = drawing
     new_seed(tracker)
     expected = torch.rand(4, generator=tracker.get_states()["model-parallel-rng"].clone_state(), device="cuda")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 
 class Owner(GraphOwner):
-    """Records calls of its methods, and whether each pass is captured."""
+    """A graph owner that records calls of its methods, and whether each pass is captured."""
 
     def __init__(self):
         self.events: list[str] = []

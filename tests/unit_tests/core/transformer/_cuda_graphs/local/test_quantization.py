@@ -44,7 +44,7 @@ class Layer(torch.nn.Module):
 
 
 def train(graphed, quantized=(True, True), per_layer=False):
-    """Train two layers; return losses, gradients, weights and FP8 statistics, and the reductions of statistics.
+    """Train two layers; return losses, gradients, weights and FP8 statistics, and ``State.reductions``.
 
     ``quantized`` selects the quantized layers. Each layer has its own autocast. Unless
     ``per_layer``, an outer autocast surrounds all layers.

@@ -141,7 +141,7 @@ class CountingChunk(torch.nn.Module):
 
 
 def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options):
-    """Return a helper for simple layers that calls ``capture`` instead of capturing graphs."""
+    """Return a helper for simple layers; instead of capturing graphs, the helper calls ``capture``."""
     chunk = CountingChunk([MaskedLayer() for _ in range(layers)])
     real = models.transformer_config(Case(layers=2), True)
     vars(real).update(options)

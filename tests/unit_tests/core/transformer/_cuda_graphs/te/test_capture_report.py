@@ -35,7 +35,10 @@ class Graphable(GraphableMegatronModule):
 
 
 def parts(*layers, modules=(), not_model=""):
-    """Return the eager parts of a stage with ``layers``, and the reason for each."""
+    """Return the eager parts of a stage with ``layers``, and the reason for each.
+
+    ``not_model`` is the reason why the whole model is not captured.
+    """
     stage = stage_of([], cuda_graph_modules=list(modules))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
     stage = replace(stage, chunks=[replace(stage.chunks[0], model=model)])

@@ -18,7 +18,10 @@ from ..pipeline_orders import orders
 
 
 def inputs_of(plan, width_of_callable=lambda index: 1):
-    """Return each slot's sample inputs, and the indices of the callables for which inputs were created."""
+    """Return each slot's sample inputs, and the indices of the callables for which inputs were created.
+
+    ``width_of_callable`` returns the size of a callable's input.
+    """
     made = []
 
     def make(index):

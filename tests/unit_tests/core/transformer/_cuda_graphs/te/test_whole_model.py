@@ -23,7 +23,7 @@ SHAPE = 2, 8
 
 
 class Model(torch.nn.Module):
-    """A module that takes a language model's arguments and counts its calls."""
+    """A module that accepts a language model's arguments and counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def mask(size=SHAPE[1]):
 
 
 def graphed(with_mask=True, more=None):
-    """Return a model, its stand-in graphs, and their static inputs, including those in ``more``."""
+    """Return a model, its stand-in graphs, and their static inputs; ``more`` contains additional inputs by name."""
     model = Model()
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
