@@ -39,7 +39,7 @@ def _functions(parent: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST
 
 
 def differences(ours: Path, other: Path) -> Iterator[tuple[str, str]]:
-    """Yield each overridden definition that differs, after ``removed``, ``changed`` or ``new``.
+    """Yield ``(change, definition)`` for each overridden definition that was ``removed``, ``changed`` or is ``new``.
 
     Args:
         ours, other: Folders that contain ``megatron``.

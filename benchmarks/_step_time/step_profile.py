@@ -22,7 +22,7 @@ class StepProfile:
     """Profiles training steps on this rank.
 
     Args:
-        folder: Folder for the CUDA trace and the list of Python functions.
+        folder: Folder for the CUDA trace and the profile of Python functions.
         name: Prefix of the names of both files.
         on_gpu: Whether to trace CUDA.
     """

@@ -24,7 +24,7 @@ class TokenBounds:
     so that the backward pass can run in the meantime.
 
     Attributes:
-        in_force: Whether the limits apply now: while graphs are captured, and in first runs of steps with graphs.
+        in_force: Whether the limits apply now: during captures, and in steps with graphs, except their reruns.
         models: The model chunks that have graphs, even if the helper that captured them no longer exists.
     """
 

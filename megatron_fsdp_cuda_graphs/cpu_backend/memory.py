@@ -127,7 +127,7 @@ class Pool:
         return whole
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """Shrink the pool's views of ``storage`` to size zero, so that the storage can be resized but stays alive."""
+        """Shrink the pool's views of ``storage`` to no elements: they keep it alive, but it can be resized."""
         for whole in self._owned[storage._cdata]:
             whole.set_(storage, 0, (0,), (1,))
 
@@ -236,7 +236,7 @@ class Block:
 
 
 class AddressBook:
-    """All blocks of one tape. The tape allocates from ``pool``."""
+    """The memory that one recorded graph (tape) uses, by address. The tape allocates from ``pool``."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

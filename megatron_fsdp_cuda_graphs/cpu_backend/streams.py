@@ -44,7 +44,7 @@ class CaptureState:
 
     Attributes:
         unjoined: Streams with recorded work that the origin stream has not waited for.
-        memory: Address book of the tape.
+        memory: Addresses that the tape uses.
     """
 
     def __init__(self, origin: Any, mode: str, memory: Any) -> None:

@@ -361,7 +361,7 @@ def verified_values(item: str, facts: set[str]) -> str:
 
 
 def _lines(row: Line, hardware: tuple[set[str], ...]) -> Iterator[tuple[tuple[str, int, str], str]]:
-    """Yield a sort key and a Markdown table line per flag of ``row``, given the verified facts of each hardware."""
+    """Yield a sort key and a table line for each flag of ``row``; ``hardware`` are the facts verified on each kind."""
     (first, _), *_ = items = split(row.flags)
     for item, condition in items:
         flag, shown = item.split()[0], f"{item} {condition}".strip()

@@ -1,4 +1,4 @@
-"""Create a folder of links to the installed megatron-core, with edited files."""
+"""Create a copy of the installed megatron-core: links to its files, except for some edited files."""
 
 import os
 import shutil

@@ -184,7 +184,7 @@ class LocalShards:
 
         Args:
             optimizer: The optimizer.
-            kinds: Types of elementwise optimizers that update their states, all tensors, in place.
+            kinds: Types of elementwise optimizers whose states are tensors that they update in place.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return (

@@ -1,4 +1,4 @@
-"""Replace TransformerEngine's projections, which latent MoE layers (--moe-latent-size) require."""
+"""Stand-ins for TransformerEngine's projections, which latent MoE layers (--moe-latent-size) require."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,9 +6,9 @@
 
 Captures are attempted between training steps, each with one fault on one rank or on all ranks. Every rank must then
 raise an error that names the failed rank within ``LIMIT`` seconds, the timeout of collectives. Hooks, parameters,
-generators, flags, environment and buffers must be restored. Every few attempts, and at the end with graphs, a step must
-equal the same step of a model that never captured. Without a GPU, ranks use the CPU backend. Results are written as
-they arrive.
+generators, flags, environment and buffers must be restored. Every few attempts, a step must equal the same step of
+a model that never captured; so must a step with graphs at the end. Without a GPU, ranks use the CPU backend. Results
+are written as they arrive.
 """
 
 import argparse

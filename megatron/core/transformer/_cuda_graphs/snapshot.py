@@ -167,7 +167,7 @@ class Snapshot:
     """The state that graphs rely on, recorded at construction.
 
     Args:
-        advice: The remedy for a change, the last clause of messages.
+        advice: What to do if the state has changed; each error message ends with it.
     """
 
     def __init__(self, advice: str, *aspects: Aspect):
@@ -532,7 +532,7 @@ def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None
             if _differ(own.get(key), copied):
                 raise UnsupportedError(
                     f"each forward pass changes {key} of {kind}, but a replay would not: keep data in a buffer on the "
-                    "device and change it in place, assign functions before the capture, or set "
+                    "device and change it in place, assign attributes that hold functions before the capture, or set "
                     "--cuda-graph-modules to other parts of layers"
                 )
     except BaseException:

@@ -55,7 +55,7 @@ class Places(NamedTuple):
         return _Moved.apply(rows, self.in_list, self.in_buffers)
 
     def from_buffers(self, buffers: torch.Tensor) -> torch.Tensor:
-        """Copy ``buffers`` to a list ``[rows, ...]``; unused buffer rows get the gradients of other rows."""
+        """Gather the used rows of ``buffers`` into a tensor ``[rows, ...]``. Gradients of unused rows are arbitrary."""
         return _Moved.apply(buffers, self.in_buffers, self.in_list)
 
 

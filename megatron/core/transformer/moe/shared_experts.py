@@ -20,7 +20,7 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
 
     With ``--moe-shared-expert-overlap``, the forward pass consists of stages around the dispatcher's collectives, and
     megatron-core enforces their order. The first stage, ``pre_forward_comm``, is part of the ``moe_preprocess`` graph.
-    During capture, no other stage runs. A replay sets its result, ``cached_fc1_input``, without calling it.
+    During capture, no other stage runs. A replay sets ``cached_fc1_input``, the result of ``pre_forward_comm``.
     """
 
     @property

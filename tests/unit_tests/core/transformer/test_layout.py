@@ -1,6 +1,6 @@
 """Test that no file imports from a higher layer (bottom up: leaves, engine, te and local, public module).
 
-Files are parsed, not imported. Imports inside functions count, except where only import-time cycles matter.
+Files are parsed, not imported. Imports inside functions count, except in the tests of import cycles.
 """
 
 import ast

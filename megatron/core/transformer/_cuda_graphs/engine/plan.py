@@ -97,8 +97,8 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
 
     Args:
         order: ``c`` for the forward pass of model chunk ``c``, counted from 1; ``-c`` for its backward pass;
-            ``-c - 0.5`` for the weight gradients delayed by its backward pass, for all micro-batches of a chunk or
-            none.
+            ``-c - 0.5`` for the weight gradients delayed by its backward pass. All micro-batches of a chunk have this
+            entry, or none has.
         num_layers_per_chunk: Number of callables of each chunk; None to divide the callables evenly.
 
     Raises:
@@ -113,8 +113,8 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
         if not forward == backward == num_microbatches > 0 or weights not in (0, num_microbatches):
             raise ValueError(
                 f"_order {[*order]} has {forward} forward, {backward} backward and {weights} weight-gradient passes of "
-                f"chunk {chunk}: every chunk needs {num_microbatches or 1} forward and as many backward passes, "
-                "like chunk 1, and as many weight-gradient passes or none"
+                f"chunk {chunk}: like chunk 1, it needs {num_microbatches or 1} forward passes, as many backward "
+                "passes, and as many weight-gradient passes or none"
             )
     if num_layers_per_chunk is None:
         num_layers_per_chunk = [num_callables // num_chunks] * num_chunks

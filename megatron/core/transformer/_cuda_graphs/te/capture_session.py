@@ -166,7 +166,7 @@ class CaptureSession:
         attach_graphs(stage, apart, plan, graphs, samples, snapshots, other_shapes)
 
     def _gradient_owners(self) -> list[Any]:
-        """Return the gradient owners of the layers captured under Megatron-FSDP; see ``gradient_owners``."""
+        """Return, for each layer captured under Megatron-FSDP, the owner of its gradients in the graphs."""
         whole = not self.stage.config.cuda_graph_modules
         owners: list[Any] = []
         for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):

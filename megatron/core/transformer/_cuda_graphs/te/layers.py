@@ -110,8 +110,8 @@ def refuse_skipped_forward(layer: torch.nn.Module, name: str) -> None:
     captures = getattr(type(layer), "_te_cuda_graph_capture", None) is TransformerLayer._te_cuda_graph_capture
     if captures and not has_forward_of(layer, TransformerLayer):
         raise UnsupportedError(
-            f"{name} replaces forward, which a graph of this layer alone would skip: override _te_cuda_graph_capture "
-            f"instead or, under Megatron-FSDP, capture more than single layers ({LAYERS_FLAG})"
+            f"{name} replaces forward, but a graph of a single layer would skip it: override _te_cuda_graph_capture "
+            f"instead or, under Megatron-FSDP, capture several layers in one graph ({LAYERS_FLAG})"
         )
 
 

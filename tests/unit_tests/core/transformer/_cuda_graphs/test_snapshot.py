@@ -51,7 +51,7 @@ class Provider(ModelParallelConfig):
 
 @of_core
 class Core(torch.nn.Module):
-    """A module of megatron-core."""
+    """Stand-in for a module of megatron-core."""
 
     def __init__(self, config):
         super().__init__()
