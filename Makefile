@@ -25,7 +25,7 @@ CORE_TESTS := $(addprefix tests/unit_tests/,package/test_overlay_extensions.py c
 # Other versions of torch, tested on CPUs only.
 OTHER_TORCHES := 2.12.1 2.13.0 2.14.1 2.15.0
 TORCH_TRAININGS := $(addprefix tests/integration_tests/,benchmarks \
-	$(addprefix test_,fsdp_graphs.py local_graphs.py checkpoints.py torch_fsdp.py install.py))
+	$(addprefix test_,fsdp_graphs.py local_graphs.py checkpoints.py install.py))
 
 .PHONY: help .venv demo rl-loop test test-all test-versions test-patch test-patch-quick $(OTHER_CORES:%=test-core-%) \
 	test-processors test-avx2 test-sse4 test-threads test-torches test-installed \

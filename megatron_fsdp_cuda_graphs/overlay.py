@@ -189,11 +189,11 @@ class RefusingLoader(_CoreLoader):
         @functools.wraps(validate_args)
         def refusing(args: Any, *others: Any, **named: Any) -> Any:
             validated = validate_args(args, *others, **named)
-            sharded = [name for name in ("use_megatron_fsdp", "use_torch_fsdp2") if getattr(args, name, False)]
-            if sharded and getattr(args, "cuda_graph_impl", "") == "transformer_engine":
+            graphs = getattr(args, "cuda_graph_impl", "") == "transformer_engine"
+            if graphs and getattr(args, "use_megatron_fsdp", False):
                 raise ValueError(
-                    f"--{sharded[0].replace('_', '-')} with --cuda-graph-impl transformer_engine needs the patch, "
-                    f"which is off: {self.what}. {REMEDY} Or set {SWITCH}=0 to try megatron-core's own graphs."
+                    "--use-megatron-fsdp with --cuda-graph-impl transformer_engine needs the patch, which is off: "
+                    f"{self.what}. {REMEDY} Or set {SWITCH}=0 to try megatron-core's own graphs."
                 )
             return validated
 

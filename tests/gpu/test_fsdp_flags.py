@@ -1,4 +1,4 @@
-"""Test that graphs under Megatron-FSDP and FSDP2 are bit-identical to eager with additional flags, on GPUs.
+"""Test that graphs under Megatron-FSDP are bit-identical to eager with additional flags, on GPUs.
 
 Layouts: data parallel over all GPUs; context parallel 2; two pipeline stages with one or two chunks; expert parallel 2.
 With four or more GPUs, each layout has several data-parallel ranks.
@@ -13,7 +13,6 @@ from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
 OVERLAPPED = {"experts": 4, "moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True}
 HYBRID = {"pattern": "M*EM", "experts": 4}
 BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
-TORCH = {"dtype": "bf16", "wrapper": "fsdp2", "tied": False}
 STAGES = {"tied": False, "microbatches": 4}
 CASES: dict[str, list[dict]] = {
     "data parallel": [
@@ -58,14 +57,6 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "holds": "model", "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
         {"dtype": "bf16", "holds": "model", "pattern": "M*-M/*M", "microbatches": 2, "evaluates": True},
         {"dtype": "bf16", "holds": None, **HYBRID, "moe_expert_capacity_factor": 1.0},
-        {**TORCH, "microbatches": 2, "dropout": 0.1, "evaluates": True},
-        {**TORCH, "microbatches": 2, "reshard_after_forward": False},
-        {**TORCH, "evaluates": "often", "dropout": 0.1, "microbatches": 2},
-        {**TORCH, "evaluates": "often", "reshard_after_forward": False, "warmup": 0, "evaluated_sequence": 512},
-        {**TORCH, "evaluates": "often", "experts": 4, "modules": BEFORE_EXPERTS},
-        {**TORCH, "modules": ["attn"], "warmup": 0},
-        {**TORCH, "experts": 4, "modules": BEFORE_EXPERTS, "microbatches": 2},
-        {**TORCH, "fp8": "delayed", "microbatches": 2},
     ],
     "CP2": [
         {"dtype": "bf16", "microbatches": 2},

@@ -19,8 +19,8 @@ from tests.support.trainings.gpus import GPUS, SIZES
 LEFT = {"allocated": 11 * 512, "reserved": 2 << 20}
 SCRIPT = Path(launch.__file__).with_name("release_memory.py")
 AROUND = SIZES | {"released": RELEASED, "steps": 8, "dropout": 0.1}
-# The optimizer of FSDP2 does not move to the host, and dropless experts require bf16 on GPUs.
-TRAINED = [AROUND | case | {"dtype": "bf16"} for case in CASES if case.get("wrapper") != "fsdp2"]
+# Dropless experts require bf16 on GPUs.
+TRAINED = [AROUND | case | {"dtype": "bf16"} for case in CASES]
 
 
 @pytest.mark.parametrize("case", TRAINED, ids=name_of)

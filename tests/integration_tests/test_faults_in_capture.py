@@ -15,7 +15,6 @@ from tests.support.trainings.launch import inject_faults
 PLACES = {
     "default": "--stride 503 --holds decoder",
     "all graphs": "--stride 401 --holds decoder layer model",
-    "FSDP2": '--case {"wrapper":"fsdp2","tied":false} --holds decoder --stride 181',
     "TP2": "--tp 2 --stride 301 --holds layer model",
     "HSDP": '--case {"num_distributed_optimizer_instances":2,"outer_dp_sharding_strategy":"optim"} --stride 301'
     " --holds decoder model",

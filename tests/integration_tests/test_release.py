@@ -17,7 +17,6 @@ CASES: list[dict[str, Any]] = [
     {"holds": "layer", "experts": 4, "moe_use_grouped_tensor": True},
     {"modules": ["attn"], "evaluates": True},
     {"wrapper": "ddp", "dtype": "bf16", "microbatches": 2},
-    {"wrapper": "fsdp2", "tied": False},
 ]
 PIPELINE: list[dict[str, Any]] = [
     {"layers": 4, "microbatches": 4, "tied": False, "holds": holds, "virtual": 2} for holds in (None, "layer")

@@ -8,14 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.transformer._cuda_graphs.flags.options import MEGATRON_FSDP, TORCH_FSDP
 from megatron.core.transformer._cuda_graphs.flags.table import TABLE, Row, Verdict
 from tests.support import verified
 from tests.support.pretraining import pairs
 
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
 _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
-_TORCH = "tests/integration_tests/test_torch_fsdp.py"
 _PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
 _HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PAIRS = "tests/integration_tests/test_pairs.py"
@@ -67,7 +65,6 @@ class Working:
         shown: Path of the test that covers the flags.
         words: Remark; may be empty.
         holds: The largest unit of a graph: ``model``, ``layers`` or ``parts``.
-        sharding: The required data-parallel wrapper.
         example: Example flags for ``command_line``; None for the flags of the feature ``name``.
     """
 
@@ -76,7 +73,6 @@ class Working:
     shown: str
     words: str = ""
     holds: str = "model"
-    sharding: str = MEGATRON_FSDP
     example: str | None = None
 
     @property
@@ -250,16 +246,6 @@ WORKING = (
         _GPU_FLAGS,
         "on the CPU, verified with a stand-in for TransformerEngine's attention",
     ),
-    Working(
-        "torch fsdp2",
-        "--use-torch-fsdp2",
-        _TORCH,
-        "also with --fp8-recipe delayed on GPUs; gathers stay outside the graphs, and parameters of graphed layers "
-        "keep their memory between passes",
-        sharding=TORCH_FSDP,
-        holds="layers",
-        example=f"!use-megatron-fsdp !data-parallel-sharding-strategy !ckpt-format {TORCH}",
-    ),
     Working("user buffers", "--use-nccl-ub", _GPU_FLAGS, example="--use-nccl-ub"),
     Working("all-gather group", "--create-all-gather-group", _PAIRS),
     Working("averaging collectives", "--ddp-average-in-collective", _AVERAGED),
@@ -310,8 +296,8 @@ FAILING = (
 HEAD = """\
 # What works: Megatron's flags with CUDA graphs, A to Z
 
-This page covers `--cuda-graph-impl transformer_engine` with `--use-megatron-fsdp`, or with `--use-torch-fsdp2` where a
-row names it. A flag without a row is passed through untested.
+This page covers `--cuda-graph-impl transformer_engine` with `--use-megatron-fsdp`. A flag without a row is passed
+through untested.
 
 - **works**: bit-identical to training without graphs, according to the linked test. `graph` is the largest part of a
   model that one graph can hold: the whole `model`, single `layers`, or `parts` of layers

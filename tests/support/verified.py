@@ -76,8 +76,6 @@ def of_case(text: str, layout: str) -> Iterator[str]:
     """Yield the facts that a comparison verifies, given its case (``dtype=bf16 modules=attn+mlp``) and layout."""
     words = re.sub(r"config=(\S+)", lambda config: config[1].replace("+", " ").replace("'", ""), text).split()
     case = {"positions": "rope", "tied": "True", "modules": ""} | dict(word.split("=", 1) for word in words)
-    if case.get("wrapper") == "fsdp2" or "torch_fsdp" in case:
-        yield "--use-torch-fsdp2"
     if {"wrapper", "fsdp", "torch_fsdp", "local"} & case.keys():
         return
     yield f"--{case['dtype']}"
@@ -99,8 +97,6 @@ def of_variant(configuration: str, variant: str, hardware: str) -> Iterator[str]
     model, _, flags = configuration.partition(":")
     name, _, own_flags = parts(variant)
     own, (kind, *additions) = " ".join(own_flags), name.split("+")
-    if kind == "fsdp2_graphs":
-        yield "--use-torch-fsdp2"
     if kind != "native":  # eager, another engine or wrapper
         return
     if model in ("C", "D") and not hardware.startswith("1 x"):

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -27,7 +28,7 @@ from ._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from ._cuda_graphs.engine.memory import release_cached_memory, reuse_across_streams
 from ._cuda_graphs.engine.rng import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
 from ._cuda_graphs.errors import CallOrderError, CaptureFailedError, OptionsError
-from ._cuda_graphs.flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
+from ._cuda_graphs.flags.options import MEGATRON_FSDP, TORCH_FSDP, Options, goes_on_eagerly
 from ._cuda_graphs.flags.table import allocator_problem, check
 from ._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
 from ._cuda_graphs.local.manager import CudaGraphManager, delete_cuda_graphs
@@ -121,7 +122,8 @@ class TECudaGraphHelper:
         OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, ``config.cuda_graph_fallback`` is
             unknown, whole layers are selected with ``overlap_moe_expert_parallel_comm``, or the allocator uses
             expandable segments while NCCL registers graph memory.
-        ValueError: An option that Megatron-FSDP needs for graphs is missing, or an option is incompatible.
+        ValueError: An option that Megatron-FSDP needs for graphs is missing, an option is incompatible, or torch's
+            FSDP2 shards the model.
     """
 
     _role = Role()
@@ -146,7 +148,10 @@ class TECudaGraphHelper:
             raise OptionsError(problem)
         sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
         stepping = [getattr(each, "config", None) for each in optimizers[:1]]
-        check(Options(config, *sharded[:1], *stepping, sharding=MEGATRON_FSDP if sharded else None))
+        sharding = MEGATRON_FSDP if sharded else None
+        if any(isinstance(module, FSDPModule) for chunk in model for module in chunk.modules()):
+            sharding = TORCH_FSDP
+        check(Options(config, *sharded[:1], *stepping, sharding=sharding))
         self.model, self.optimizers = model, optimizers
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size

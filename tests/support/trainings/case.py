@@ -24,7 +24,7 @@ class Case:
         packed: Maximum number of packed sequences in a micro-batch; 0 for one sequence per row.
         fp8: ``fp8_recipe``; None for no FP8.
         unbalanced: Bias the router to send all tokens to the first experts.
-        wrapper: ``fsdp`` (Megatron-FSDP), ``ddp`` (DistributedDataParallel) or ``fsdp2`` (torch's FSDP2).
+        wrapper: ``fsdp`` (Megatron-FSDP) or ``ddp`` (DistributedDataParallel).
         virtual: Model chunks per pipeline stage; None without interleaving.
         passes: Number of forward passes per micro-batch; all precede its backward passes.
         microbatches_later: Number of micro-batches from the second step after capture on; 0 for no change.

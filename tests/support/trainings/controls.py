@@ -313,18 +313,13 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
             raise torch.OutOfMemoryError("simulated: out of memory")
         return forward(*args, **kwargs)
 
-    def synchronize() -> None:
-        """Wait for all-gathers, like the schedules do at the end of an evaluation."""
-        if training.case.wrapper != "fsdp2":
-            training.chunks[0].synchronize_param_gather()
-
     training.helper.create_cudagraphs()
-    synchronize()
+    training.chunks[0].synchronize_param_gather()
     before = training_state(training)
     last = dist.get_rank() == dist.get_world_size() - 1
     with mock.patch.object(mlp, "forward", fail) if last else nullcontext():
         training.evaluate()
-    synchronize()
+    training.chunks[0].synchronize_param_gather()  # as the schedules do at the end of an evaluation
     after = training_state(training)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     assert stages > 1 or not any(training.evaluation_replays)  # other stages replay
@@ -409,25 +404,6 @@ def taken_addresses(training: Training) -> None:
         torch.empty(group.model_weight_buffer.bucket_index.size, dtype=group.model_weight_buffer.dtype, device="cuda")
         for group in groups * 4
     ]
-
-
-@control
-def parameters_not_kept(training: Training) -> None:
-    """Capture, then let torch's FSDP2 free parameters after each pass."""
-    from megatron.core.transformer._cuda_graphs.te import capture_session
-    from megatron.core.transformer._cuda_graphs.te.torch_fsdp import kept_parameters
-
-    made: list[Any] = []
-
-    def noting(*arguments: Any) -> Any:
-        kept = kept_parameters(*arguments)
-        made.extend(kept.values())
-        return kept
-
-    with mock.patch.object(capture_session, "kept_parameters", noting):
-        training.helper.create_cudagraphs()
-    for kept in made:
-        kept.release()
 
 
 @control
@@ -573,10 +549,7 @@ def training_state(training: Training) -> dict[str, object]:
         ],
         "graphs": [list(layer.cuda_graphs) for layer in layers],
         "parameters": [(name, id(param)) for name, param in training.chunks[0].named_parameters()],
-        # A capture zeroes FSDP2's gradients.
-        "gradients": [
-            param.grad is None or training.case.wrapper == "fsdp2" for param in training.chunks[0].parameters()
-        ],
+        "gradients": [param.grad is None for param in training.chunks[0].parameters()],
         "distributed": getattr(fsdp, "is_param_fsdp_distributed", None),
         "captured": hasattr(fsdp, "fsdp_hooks") and fsdp.graphs.captured is not None,
     }

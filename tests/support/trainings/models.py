@@ -23,8 +23,8 @@ YARN = {
 
 # Attributes that the patch reads and `TransformerConfig` does not declare
 PATCHED = ("moe_use_grouped_tensor",)
-# Options of the optimizer and of torch's FSDP2
-OTHERS = ("decoupled_lr", "reshard_after_forward")
+# Options of the optimizer
+OTHERS = ("decoupled_lr",)
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -202,15 +202,6 @@ def wrapped(case: Case, config, model):
         from megatron.core.transformer.module import Float16Module
 
         model = Float16Module(config, model)
-    if case.wrapper == "fsdp2":
-        from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
-            TorchFullyShardedDataParallelConfig,
-        )
-
-        if not case.transformer_engine:
-            config.transformer_impl = "local"  # local linear layers are not sharded separately
-        sharding = TorchFullyShardedDataParallelConfig(reshard_after_forward=case.get("reshard_after_forward", True))
-        return distributed.TorchFullyShardedDataParallel(config, sharding, model)
     values: dict[str, Any] = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,
@@ -251,7 +242,7 @@ def optimizer(case: Case, chunks: list[torch.nn.Module], **options: Any):
         loss_scale_window=3,
         hysteresis=1,
         params_dtype=case.torch_dtype,
-        use_distributed_optimizer=case.wrapper != "fsdp2",
+        use_distributed_optimizer=True,
         decoupled_lr=case.get("decoupled_lr"),
     )
     return get_megatron_optimizer(config, chunks, **options)

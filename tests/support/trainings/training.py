@@ -300,11 +300,10 @@ class Training:
                 cuda_graphs.delete_cuda_graphs()
             elif self.config.cuda_graph_impl == "full_iteration":
                 self._passes.reset_cuda_graph()
-            if self.case.wrapper != "fsdp2":  # megatron-core would replace parameters that FSDP2 owns
-                self.optimizer.offload_to_cpu()
-                taken = torch.empty(1 << 20, device="cuda")  # forces new addresses on restore
-                self.optimizer.restore_from_cpu()
-                del taken
+            self.optimizer.offload_to_cpu()
+            taken = torch.empty(1 << 20, device="cuda")  # forces new addresses on restore
+            self.optimizer.restore_from_cpu()
+            del taken
 
     def restore(self) -> None:
         """Restore the graphs."""

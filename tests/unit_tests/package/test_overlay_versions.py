@@ -79,7 +79,7 @@ class TestUntestedTraining:
             "use_megatron_fsdp=True, cuda_graph_impl='none'",
             "use_megatron_fsdp=True, cuda_graph_impl='full_iteration'",
             "use_megatron_fsdp=False, cuda_graph_impl='transformer_engine'",
-            "use_torch_fsdp2=True, cuda_graph_impl='local'",
+            "use_megatron_fsdp=True, cuda_graph_impl='local'",
         ],
     )
     def test_training_starts_with_one_warning(self, sandbox, flags):
@@ -91,10 +91,9 @@ class TestUntestedTraining:
         assert "Install megatron-core==0.19.2" in warning
         assert "MEGATRON_FSDP_CUDA_GRAPHS=untested" in warning
 
-    @pytest.mark.parametrize("sharding", ["use_megatron_fsdp", "use_torch_fsdp2"])
-    def test_graphs_of_sharded_models_are_refused(self, sandbox, sharding):
-        error = sandbox.error(self.START.format(flags=self.GRAPHS.replace("use_megatron_fsdp", sharding)))
-        flags = f"--{sharding.replace('_', '-')} with --cuda-graph-impl transformer_engine"
+    def test_graphs_of_sharded_models_are_refused(self, sandbox):
+        error = sandbox.error(self.START.format(flags=self.GRAPHS))
+        flags = "--use-megatron-fsdp with --cuda-graph-impl transformer_engine"
         assert error.startswith(f"ValueError: {flags} needs the patch, which is off: ")
         assert "found 0.20.0" in error
         assert "MEGATRON_FSDP_CUDA_GRAPHS=0 to try megatron-core's own graphs" in error

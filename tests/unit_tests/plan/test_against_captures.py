@@ -171,7 +171,6 @@ GROUPED = "--moe-use-grouped-tensor"
     ("run", "variant", "configuration_name", "more", "tolerance"),
     [
         ("earlier/step_time_2gpu", "native", "A", "", 0.05),
-        ("release/step_time_fsdp2_2gpu", "native", "A:--untie-embeddings-and-output-weights", "", 0.05),
         ("release/step_time_a_4gpu", "native", "A", "", 0.05),
         ("release/step_time_llama_3b_2gpu", "native", "llama-3.2-3b", "", 0.05),
         ("release/step_time_llama_8b_2gpu", "native", "llama-3.1-8b", "", 0.05),

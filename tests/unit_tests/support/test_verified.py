@@ -33,10 +33,6 @@ def test_case_without_megatron_fsdp_proves_nothing(wrapper):
     assert not [*verified.of_case(f"dtype=bf16 {wrapper}", "PP2")]
 
 
-def test_case_under_fsdp2_proves_this_flag_only():
-    assert [*verified.of_case("dtype=bf16 wrapper=fsdp2 experts=4", "")] == ["--use-torch-fsdp2"]
-
-
 def test_variant_with_graphs_proves_its_flags():
     found = {*verified.of_variant("C:--fp8-recipe delayed", "native+grouped:X=1:--use-nccl-ub", "2 x NVIDIA H200")}
     expected = {"--fp8-recipe delayed", "--moe-use-grouped-tensor", "--use-nccl-ub", "--expert-model-parallel-size"}

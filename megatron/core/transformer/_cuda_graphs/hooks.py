@@ -12,8 +12,8 @@ The layer's hooks become capture-time hooks in two phases:
    - ``_cuda_graph_backward_handler`` on a forward-pre hook: the handler runs after backward;
    - ``_cuda_graph_backward_pre_handler`` on a forward hook: the handler runs before backward.
 
-   Apart from handlers, the engine receives only marked hooks. Third-party hooks and torch FSDP2's hooks do not run
-   at capture; they run around each replay, as often and with the same values as in eager training.
+   Apart from handlers, the engine receives only marked hooks. Third-party hooks do not run at capture; they run around
+   each replay, as often and with the same values as in eager training.
 
 ``restore`` restores the copies of phase 1, which phase 2 does not modify.
 """
@@ -79,7 +79,7 @@ def is_of_ddp(hook: Callable) -> bool:
 def has_own_hooks(module: torch.nn.Module) -> bool:
     """Return whether ``module`` has hooks other than sharding hooks."""
     return any(
-        not (must_run_outside(hook) or _is_of_torch_fsdp(hook) or is_of_ddp(hook))
+        not (must_run_outside(hook) or is_of_ddp(hook))
         for name in _HOOK_DICTS
         for hook in getattr(module, name).values()
     )
@@ -184,11 +184,6 @@ class ModuleHooks:
                     with_kwargs = key in self.saved[f"_{kind}_with_kwargs"]
                     sorted_hooks[kind][key] = _adapted(hook, kind, with_kwargs)
         return sorted_hooks
-
-
-def _is_of_torch_fsdp(hook):
-    """Return whether ``hook`` belongs to torch's FSDP2, whose hooks gather and free parameters and return arguments."""
-    return hasattr(getattr(hook, "__self__", None), "_fsdp_param_group")
 
 
 def _adapted(hook, kind, with_kwargs):

@@ -335,7 +335,6 @@ def module_aspects(
     *,
     around: torch.nn.Module | None = None,
     replaced: torch.nn.Module | None = None,
-    parameters: bool = True,
     contexts: Sequence[Any] | None = None,
 ) -> list[Aspect]:
     """Return aspects for the state that passes of ``modules`` read, including torch's contexts.
@@ -344,7 +343,6 @@ def module_aspects(
         modules: The modules that ran in the capture, with their names.
         around: The module whose own hooks run around replays.
         replaced: The module whose ``forward`` replays replace.
-        parameters: Whether to compare parameters; False if hooks replace them between passes.
         contexts: ``contexts_in_force()`` of the captured passes; by default the current value.
     """
     parts: list[_Place] = []
@@ -353,7 +351,7 @@ def module_aspects(
     buffers: list[_Place] = []
     configs: dict[int, Any] = {}
     for module, name in modules.items():
-        trained += _filled(module._parameters, name) if parameters else ()
+        trained += _filled(module._parameters, name)
         buffers += _filled(module._buffers, name)  # some modules create a buffer only when they first need it
         parts += [(vars(module), "training", f"training of {name}")]
         parts += [(module._modules, key, f"{key} of {name}") for key in module._modules]

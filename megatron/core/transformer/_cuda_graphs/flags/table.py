@@ -314,11 +314,11 @@ _REFUSED = [
         sharding=None,
     ),
     _refused(
-        "--use-torch-fsdp2 with --cuda-graph-impl full_iteration",
+        "--use-torch-fsdp2 with --cuda-graph-impl transformer_engine or full_iteration",
         lambda o: True,
-        "--cuda-graph-impl full_iteration with --use-torch-fsdp2 changes losses from the first replay on: set "
-        "--cuda-graph-impl transformer_engine, or use --use-megatron-fsdp",
-        graphs=("full_iteration",),
+        "--use-torch-fsdp2 does not keep parameters at fixed addresses, which graphs need: use --use-megatron-fsdp, "
+        "which supports a graph of the whole model, or set --cuda-graph-impl none",
+        graphs=("transformer_engine", "full_iteration"),
         sharding=TORCH_FSDP,
     ),
     _refused(
@@ -456,20 +456,9 @@ _NOT_TRIED = [
         lambda o: o.get("fp4") or o.fp8_recipe in ("mxfp8", "custom"),
     ),
     _not_tried(
-        "--use-torch-fsdp2 with --fp4-format, or --fp8-recipe other than delayed",
-        lambda o: o.get("fp4") or o.fp8_recipe not in ("", "delayed"),
-        sharding=TORCH_FSDP,
-    ),
-    _not_tried(
         "--async-save",
         lambda o: o.get("async_save"),
         "; the default --async-strategy nvrx needs nvidia-resiliency-ext newer than 0.4.1",
-    ),
-    _not_tried(
-        "--use-torch-fsdp2 with --save or --load",
-        lambda o: o.any("save", "load"),
-        ": check that a resumed run continues with the same losses",
-        sharding=TORCH_FSDP,
     ),
 ]
 

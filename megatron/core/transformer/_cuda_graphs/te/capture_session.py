@@ -26,7 +26,6 @@ from .capture_state import CaptureState, Holds, Status
 from .layers import layer_name, refuse_skipped_forward
 from .model import capture_decoder, capture_for_evaluation, capture_models
 from .stage import Stage
-from .torch_fsdp import kept_parameters
 
 InputData = tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]
 
@@ -55,14 +54,10 @@ class CaptureSession:
         if scope.holds is Holds.MODEL:
             self._capture_model()
         else:
-            self.graphs.kept = kept_parameters(self.stage.chunks)
             if scope.holds is Holds.DECODER:
                 self._capture_decoder()
             if any(self.graphs.layers_apart):
-                with ExitStack() as stack:
-                    for kept in self.graphs.kept.values():
-                        stack.enter_context(kept.gathered())
-                    self._capture_layers(input_data)
+                self._capture_layers(input_data)
         # The first evaluation is captured when it begins.
         for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):
             chunk.fsdp.graphs.before_evaluation = partial(capture_for_evaluation, self.stage, chunk, graphs)
@@ -140,7 +135,6 @@ class CaptureSession:
         plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(layers))
         # Same as in the decoder under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
-        sharded = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # FSDP2 replaces their parameters
         with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
             with refuse_changed_attributes(layers), extracted_hooks(layers) as hooks, rng:
                 arguments["capture_time_hooks"] = [
@@ -156,7 +150,7 @@ class CaptureSession:
             snapshots = [
                 Snapshot(
                     "change it back, or capture again with delete_cuda_graphs() and create_cudagraphs()",
-                    *module_aspects(modules, around=layer, parameters=layer not in sharded),
+                    *module_aspects(modules, around=layer),
                 )
                 for layer, modules in zip(layers, held, strict=True)
             ]

@@ -1,7 +1,7 @@
 """Select and own the graphs of a pipeline stage: of the whole model, of all decoder layers, or of each layer."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -18,7 +18,6 @@ from .layers import decoder_layers, has_forward_of, language_layers, layer_name,
 from .model import PassGraphs
 from .sample_inputs import attention_mask_type
 from .stage import Chunk, Layers, Stage
-from .torch_fsdp import KeptParameters
 from .training_calls import TrainingCalls
 
 
@@ -192,7 +191,6 @@ class CaptureState:
         scope: The captured part of the model; empty before ``select_scope``.
         status: Whether graphs exist.
         whole: The whole-pass graphs: one object per model chunk, or one for the decoder's layers.
-        kept: The FSDP2 parameters kept in memory for the layers' graphs, by chunk.
         microbatches: The required number of micro-batches per step; None for any number.
     """
 
@@ -201,7 +199,6 @@ class CaptureState:
         self.scope = CaptureScope(None)
         self.status = status
         self.whole: Sequence[PassGraphs] = ()
-        self.kept: Mapping[torch.nn.Module, KeptParameters] = {}
         self.microbatches: int | None = None
         self._rng_states: GraphStates | None = None
         self._rng_hooks: Sequence[Any] = ()
@@ -302,6 +299,4 @@ class CaptureState:
             hook.remove()
         for graphs in self.whole:
             graphs.reset()
-        for kept in self.kept.values():
-            kept.release()
         detach_graphs(self._stage.chunks)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from megatron.core.token_bounds import TokenBounds, token_bounds
 from megatron.core.transformer import cuda_graphs
@@ -47,6 +48,13 @@ def test_optimizer_with_its_own_graph_is_refused(monkeypatch):
     optimizer = SimpleNamespace(config=SimpleNamespace(optimizer_cuda_graph=True))
     with pytest.raises(AssertionError, match="--optimizer-cuda-graph is not supported with --use-megatron-fsdp"):
         TECudaGraphHelper([torch.nn.Module()], config(), 8, 1, [optimizer])
+
+
+def test_model_under_torch_fsdp_is_refused():
+    model = torch.nn.Sequential(torch.nn.Module())
+    model[0].__class__ = type("FSDPModule", (FSDPModule, torch.nn.Module), {})  # as fully_shard does
+    with pytest.raises(ValueError, match=r"--use-torch-fsdp2 does not .* need: use --use-megatron-fsdp"):
+        TECudaGraphHelper([model], config(), 8, 1)
 
 
 def test_expandable_segments_with_registered_memory_are_refused(monkeypatch):
