@@ -63,6 +63,7 @@ _ON_FOUR_ONLY = "'two instances' 'TP2 with sequence parallelism' 'EP2 with ETP2'
 _GROUPED = "eager native eager+grouped native+grouped full_iteration+grouped"
 _DENSE = "eager native full_iteration compute_alone"
 _CHECKED = "eager+checks native+checks"
+_UNTIED = "--untie-embeddings-and-output-weights"
 _FULL = "--recompute-granularity full --recompute-method"
 _RECOMPUTED = (
     f"A:{_FULL} uniform --recompute-num-layers 1",
@@ -170,6 +171,12 @@ PARTS = (
         200,
     ),
     Part("soak", (2,), "benchmarks/soak.py --ranks 2 --configurations dense moe --steps 1000 --output FILE", 500),
+    Part(
+        "step_time_fsdp2",
+        (2,),
+        f"{_TIMES} --configurations 'A:{_UNTIED}' 'B:{_UNTIED}' --variants eager native fsdp2 fsdp2_graphs",
+        150,
+    ),
     Part(
         "recomputation",
         (1,),
