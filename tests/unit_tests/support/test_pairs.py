@@ -4,11 +4,10 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.transformer._cuda_graphs.flags.options import MEGATRON_FSDP
 from tests.support import compatibility
 from tests.support.pretraining import pairs
 
-WORKING = {row.name for row in compatibility.WORKING if row.sharding == MEGATRON_FSDP}
+WORKING = {row.name for row in compatibility.WORKING}
 
 
 def test_every_working_row_has_a_feature_or_an_exemption():
