@@ -112,7 +112,6 @@ class TECudaGraphHelper:
 
             - ``cuda_graph_fallback``: ``error`` (the default) raises CaptureFailedError when a capture fails;
               ``eager`` warns and trains without graphs.
-            - ``cuda_graph_report``: The directory for capture reports.
         seq_length: Tokens per sequence.
         micro_batch_size: Sequences per micro-batch.
         optimizers: Optimizers whose gradients are zeroed after capture.
@@ -141,9 +140,13 @@ class TECudaGraphHelper:
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
-        for name, act in (("cuda_graph_step_log", "log"), ("cuda_graph_max_captures", "capture other shapes")):
+        for name, act in (
+            ("cuda_graph_step_log", "log in your training loop"),
+            ("cuda_graph_max_captures", "capture other shapes in your training loop"),
+            ("cuda_graph_report", "read the log of the capture"),
+        ):
             if hasattr(config, name):
-                raise OptionsError(f"config.{name} was removed: do not set it, and {act} in your training loop")
+                raise OptionsError(f"config.{name} was removed: do not set it, and {act}")
         if problem := allocator_problem():
             raise OptionsError(problem)
         sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
@@ -170,7 +173,8 @@ class TECudaGraphHelper:
         models = [chunk.model for chunk in self.stage.chunks if chunk.layers]
         self._calls = TrainingCalls(filter(None, models))
         self._state = self._new_state()
-        self._captures = self._recaptures = 0  # successful captures; recaptures for other numbers of micro-batches
+        self._has_captured = False
+        self._recaptures = 0  # for other numbers of micro-batches
         make_workspaces()  # before the first pass
 
     def _discover_layers(self) -> None:
@@ -305,7 +309,7 @@ class TECudaGraphHelper:
             )
         if self._state.has_graphs_of_others():
             raise CallOrderError("another helper has graphs of this model: call its delete_cuda_graphs() first")
-        if self._role.language and not self._captures and token_bounds.defers_capture():
+        if self._role.language and not self._has_captured and token_bounds.defers_capture():
             self._state.status = Status.DEFERRED
             self._reset_after_capture()
             return
@@ -370,7 +374,7 @@ class TECudaGraphHelper:
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
         if self.graphs_created():
-            self._captures += 1
+            self._has_captured = True
             if self._role.language:
                 token_bounds.models.update(self.model)
         self._finish_capturing(start_time)
@@ -430,7 +434,7 @@ class TECudaGraphHelper:
     def _finish_capturing(self, start_time: float) -> None:
         """Release cached memory, and report the capture that started at ``start_time``."""
         release_cached_memory()
-        report_capture(self.stage, self._state, start_time, self._captures)
+        report_capture(self.stage, self._state, start_time)
 
     def _arguments(self) -> CaptureArguments:
         return CaptureArguments(self.stage, self._state.layers_apart, self.seq_length, self.micro_batch_size)
@@ -540,7 +544,6 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
     _role = Role(
         language=False,
         model_of=vision_model_of,
-        report="capture_vision",
         wrap=lambda graph: _wrap_graph_for_vision(graph),  # the current one, which callers may patch
     )
 

@@ -81,11 +81,6 @@ FLAGS = {
         needs_graphs=False,
         arguments={"type": float, "metavar": "F"},
     ),
-    "--cuda-graph-report": Flag(
-        "Folder for capture.json, which rank 0 writes with --cuda-graph-impl transformer_engine. It lists captured "
-        "layers, memory of the graphs, and parts of the model that run eagerly.",
-        arguments={"metavar": "DIR"},
-    ),
 }
 
 

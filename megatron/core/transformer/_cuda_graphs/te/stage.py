@@ -27,13 +27,11 @@ class Role:
         language: Whether this is the language model, which is present on every pipeline stage. Only its helper
             zeroes gradients and captures evaluation. Only its layers receive rotary embeddings.
         model_of: Returns the model that has the layers, or None, given a wrapped chunk.
-        report: The file name of the report, without suffix.
         wrap: Wraps the engine's callable of a layer; the layer calls the result to replay.
     """
 
     language: bool = True
     model_of: Callable[[torch.nn.Module], Any] = language_model_of
-    report: str = "capture"
     wrap: Callable[[Any], Any] = lambda graph: graph
 
 

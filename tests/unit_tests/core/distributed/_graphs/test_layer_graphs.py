@@ -200,7 +200,7 @@ def has_collectives(variant):
     with fsdp.graphs.layer_capture(layers):
         owners = fsdp.graphs.gradient_owners(layers, whole=True)
         parts = fsdp.graphs.gradient_owners(layers, whole=False)
-    has = bool(fsdp.graphs.recorded_collectives())
+    has = bool(fsdp.all_gather_pipeline.recorded or fsdp.grad_reduce_pipeline.recorded)
     kinds = [ReplayedRunner, PartOfModule] if has else [type(None)] * 2
     assert [{type(owner) for owner in of} for of in (owners, parts)] == [{kind} for kind in kinds]
     return has

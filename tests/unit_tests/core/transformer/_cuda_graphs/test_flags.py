@@ -365,7 +365,6 @@ def test_configurations_have_the_flags_of_this_patch():
         "cuda_graph_fallback": "eager",
         "cuda_graph_layers_per_graph": None,
         "cuda_graph_packed_sequences": None,
-        "cuda_graph_report": None,
         "moe_use_grouped_tensor": True,
         "moe_alltoall_capacity_factor": None,
     }

@@ -114,7 +114,8 @@ def engine(capture=lambda: None):
 
     def run(layers, sample_args, **arguments):
         capture()
-        return [mock.Mock(spec=["__call__", "reset", "name_inputs"]) for _ in sample_args]
+        graph = mock.Mock(**{"pool.return_value": (1, 1)})
+        return [mock.Mock(spec=["reset", "name_inputs"], forward_graph=graph) for _ in sample_args]
 
     return run
 

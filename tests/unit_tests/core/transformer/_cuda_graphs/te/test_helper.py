@@ -30,6 +30,7 @@ from .stages import Failure, MaskedLayer, capture, config, engine, helper_of, se
         ({"cuda_graph_fallback": "Eager"}, "--cuda-graph-fallback must be error or eager, got Eager"),
         ({"cuda_graph_step_log": object}, "config.cuda_graph_step_log was removed: do not set it"),
         ({"cuda_graph_max_captures": 4}, "config.cuda_graph_max_captures was removed: do not set it"),
+        ({"cuda_graph_report": None}, "config.cuda_graph_report was removed: do not set it, and read the log"),
     ],
 )
 def test_invalid_configuration_is_refused(options, reason):

@@ -203,11 +203,6 @@ class FsdpGraphs:
             owners.append(None if not takes else runner if whole else PartOfModule(runner))
         return owners
 
-    def recorded_collectives(self) -> int:
-        """Return the number of graphs that contain only all-gathers or reductions."""
-        pipelines = self.fsdp.all_gather_pipeline, self.fsdp.grad_reduce_pipeline
-        return sum(len(set(pipeline.recorded.values())) for pipeline in pipelines)
-
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Run ``modules`` eagerly from now on, free their collectives' graphs, and clear ``before_evaluation``."""
         for module in modules:
