@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -26,16 +26,9 @@ from ._cuda_graphs.agreement import CaptureAgreement, warn_of_failure
 from ._cuda_graphs.engine.graph import make_workspaces
 from ._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from ._cuda_graphs.engine.memory import release_cached_memory, reuse_across_streams
-from ._cuda_graphs.engine.rng import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
 from ._cuda_graphs.errors import CallOrderError, CaptureFailedError, OptionsError
 from ._cuda_graphs.flags.options import MEGATRON_FSDP, TORCH_FSDP, Options, goes_on_eagerly
 from ._cuda_graphs.flags.table import allocator_problem, check
-from ._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
-from ._cuda_graphs.local.manager import CudaGraphManager, delete_cuda_graphs
-from ._cuda_graphs.local.memory import TensorReusePool
-from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
-from ._cuda_graphs.local.runner import _CudagraphRecordNode, _CudagraphReplayNode, _CudaGraphRunner, _GraphStatus
-from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_runner_streams
 from ._cuda_graphs.te.capture_arguments import CaptureArguments, offload_interface
 from ._cuda_graphs.te.capture_report import report_capture
 from ._cuda_graphs.te.capture_session import CaptureSession, InputData
@@ -55,29 +48,12 @@ from ._cuda_graphs.te.stage import Chunk, Role, Stage
 from ._cuda_graphs.te.training_calls import TrainingCalls
 
 __all__ = [
-    "_GTP_RUNNER_STREAMS",
-    "ArgMetadata",
-    "CudaGraphManager",
-    "CudagraphBufferMetadata",
     "TECudaGraphHelper",
     "TensorReusePool",
     "VisionTECudaGraphHelper",
-    "_CudaGraphRunner",
-    "_CudagraphGlobalRecord",
-    "_CudagraphRecordNode",
-    "_CudagraphReplayNode",
-    "_GraphStatus",
-    "_check_supported_type",
-    "_clone_nested_tensors",
     "_determine_if_first_last_layer_of_this_vp_chunk",
-    "_ensure_generator_state_is_cudagraph_safe",
-    "create_cudagraphs",
-    "delete_cuda_graphs",
-    "get_gtp_runner_streams",
-    "logger",
     "make_graphed_callables",
     "set_current_microbatch",
-    "tree_map",
 ]
 
 _upstream: Any = extend(__name__)
@@ -85,6 +61,7 @@ _upstream: Any = extend(__name__)
 # Functions that call these names see patches of them.
 _wrap_graph_for_vision = _upstream._wrap_graph_for_vision
 FREEZE_GC, _layer_is_graphable = _upstream.FREEZE_GC, _upstream._layer_is_graphable
+logger = _upstream.logger
 _set_capture_start, _set_capture_end = _upstream._set_capture_start, _upstream._set_capture_end
 is_graph_warmup = _upstream.is_graph_warmup
 convert_schedule_table_to_order = _upstream.convert_schedule_table_to_order
@@ -94,6 +71,39 @@ if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
 
+
+class TensorReusePool:
+    """Pool of static tensors, for code that was written for an earlier megatron-core: 0.19 has none.
+
+    Attributes:
+        tensor_strong_refs, tensor_strong_refs_dataptrs: All tensors that ``get`` has made, and their addresses.
+        pool: The free tensors.
+    """
+
+    tensor_strong_refs: ClassVar[list[torch.Tensor]] = []
+    tensor_strong_refs_dataptrs: ClassVar[set[int]] = set()
+    pool: ClassVar[list[torch.Tensor]] = []
+
+    def insert(self, tensor: torch.Tensor) -> None:
+        """Return ``tensor`` to the pool."""
+        self.pool.append(tensor)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` has the address of a tensor of this pool."""
+        return tensor.data_ptr() in self.tensor_strong_refs_dataptrs
+
+    def get(self, meta: Any) -> torch.Tensor:
+        """Return a free tensor with the shape, dtype and device of ``meta``, an ``ArgMetadata``, or a new tensor."""
+        for index, free in enumerate(self.pool):
+            if (free.shape, free.dtype, free.device) == (meta.shape, meta.dtype, meta.device):
+                return self.pool.pop(index).requires_grad_(meta.requires_grad)
+        tensor: torch.Tensor = meta.zeros_like()
+        self.tensor_strong_refs.append(tensor)
+        self.tensor_strong_refs_dataptrs.add(tensor.data_ptr())
+        return tensor
+
+
+_upstream._CudagraphGlobalRecord.tensor_reuse_pool = TensorReusePool()
 
 MAX_RECAPTURES = 8  # for other numbers of micro-batches; each takes seconds
 

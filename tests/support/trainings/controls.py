@@ -413,75 +413,9 @@ def dead_local_replay(training: Training) -> None:
     def kill(create: Callable[[], None]) -> None:
         create()
         for runner in _runners(training):  # on instances, because training steps patch the class
-            graphs = runner.graphs
-            for name in ("forward_graph", "backward_graph"):
-                setattr(graphs, name, mock.Mock(kept=getattr(graphs, name)))
+            runner.fwd_graph, runner.bwd_graph = mock.Mock(kept=runner.fwd_graph), mock.Mock(kept=runner.bwd_graph)
 
     _at_local_capture(training, kill)
-
-
-@control
-def failed_local_capture(training: Training) -> None:
-    """Fail a local capture by synchronizing; training continues eagerly."""
-    _fail_local_capture(training)
-
-
-@control
-def failed_local_capture_on_one_rank(training: Training) -> None:
-    """Fail the local capture on the last rank; the other ranks replay."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        _fail_local_capture(training)
-
-
-def _fail_local_capture(training: Training) -> None:
-    def hook(module, args, output):
-        if torch.cuda.is_current_stream_capturing():
-            (output[0] if isinstance(output, tuple) else output).sum().item()
-
-    training.layers[-1].mlp.register_forward_hook(hook)
-    failures = []
-
-    def fail(create: Callable[[], None]) -> None:
-        before = _process_state()
-        try:
-            create()
-        except RuntimeError as error:
-            failures.append(error)
-            print(f"capture failed as expected: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
-            assert _process_state() == before, "a failed capture changed the state of the process"
-        assert len(failures) == 1, "the capture should have failed, once"
-
-    _at_local_capture(training, fail)
-
-
-@control
-def local_graphs_recorded_again(training: Training) -> None:
-    """Delete local graphs after the fourth step, and record the next step."""
-    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-
-    def delete(create: Callable[[], None]) -> None:
-        create()
-        if len(training.losses) == 3:
-            delete_cuda_graphs()
-            assert not _runners(training)
-
-    _at_local_capture(training, delete)
-
-
-@control
-def observed_evaluation_on_one_rank(training: Training) -> None:
-    """Observe evaluations with a forward hook on the first rank."""
-
-    def evaluate() -> None:
-        seen: list[object] = []
-        hooked = dist.get_rank() == 0
-        handle = training.layers[1].mlp.register_forward_hook(lambda *_: seen.append(None)) if hooked else None
-        Training.evaluate(training)
-        if handle is not None:
-            handle.remove()
-            assert len(seen) == training.case.microbatches
-
-    training.patches.enter_context(mock.patch.object(training, "evaluate", evaluate))
 
 
 def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:

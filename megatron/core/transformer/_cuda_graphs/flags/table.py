@@ -157,14 +157,12 @@ _REFUSED = [
         lambda o: not o.double_buffer,
         "--fsdp-double-buffer is required: without it, each all-gather writes to a new address, but graphs read the "
         "captured one",
-        graphs=("transformer_engine", "local"),
     ),
     _refused(
         "--fsdp-db-use-persist-buf-on-alloc-fail not given",
         lambda o: not o.get("fsdp_db_use_persist_buf_on_alloc_fail"),
         "--fsdp-db-use-persist-buf-on-alloc-fail is required: without it, a bucket that does not fit the double buffer "
         "gets a new address in each step, but graphs access the captured one",
-        graphs=("transformer_engine", "local"),
     ),
     _refused(
         "--megatron-fsdp-version 2",
@@ -182,7 +180,6 @@ _REFUSED = [
         lambda o: o.get("gradient_accumulation_fusion") and not _shards_all(o),
         "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is optim_grads_params: "
         "other strategies move the main gradients",
-        graphs=("transformer_engine", "local"),
     ),
     _refused(
         "--num-experts with whole MoE layers in graphs and token counts on the host",
@@ -231,7 +228,6 @@ _REFUSED = [
         "because megatron-core does not restore the generators that graphs use: recompute other modules, or set "
         "--hidden-dropout 0 and --attention-dropout 0 and leave out --moe-input-jitter-eps, "
         "--moe-router-force-load-balancing and --moe-router-force-biased",
-        graphs=("transformer_engine", "local"),
         sharding=None,
     ),
     _refused(
@@ -399,6 +395,12 @@ EXPERT_ROWS = [
         "with --use-torch-fsdp2 or --tensor-parallel-num-weight-shards",
         lambda o: o.sharding == TORCH_FSDP or o.several("gtp_weight_remat_size"),
         "is not tested with --use-torch-fsdp2 or --tensor-parallel-num-weight-shards: leave it out",
+    ),
+    _grouped(
+        "with --cuda-graph-impl local and whole MoE layers in graphs",
+        lambda o: o.implementation == "local" and o.graphs("moe"),
+        "does not work with whole MoE layers in megatron-core's local graphs, which change logged auxiliary losses: set "
+        "--cuda-graph-modules attn moe_router moe_preprocess, or --cuda-graph-impl transformer_engine",
     ),
     _bounded(
         "without --moe-use-grouped-tensor, alltoall or expert parallelism",
