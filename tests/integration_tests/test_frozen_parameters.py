@@ -51,12 +51,6 @@ def test_partly_trained_model_is_bit_identical_to_eager(trained, case, replays):
     assert result["replays"] == replays
 
 
-def test_local_graphs_train_adapters(trained):
-    result = trained(SIZES | ADAPTERS | {"local": True, "wrapper": "ddp"})
-    assert_as_eager(result)
-    assert result["graphs"] == SIZES["layers"]
-
-
 def test_freezing_between_steps_is_an_error(trained):
     result = trained(SIZES | {"frozen_later": r"layers\.1\."})
     assert "decoder.layers.1.self_attention.linear_proj.weight is off" in result["error"]

@@ -19,7 +19,6 @@ PAIRS = [
     (f"{GPT}_tp2_pp1_mfsdp_te_graphs", f"{GPT}_tp2_pp1_mfsdp"),
     (f"{GPT}_tp1_pp2_vp2_mfsdp_mtp_te_graphs", f"{GPT}_tp1_pp2_vp2_mfsdp_mtp"),
     (f"{GPT}_tp1_pp1_cp2_mfsdp_te_graphs", f"{GPT}_tp1_pp1_cp2_mfsdp"),
-    (f"{GPT}_tp1_pp1_ddp_local_graphs", f"{GPT}_tp1_pp1_ddp"),
     (f"{MOE}_mfsdp_te_graphs_attn_router", f"{MOE}_mfsdp"),
     (f"{MOE}_ep2_mfsdp_te_graphs", f"{MOE}_ep2_mfsdp"),
     (f"{HYBRID}_te_graphs", HYBRID),

@@ -45,8 +45,7 @@ def test_hybrid_sharding_around_release_is_bit_identical(trained):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["local", "full_iteration"])
-def test_graphs_without_a_helper_are_captured_again(trained, kind):
-    result = trained(CASE | {kind: True, "wrapper": "ddp", "dtype": "bf16", "warmup": 1})
+def test_graphs_without_a_helper_are_captured_again(trained):
+    result = trained(CASE | {"full_iteration": True, "wrapper": "ddp", "dtype": "bf16", "warmup": 1})
     assert_as_eager(result)
-    assert result["graphs"] == 3 or result["step_replays"] == [0, 1, 1, 1, 1, 0, 0, 1]
+    assert result["step_replays"] == [0, 1, 1, 1, 1, 0, 0, 1]

@@ -1,5 +1,6 @@
 """Define negative controls (captures with one broken part, which comparisons must detect) and unusual captures."""
 
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.support.trainings.training import Training, distributed_optimizers, standing_in
+from tests.support.trainings.training import Training, distributed_optimizers, local_runners, standing_in
 
 CONTROLS: dict[str, Callable[[Training], None]] = {}
 
@@ -409,47 +410,16 @@ def taken_addresses(training: Training) -> None:
 @control
 def dead_local_replay(training: Training) -> None:
     """Make replays of local graphs do nothing."""
-
-    def kill(create: Callable[[], None]) -> None:
-        create()
-        for runner in _runners(training):  # on instances, because training steps patch the class
-            runner.fwd_graph, runner.bwd_graph = mock.Mock(kept=runner.fwd_graph), mock.Mock(kept=runner.bwd_graph)
-
-    _at_local_capture(training, kill)
-
-
-def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
-    """Make schedules call ``run(create_cudagraphs)`` instead of ``create_cudagraphs`` at the end of each step."""
     from megatron.core.pipeline_parallel import schedules
 
     create = schedules.create_cudagraphs
-    at_the_end = mock.Mock(side_effect=lambda: run(create))
-    training.patches.enter_context(mock.patch.object(schedules, "create_cudagraphs", at_the_end))
 
+    def kill() -> None:
+        create()
+        for runner in local_runners(training.layers):  # on instances, because training steps patch the class
+            runner.fwd_graph, runner.bwd_graph = mock.Mock(kept=runner.fwd_graph), mock.Mock(kept=runner.bwd_graph)
 
-def _runners(training: Training) -> list:
-    managers = [
-        module for layer in training.layers for module in layer.modules() if hasattr(module, "cudagraph_runners")
-    ]
-    return [runner for manager in managers for runner in manager.cudagraph_runners]
-
-
-def _process_state() -> dict[str, object]:
-    """Return the process state that must survive a failed capture."""
-    import gc
-
-    from megatron.core.tensor_parallel.random import get_all_rng_states
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
-    return {
-        "capturing": (is_graph_capturing(), torch.cuda.is_current_stream_capturing()),
-        "stream": torch.cuda.current_stream().cuda_stream,
-        "rng": [torch.cuda.get_rng_state().tolist()]
-        + [state.get_state().tolist() for state in get_all_rng_states().values()],
-        "cpu_rng": torch.get_rng_state().tolist(),
-        "gc": gc.isenabled(),
-        "environment": dict(os.environ),
-    }
+    training.patches.enter_context(mock.patch.object(schedules, "create_cudagraphs", kill))
 
 
 def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -> None:
@@ -473,9 +443,19 @@ def _unchanged_state(training: Training) -> Iterator[None]:
 
 def training_state(training: Training) -> dict[str, object]:
     """Return the process and model state that must survive a failed capture."""
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
     layers = training.layers
     fsdp = training.chunks[0].module
-    return _process_state() | {
+    return {
+        "capturing": (is_graph_capturing(), torch.cuda.is_current_stream_capturing()),
+        "stream": torch.cuda.current_stream().cuda_stream,
+        "rng": [torch.cuda.get_rng_state().tolist()]
+        + [state.get_state().tolist() for state in get_all_rng_states().values()],
+        "cpu_rng": torch.get_rng_state().tolist(),
+        "gc": gc.isenabled(),
+        "environment": dict(os.environ),
         "hooks": [
             [(name, list(value.items())) for name, value in vars(module).items() if "_hooks" in name and value]
             for layer in layers

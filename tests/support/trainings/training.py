@@ -291,13 +291,9 @@ class Training:
 
     def release(self) -> None:
         """Release the graphs, and move the optimizer to the host and back."""
-        from megatron.core.transformer import cuda_graphs
-
         with torch.cuda.stream(self.stream):
             if self.helper is not None:
                 self.helper.release()
-            elif self.config.cuda_graph_impl == "local":
-                cuda_graphs.delete_cuda_graphs()
             elif self.config.cuda_graph_impl == "full_iteration":
                 self._passes.reset_cuda_graph()
             self.optimizer.offload_to_cpu()
@@ -391,7 +387,7 @@ class Training:
         torch.cuda.synchronize()
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
-        graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers, self.helper)
+        graphs = len(local_runners(self.layers)) if self.case.local else _layer_graphs(self.layers, self.helper)
         of_evaluations = self.evaluations, self.evaluation_replays
         clipping = sum(each._clipping.replays for each in distributed_optimizers(self.optimizer) if each._clipping)
         return Trace(
@@ -522,10 +518,10 @@ def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
     return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
 
-def _local_graphs(layers: list[torch.nn.Module]) -> int:
-    """Return the number of local forward and backward graph pairs."""
-    managers = [module for layer in layers for module in layer.modules() if hasattr(module, "cudagraph_runners")]
-    return sum(runner.bwd_graph is not None for manager in managers for runner in manager.cudagraph_runners)
+def local_runners(layers: list[torch.nn.Module]) -> list[Any]:
+    """Return the runners of local graphs in ``layers``."""
+    modules = (module for layer in layers for module in layer.modules())
+    return [runner for module in modules for runner in getattr(module, "cudagraph_runners", ())]
 
 
 def _batches(case: Case, step: int):

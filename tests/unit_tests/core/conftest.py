@@ -35,13 +35,3 @@ def cpu_backend(_installed_cpu_backend: None, monkeypatch: pytest.MonkeyPatch) -
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
     assert not torch.cuda.is_current_stream_capturing()
-
-
-@pytest.fixture
-def no_graphs(cpu_backend):
-    """Delete local graphs before and after the test."""
-    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-
-    delete_cuda_graphs()
-    yield
-    delete_cuda_graphs()

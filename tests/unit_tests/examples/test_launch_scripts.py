@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = {
     "launch_gpt.sh": (["graphed"], "transformer_engine"),
     "launch_moe.sh": (["graphed", "whole"], "transformer_engine"),
-    "launch_ddp.sh": (["local"], "local"),
 }
 MODES = [(script, mode) for script, (modes, _) in SCRIPTS.items() for mode in modes]
 

@@ -17,10 +17,6 @@ class ArgumentTypeError(TypeError, AssertionError):
     """An argument has a type that graphs do not support."""
 
 
-class NoGraphError(RuntimeError, AssertionError):
-    """No captured graph matches a call."""
-
-
 class UnsupportedError(RuntimeError, AssertionError):
     """A feature that CUDA graphs do not support is in use, for example a hook or an RNG tracker."""
 

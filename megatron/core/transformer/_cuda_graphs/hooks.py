@@ -90,18 +90,6 @@ def has_other_hooks(module: torch.nn.Module) -> bool:
     return has_own_hooks(module) or torch.nn.modules.module._has_any_global_hook()
 
 
-def refuse_pre_hooks(modules: Iterable[torch.nn.Module]) -> None:
-    """Raise UnsupportedError if one of ``modules`` has a forward-pre hook other than ``DistributedDataParallel``'s."""
-    for module in modules:
-        for hook in module._forward_pre_hooks.values():
-            if not is_of_ddp(hook):
-                raise UnsupportedError(
-                    f"{type(module).__name__} has a forward-pre hook ({hook!r}), which a CUDA graph does not run. "
-                    "--cuda-graph-impl local allows only hooks of DistributedDataParallel: remove the hook; with "
-                    "--use-megatron-fsdp use --cuda-graph-impl transformer_engine."
-                )
-
-
 def recorded_hooks(captured: Iterable[tuple[torch.nn.Module | None, Mapping[torch.nn.Module, str]]]) -> str:
     """Return a warning about third-party hooks that are recorded in graphs; empty if there are none.
 

@@ -335,7 +335,6 @@ def module_aspects(
     *,
     around: torch.nn.Module | None = None,
     replaced: torch.nn.Module | None = None,
-    contexts: Sequence[Any] | None = None,
 ) -> list[Aspect]:
     """Return aspects for the state that passes of ``modules`` read, including torch's contexts.
 
@@ -343,7 +342,6 @@ def module_aspects(
         modules: The modules that ran in the capture, with their names.
         around: The module whose own hooks run around replays.
         replaced: The module whose ``forward`` replays replace.
-        contexts: ``contexts_in_force()`` of the captured passes; by default the current value.
     """
     parts: list[_Place] = []
     places: list[_Place] = []
@@ -366,7 +364,7 @@ def module_aspects(
     params = _reader(trained)()
     requires_grad = [param.requires_grad for param in params]
     aspects = [
-        Aspect([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force, then=contexts),
+        Aspect([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force),
         Aspect(_names(parts), _reader(parts)),
         _Values(_names(others), _reader(others)),
         Aspect(

@@ -1,4 +1,4 @@
-"""Test that no file imports from a higher layer (bottom up: leaves, engine, te and local, public module).
+"""Test that no file imports from a higher layer (bottom up: leaves, engine, te, public module).
 
 Files are parsed, not imported. Imports inside functions count, except in the tests of import cycles.
 """
@@ -8,8 +8,6 @@ import graphlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 REPOSITORY = Path(__file__).parents[4]
 TRANSFORMER = "megatron.core.transformer"
@@ -28,7 +26,7 @@ LAYERS = (
     {f"{PACKAGE}.engine"},
     {f"{PACKAGE}.layer_graph", f"{PACKAGE}.agreement"},
     {f"{TRANSFORMER}.module"},
-    {f"{PACKAGE}.te", f"{PACKAGE}.local"},
+    {f"{PACKAGE}.te"},
     {f"{TRANSFORMER}.cuda_graphs"},
 )
 
@@ -107,13 +105,6 @@ def _higher(files: list[str], rank: Callable[[str], int]) -> list[str]:
 
 def test_files_import_no_higher_layer() -> None:
     assert FILES and not _higher(FILES, _rank)
-
-
-@pytest.mark.parametrize(("folder", "other"), [("te", "local"), ("local", "te")])
-def test_te_and_local_do_not_import_each_other(folder: str, other: str) -> None:
-    files = [name for name in FILES if _group(name) == f"{PACKAGE}.{folder}"]
-    assert files
-    assert not {(name, i) for name in files for i in _imports(name) if _group(i) == f"{PACKAGE}.{other}"}
 
 
 def test_megatron_fsdp_imports_leaves_and_engine_only() -> None:

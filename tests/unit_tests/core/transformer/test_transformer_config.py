@@ -29,8 +29,3 @@ def test_recomputation_is_checked_as_without_graphs(changes, error):
     for graphs in (GRAPHS, {}):
         with pytest.raises(ValueError, match=error):
             TransformerConfig(**{**SIZES, **FULL, **graphs, **changes})
-
-
-def test_local_graphs_refuse_full_recomputation():
-    with pytest.raises(AssertionError, match="full recompute is only supported"):
-        TransformerConfig(**SIZES, **FULL, cuda_graph_impl="local")

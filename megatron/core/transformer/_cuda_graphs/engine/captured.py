@@ -1,6 +1,6 @@
 """Callables that replay CUDA graphs, and the loop that captures several of them in replay order."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,17 +22,19 @@ from .graph import (
     ReplayOrder,
     WarmUp,
     allow_nested_backward,
-    capture_environment,
+    capture_stream,
     connected_leaves,
     hide_grads_and_hooks,
     make_workspaces,
+    pause_gc,
     preserve_buffers,
     rebind_buffers,
     refuse_legacy_stream,
 )
 from .memory import PoolMemory, release_cached_memory, storage_address, version_of, weak_reference
-from .plan import BufferPool, Lease, Pass, Plan
+from .plan import BufferPool, Pass, Plan
 from .quantization import Quantization, RecordedQuantization
+from .rng import preserve_rng
 
 Phase = Literal["forward", "backward"]
 Tensors = tuple[torch.Tensor | None, ...]
@@ -41,14 +43,7 @@ _Places = list[tuple[torch.Tensor | None, int, tuple[int, ...]]]
 
 
 class GraphOwner:
-    """Owns the resources that the graphs of a callable use. The methods of this base class do nothing.
-
-    Attributes:
-        notifies_autograd: Class attribute: whether autograd runs the AccumulateGrad hooks of a parameter even if
-            ``consume_gradients`` consumed its gradient.
-    """
-
-    notifies_autograd = True
+    """Owns the resources that the graphs of a callable use. The methods of this base class do nothing."""
 
     def running(self, phase: Phase) -> AbstractContextManager[None]:
         """Return the context for warm-up and capture of a phase.
@@ -120,7 +115,6 @@ class GraphedCallable:
             runs parameter hooks on the gradients that it returns.
         copies_results: Whether a replay returns copies of outputs and input gradients, which stay valid after the next
             replay.
-        may_write_inputs: Whether ``func`` may write its inputs. Replays write only the static ones.
         allow_unused_input: Whether inputs that require grad may have no gradient.
         retain_graph: Whether backward retains the autograd graph.
         clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones.
@@ -129,7 +123,6 @@ class GraphedCallable:
     Attributes:
         eager: The function, or the module's ``forward``, without graphs.
         inputs: The static inputs, flattened: ``args``, then the values of ``kwargs``.
-        ran: The modules that ran in the first forward pass; None before that pass.
         outputs: The static outputs, flattened.
         differentiable: Whether each output takes part in autograd.
         grad_outputs: The static gradients of the outputs; None for outputs that take no part in autograd.
@@ -158,7 +151,6 @@ class GraphedCallable:
         hooks: CaptureTimeHooks | None = None,
         holds_hooks: bool = False,
         copies_results: bool = False,
-        may_write_inputs: bool = False,
         allow_unused_input: bool = False,
         retain_graph: bool = False,
         clone_param_grads: bool = True,
@@ -183,11 +175,9 @@ class GraphedCallable:
         self.quantization = quantization
         self._hooks = hooks or CaptureTimeHooks(name, None)
         self._holds_hooks, self._copies_results = holds_hooks, copies_results
-        self._may_write_inputs, self._allow_unused_input = may_write_inputs, allow_unused_input
-        self._retain_graph = retain_graph
+        self._allow_unused_input, self._retain_graph = allow_unused_input, retain_graph
         self._clone_param_grads = clone_param_grads
-        self.ran: tuple[torch.nn.Module, ...] | None = None
-        self._backward_was_checked = False
+        self._was_noted = self._backward_was_checked = False
         self._delayed = DelayedWeightGradients((), ())
 
         self.forward_graph: torch.cuda.CUDAGraph | None = None
@@ -234,7 +224,7 @@ class GraphedCallable:
         ):
             output = self.func(*self.args, **self.kwargs)
         for index, (tensor, version) in enumerate(zip(self.inputs, versions, strict=True)):
-            if version_of(tensor) != version and not self._may_write_inputs:
+            if version_of(tensor) != version:
                 raise UnsupportedError(
                     f"{self.name} writes {self._expected.name_of(index)} in place, but a replay would write only its "
                     "own copy: clone it first"
@@ -265,7 +255,7 @@ class GraphedCallable:
     @contextmanager
     def _note_modules_that_run(self) -> Iterator[None]:
         """Context manager that records which modules run in the first forward pass."""
-        if self.ran is not None or self.module is None or self._holds_hooks:
+        if self._was_noted or self.module is None or self._holds_hooks:
             yield
             return
         ran: dict[torch.nn.Module, None] = {}
@@ -273,10 +263,10 @@ class GraphedCallable:
             for module in self.module.modules():
                 stack.callback(module.register_forward_hook(partial(_note_parts, ran)).remove)
             yield
-        self.ran = tuple(ran)
+        self._was_noted = True
         self._delayed = DelayedWeightGradients(filter(_delays_weight_gradients, ran), self._trainable)
         if isinstance(self.quantization, Quantization):
-            self.quantization.note(self.ran)
+            self.quantization.note(ran)
 
     def backward(
         self,
@@ -399,20 +389,14 @@ class GraphedCallable:
         if not self._retain_graph:
             self.outputs = self._weak(self.outputs)
 
-    def release_gradients(self, keep: Collection[int] = ()) -> None:
-        """Let later captures reuse the memory of gradients, except for inputs whose index is in ``keep``."""
-        weak = self._weak(self.grad_inputs)
-        self.grad_inputs = tuple(self.grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
+    def release_gradients(self) -> None:
+        """Let later captures reuse the memory of gradients."""
+        self.grad_inputs = self._weak(self.grad_inputs)
         weak = self._weak(self.grad_params)
         pairs = zip(self.params, self.grad_params)  # noqa: B905, without a backward pass there are no gradients
         self.grad_params = tuple(
             grad if _is_read_later(param) else other for (param, grad), other in zip(pairs, weak, strict=True)
         )
-
-    @property
-    def trained_params(self) -> tuple[torch.Tensor, ...]:
-        """Parameters that received a gradient in the last backward pass."""
-        return tuple(param for param, grad in zip(self.params, self.grad_params, strict=True) if grad is not None)
 
     def _weak(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
         """Return weak references to tensors in pool memory. Other tensors are returned unchanged and stay alive."""
@@ -438,7 +422,7 @@ class GraphedCallable:
         self._memory = None
         pairs = zip(self.params, self.grad_params)  # noqa: B905, without a backward pass there are no gradients
         self._grads_of_params = [(grad, self._clone_param_grads and not _is_read_later(param)) for param, grad in pairs]
-        if self._holds_hooks or not self.owner.notifies_autograd:
+        if self._holds_hooks or any(grad is None for grad in self.grad_params):
             self._omit_consumed_gradients()
         self._places = _places_of(self.inputs)
         self._grad_places = _places_of(self.grad_outputs)
@@ -538,13 +522,9 @@ class GraphedCallable:
         apply = ReplayNode.apply if torch._C._are_functorch_transforms_active() else _fast_apply
         return self._returned(apply(self, options, *inputs, *self.params))
 
-    def place(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Copy ``inputs`` to the static inputs."""
-        _copy_in(self._places, inputs)
-
     def replay_forward(self, inputs: Sequence[torch.Tensor], options: _ReplayOptions | None) -> Tensors:
         """Run the forward graph and return its outputs. ``inputs`` may be followed by parameters, which are ignored."""
-        self.place(inputs)
+        _copy_in(self._places, inputs)
         self.round = self.order.forward(self.forward_turn)
         if options is not None or torch.autograd._profiler_enabled():
             self._launch(self.forward_graph, "forward", options)
@@ -740,7 +720,9 @@ def capture_passes(
         raise RuntimeError("autocast would cache weights during capture: use torch.autocast(..., cache_enabled=False)")
     modules = [*dict.fromkeys(each.module for each in graphed if each.module is not None)]
     try:
-        with capture_environment(preserve_buffers(modules), *contexts):
+        with ExitStack() as stack:
+            for context in (pause_gc(), preserve_rng(), preserve_buffers(modules), *contexts, capture_stream()):
+                stack.enter_context(context)
             make_workspaces()
             if before_warmup is not None:
                 before_warmup()
@@ -764,13 +746,14 @@ def capture_passes(
 def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture | WarmUp, shares_memory: bool) -> None:
     """Run the passes of ``plan`` once; see ``capture_passes``."""
     static_grads = BufferPool[tuple[torch.Tensor, ...]]()
-    lent: dict[int, Lease[tuple[torch.Tensor, ...]]] = {}  # by slot
+    lent: dict[int, tuple[Hashable, tuple[torch.Tensor, ...]]] = {}  # key and static gradients by slot
 
     def lend(slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return static gradients for ``outputs`` of ``slot``, reusing tensors that another slot has released."""
         key = tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)
-        lent[slot] = static_grads.acquire(key, lambda: tuple(map(torch.zeros_like, outputs)))
-        return lent[slot].buffers
+        grads = static_grads.acquire(key, lambda: tuple(map(torch.zeros_like, outputs)))
+        lent[slot] = key, grads
+        return grads
 
     last_steps, gradients_read = plan.last_steps(), plan.gradients_read()
     with_weight_gradients = {step.slot for step in plan.steps if step.kind is Pass.WEIGHT_GRADIENTS}
@@ -800,7 +783,7 @@ def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture 
                 graphed[read].release_gradients()
         # If backward returns static gradients unchanged, another slot must not overwrite them before they are read.
         if shares_memory and is_last and step.slot in lent and not each.returns_static_gradients:
-            static_grads.release(lent.pop(step.slot))
+            static_grads.release(*lent.pop(step.slot))
 
 
 class DelayedWeightGradients:

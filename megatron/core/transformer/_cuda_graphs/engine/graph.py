@@ -2,10 +2,9 @@
 
 import ctypes
 import gc
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -13,29 +12,7 @@ from typing import Any
 import torch
 
 from ..replacements import Replacements, between, replaced_attribute
-from .rng import current_rng_state, generator_states, preserve_rng, refuse_host_draws
-
-
-@contextmanager
-def capture_environment(*contexts: AbstractContextManager) -> Iterator[None]:
-    """Context manager for warm-up and capture: uses the capture stream, pauses garbage collection, restores RNG states.
-
-    ``contexts`` are additional contexts, entered on the caller's stream.
-    """
-    with ExitStack() as stack:
-        for context in (pause_gc(), preserve_rng(), *contexts, capture_stream()):
-            stack.enter_context(context)
-        yield
-
-
-def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None = None) -> torch.cuda.CUDAGraph:
-    """Create a graph with ``make`` on a new stream, and record an empty capture into ``pool`` (None for a new pool)."""
-    with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the graph is empty
-        graph = make()
-        _begin(graph, pool)
-        graph.capture_end()
-    return graph
+from .rng import current_rng_state, generator_states, refuse_host_draws
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:
@@ -199,30 +176,11 @@ class Capture:
                 torch._C._cuda_endAllocateToPool(device, self.pool)
                 torch._C._cuda_releasePool(device, self.pool)
             # Only the end of a successful capture takes generators out of capture mode; an empty one suffices.
-            record_nothing(self.new_graph)
-
-
-_away_from_default: dict[int, torch.cuda.Stream] = {}  # by device
-
-
-def leave_default_stream() -> None:
-    """Leave the legacy default stream if it is current, because autograd cannot be captured on it."""
-    device, default = torch.cuda.current_device(), torch.cuda.default_stream()
-    if torch.cuda.current_stream() == default:
-        if device not in _away_from_default:
-            _away_from_default[device] = torch.cuda.Stream()
-        stream = _away_from_default[device]
-        stream.wait_stream(default)
-        torch.cuda.set_stream(stream)
-
-
-def return_to_default_stream() -> None:
-    """Undo ``leave_default_stream`` if its stream is still current."""
-    stream = _away_from_default.get(torch.cuda.current_device())
-    if stream is not None and torch.cuda.current_stream() == stream:
-        default = torch.cuda.default_stream()
-        default.wait_stream(stream)
-        torch.cuda.set_stream(default)
+            with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that the graph is empty
+                empty = self.new_graph()
+                _begin(empty, None)
+                empty.capture_end()
 
 
 _streams: dict[int, torch.cuda.Stream] = {}
@@ -328,13 +286,6 @@ def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
                 # Unchanged tensors may be read-only (expanded) or saved for a backward pass, which checks versions.
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
-
-
-def moe_metrics() -> list[torch.Tensor]:
-    """Return the metrics that MoE layers accumulate for logging (auxiliary losses)."""
-    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
-    return [entry.values for entry in metrics.values()]
 
 
 def hide_grads_and_hooks(params: Iterable[torch.Tensor]) -> Replacements:

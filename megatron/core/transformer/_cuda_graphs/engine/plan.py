@@ -161,20 +161,6 @@ def _pass_of(entry: float) -> tuple[Pass, int]:
     return kind, chunk
 
 
-@dataclass(eq=False, slots=True)
-class Lease[Buffers]:
-    """Reference-counted static tensors of a ``BufferPool``.
-
-    Attributes:
-        key: Only requests with an equal key may reuse the tensors.
-        holders: Reference count; 0 while the tensors are free.
-    """
-
-    key: Hashable
-    buffers: Buffers
-    holders: int = 0
-
-
 class BufferPool[Buffers]:
     """Pool of reusable static tensors by key, first in, first out.
 
@@ -182,32 +168,16 @@ class BufferPool[Buffers]:
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[Hashable, deque[Lease[Buffers]]] = defaultdict(deque)
+        self._free: defaultdict[Hashable, deque[Buffers]] = defaultdict(deque)
 
-    def acquire(self, key: Hashable, make: Callable[[], Buffers]) -> Lease[Buffers]:
-        """Return free tensors for ``key``, or else new ones from ``make``, with one reference."""
+    def acquire(self, key: Hashable, make: Callable[[], Buffers]) -> Buffers:
+        """Return free tensors for ``key``, or else new ones from ``make``."""
         free = self._free[key]
-        lease = free.popleft() if free else Lease(key, make())
-        lease.holders = 1
-        return lease
+        return free.popleft() if free else make()
 
-    def retain(self, lease: Lease[Buffers]) -> None:
-        """Add a reference; raise ValueError if the tensors are free."""
-        if not lease.holders:
-            raise ValueError("static memory is used after its release: acquire it again")
-        lease.holders += 1
-
-    def release(self, lease: Lease[Buffers]) -> None:
-        """Remove a reference; raise ValueError if there is none. Without references, tensors are free again."""
-        if not lease.holders:
-            raise ValueError("static memory is released more often than acquired: release it once per reference")
-        lease.holders -= 1
-        if not lease.holders:
-            self._free[lease.key].append(lease)
-
-    def free(self) -> list[Buffers]:
-        """Return the free tensors."""
-        return [lease.buffers for leases in self._free.values() for lease in leases]
+    def release(self, key: Hashable, buffers: Buffers) -> None:
+        """Make ``buffers``, acquired for ``key``, free again."""
+        self._free[key].append(buffers)
 
 
 def share_inputs[Inputs](
@@ -219,14 +189,14 @@ def share_inputs[Inputs](
     ``signature_of`` reuses its inputs, first in, first out. ``inputs_of`` makes new inputs if there are none to reuse.
     """
     pool = BufferPool[Inputs]()
-    leases: dict[int, Lease[Inputs]] = {}
+    inputs: dict[int, Inputs] = {}
     last_steps = plan.last_steps()
     for step in plan.steps:
         if step.kind is Pass.FORWARD:
-            leases[step.slot] = pool.acquire(signature_of(step.slot), partial(inputs_of, step.slot))
+            inputs[step.slot] = pool.acquire(signature_of(step.slot), partial(inputs_of, step.slot))
         elif step in last_steps:
-            pool.release(leases[step.slot])
-    return [leases[slot].buffers for slot in range(len(plan.callable_of_slot))]
+            pool.release(signature_of(step.slot), inputs[step.slot])
+    return [inputs[slot] for slot in range(len(plan.callable_of_slot))]
 
 
 def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:

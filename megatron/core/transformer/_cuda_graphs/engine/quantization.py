@@ -79,23 +79,6 @@ def resolve_quantization(
     ]
 
 
-def current_quantization() -> "Quantization | None":
-    """Return the quantization of the current TransformerEngine ``autocast`` context, or None outside one.
-
-    Weights are quantized only in the first micro-batch of a step, as in Megatron's layers.
-    """
-    graph = sys.modules.get("transformer_engine.pytorch.graph")
-    if graph is None or not graph.FP8GlobalStateManager.is_fp8_enabled():
-        return None
-    state = graph.FP8GlobalStateManager
-    return Quantization(
-        graph,
-        recipe=state.get_fp8_recipe(),
-        amax_reduction_group=state.get_fp8_group(),
-        caches_params=True,
-    )
-
-
 @dataclass(eq=False)
 class Quantization:
     """Quantization settings of a callable, and the host-side work around its replays.

@@ -3,39 +3,14 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from ..errors import UnsupportedError
-from ..replacements import between
-
-
-def _clone_nested_tensors(value: Any) -> Any:
-    """Clone all tensors in nested tuples, lists and dicts, and share other leaves; raise TypeError for sets."""
-
-    def clone(leaf: Any) -> Any:
-        if isinstance(leaf, (set, frozenset)):
-            raise TypeError("a set has no fixed order of tensors for CUDA graphs: use a tuple or a list")
-        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-    return tree_map(clone, value)
-
-
-def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Generator:
-    """Make ``gen`` usable by graphs even if its state was set under ``torch.inference_mode``, and return it.
-
-    Inference tensors cannot be written outside that mode, so the state is set from a clone that is a normal tensor. The
-    state object stays the same, and graphs keep drawing from it.
-    """
-    with torch.inference_mode(False):
-        gen.set_state(_clone_nested_tensors(gen.get_state()))
-    return gen
 
 
 def _default_generator() -> torch.Generator:
@@ -48,27 +23,6 @@ def current_rng_state() -> torch.Generator:
     RNG trackers switch that state, for example around decoder layers with sequence parallelism.
     """
     return _default_generator().graphsafe_get_state()
-
-
-def use_rng_state(state: torch.Generator) -> AbstractContextManager[None]:
-    """Return a context in which the device's default generator draws from ``state`` (see ``current_rng_state``)."""
-    draw_from = _default_generator().graphsafe_set_state
-    return between(partial(draw_from, state), partial(draw_from, current_rng_state()))
-
-
-_UNUSABLE = (
-    "Megatron's RNG tracker has states that CUDA graphs cannot use. Add --te-rng-tracker, or, without "
-    "TransformerEngine, initialize the tracker with use_cudagraphable_rng=True."
-)
-
-
-def check_rng_tracker() -> None:
-    """Raise UnsupportedError if graphs cannot use states of Megatron's RNG tracker, even if it has no states yet."""
-    tracker = tensor_parallel_random.get_cuda_rng_tracker()
-    usable = ("use_cudagraphable_rng", "is_inference_rng_tracker")
-    of_te = type(tracker).__name__ == "TECudaRNGStatesTracker"
-    if not of_te and not any(getattr(tracker, name, False) for name in usable):
-        raise UnsupportedError(_UNUSABLE)
 
 
 def generator_states() -> list[torch.Generator]:
@@ -84,7 +38,10 @@ def generator_states() -> list[torch.Generator]:
     if distributed is not None and distributed.graph_safe_rng_available():
         states += distributed.get_all_rng_states().values()
     if any(isinstance(state, torch.Tensor) for state in states):
-        raise UnsupportedError(_UNUSABLE)
+        raise UnsupportedError(
+            "Megatron's RNG tracker has states that CUDA graphs cannot use. Add --te-rng-tracker, or, without "
+            "TransformerEngine, initialize the tracker with use_cudagraphable_rng=True."
+        )
     return list(dict.fromkeys(states))
 
 
@@ -138,12 +95,6 @@ def _tracked() -> dict[str, Any]:
     return getattr(tracker, "states_", {})
 
 
-def make_generators_safe() -> None:
-    """Make all generators usable by graphs; see ``_ensure_generator_state_is_cudagraph_safe``."""
-    for generator in [_default_generator(), *generator_states()]:
-        _ensure_generator_state_is_cudagraph_safe(generator)
-
-
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Context manager that restores the states of all generators on device and host after warm-up and capture.
@@ -159,7 +110,7 @@ def preserve_rng() -> Iterator[None]:
             stack.callback(restore, read())
         if forked_to is not None:
             stack.callback(setattr, tracker, "_current_state_name", forked_to)
-        stack.enter_context(use_rng_state(current_rng_state()))
+        stack.callback(_default_generator().graphsafe_set_state, current_rng_state())
         yield
 
 

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from megatron.core.utils import log_single_rank
 
 from ..errors import OptionsError
-from ..hooks import must_run_outside
 from .options import ALL_LAYERS, FACTOR_FLAG, GROUPED_FLAG, MEGATRON_FSDP, TORCH_FSDP, WHOLE_MODEL, Options, attribute
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -399,8 +396,8 @@ EXPERT_ROWS = [
     _grouped(
         "with --cuda-graph-impl local and whole MoE layers in graphs",
         lambda o: o.implementation == "local" and o.graphs("moe"),
-        "does not work with whole MoE layers in megatron-core's local graphs, which change logged auxiliary losses: set "
-        "--cuda-graph-modules attn moe_router moe_preprocess, or --cuda-graph-impl transformer_engine",
+        "with --cuda-graph-impl local needs --cuda-graph-modules attn moe_router moe_preprocess, because local graphs "
+        "of whole MoE layers change logged auxiliary losses: set it, or set --cuda-graph-impl transformer_engine",
     ),
     _bounded(
         "without --moe-use-grouped-tensor, alltoall or expert parallelism",
@@ -465,7 +462,6 @@ _NOT_TRIED = [
 ]
 
 TABLE = (*_REFUSED, *EXPERT_ROWS, *_NO_EFFECT, *_NOT_TRIED)
-_NO_LOCAL_GRAPHS = next(row.words for row in TABLE if row.graphs == ("local",))
 
 
 def rows_of(options: Options, table: Iterable[Row] = TABLE) -> list[Row]:
@@ -491,18 +487,6 @@ def warn(options: Options) -> None:
     for row in rows_of(options):
         if row.verdict is not Verdict.REFUSED:
             log_single_rank(logger, logging.WARNING, row.words)
-
-
-def refuse_fsdp_hooks(module: torch.nn.Module) -> None:
-    """Reject local graphs of a module if it or a submodule has Megatron-FSDP hooks.
-
-    Raises:
-        ValueError: The module or a submodule has such a hook.
-    """
-    for part in module.modules():
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
-            if must_run_outside(hook):
-                raise ValueError(f"--use-megatron-fsdp with --cuda-graph-impl local: {_NO_LOCAL_GRAPHS}")
 
 
 def allocator_problem() -> str | None:

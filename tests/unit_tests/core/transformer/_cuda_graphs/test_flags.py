@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("megatron.core")
 
@@ -28,11 +27,9 @@ from megatron.core.transformer._cuda_graphs.flags.table import (
     TABLE,
     Verdict,
     check,
-    refuse_fsdp_hooks,
     rows_of,
     warn,
 )
-from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, runs_outside_graphs
 from tests.support.compatibility import (
     FULL,
     MOE,
@@ -142,6 +139,7 @@ UNFIT_EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("--moe-single-grouped-weight", {"moe_single_grouped_weight": True}),
     ("inference_optimized", {"transformer_impl": "inference_optimized"}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
+    ("--cuda-graph-modules attn moe_router", {"cuda_graph_impl": "local", "moe_alltoall_capacity_factor": None}),
     ("needs --moe-use-grouped-tensor", {"moe_use_grouped_tensor": False}),
     ("--expert-model-parallel-size above 1", {"expert_model_parallel_size": 1}),
     ("--rerun-mode validate_results", {"rerun_mode": "disabled"}),
@@ -429,24 +427,6 @@ def configs(**changes: Any) -> Options:
 def test_configurations_are_checked_like_flags(changes, flag):
     rows = rows_of(configs(**changes))
     assert [row.flags[: len(flag)] for row in rows] == [flag] if flag else rows == []
-
-
-def handler_of_backward(module, args):
-    return None
-
-
-setattr(handler_of_backward, BACKWARD_HANDLER, print)
-
-
-@pytest.mark.parametrize("hook", [runs_outside_graphs(lambda module, args: None), handler_of_backward])
-def test_local_graphs_reject_hooks_of_megatron_fsdp(hook):
-    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    handle = layer[0].register_forward_pre_hook(hook)
-    with pytest.raises(ValueError, match=r"--use-megatron-fsdp with --cuda-graph-impl local: .*transformer_engine"):
-        refuse_fsdp_hooks(layer)
-    handle.remove()
-    layer[0].register_forward_hook(lambda module, args, output: None)
-    refuse_fsdp_hooks(layer)
 
 
 def test_committed_page_matches_the_table():

@@ -65,8 +65,8 @@ def test_capture_can_follow_another(experts, capturing):
 
 @pytest.mark.parametrize(
     "config",
-    [{"cuda_graph_modules": [CudaGraphModule.moe]}, {"cuda_graph_modules": []}, {"cuda_graph_impl": "local"}],
-    ids=["moe", "whole layer", "local"],
+    [{"cuda_graph_modules": [CudaGraphModule.moe]}, {"cuda_graph_modules": []}],
+    ids=["moe", "whole layer"],
 )
 def test_longer_capture_enforces_the_order(experts, capturing, config):
     vars(experts.config).update(config)

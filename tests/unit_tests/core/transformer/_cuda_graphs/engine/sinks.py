@@ -22,8 +22,6 @@ class Buckets(GraphOwner):
         events: Calls of ``before_backward`` and ``after_backward``, in order.
     """
 
-    notifies_autograd = False
-
     def __init__(self, module: torch.nn.Module, takes: Callable[[torch.Tensor], bool] = lambda param: True):
         self.params = list(module.parameters())
         self.grads = [torch.full_like(param, 100.0) for param in self.params]

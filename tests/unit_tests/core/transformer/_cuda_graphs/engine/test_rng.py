@@ -2,8 +2,6 @@
 
 import random
 import sys
-from collections import namedtuple
-from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -18,30 +16,8 @@ from megatron.core.transformer._cuda_graphs.engine.rng import (
     generator_states,
     preserve_rng,
     refuse_host_draws,
-    use_rng_state,
 )
 from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
-from megatron.core.transformer.cuda_graphs import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
-
-Pair = namedtuple("Pair", "a b")
-
-
-def test_nested_tensors_are_cloned():
-    tensor = torch.ones(1)
-    value = {"a": [tensor, (tensor, 3)], "b": Pair(tensor, None)}
-    cloned = _clone_nested_tensors(value)
-    tensor.zero_()
-    assert cloned == {"a": [1.0, (1.0, 3)], "b": (1.0, None)}
-    assert type(cloned["b"]) is Pair
-
-
-def test_safe_generator_keeps_identity_and_state():
-    generator = torch.Generator()
-    with torch.inference_mode():
-        generator.set_state(torch.Generator().manual_seed(3).get_state())
-    expected = torch.rand(4, generator=torch.Generator().manual_seed(3))
-    assert _ensure_generator_state_is_cudagraph_safe(generator) is generator
-    assert torch.equal(torch.rand(4, generator=generator), expected)
 
 
 @pytest.mark.usefixtures("cpu_backend")
@@ -147,7 +123,9 @@ def test_open_fork_is_found_without_its_name(drawing, monkeypatch, is_open):
     states = GraphStates()
     tracker.states_["model-parallel-rng"] = theirs = of_graphs.clone_state()
     theirs.manual_seed(9)
-    with use_rng_state(theirs) if is_open else nullcontext():
+    with preserve_rng():
+        if is_open:
+            torch.cuda.default_generators[0].graphsafe_set_state(theirs)
         before = of_graphs.get_state()
         states.adopt()
         assert torch.equal(of_graphs.get_state(), theirs.get_state())

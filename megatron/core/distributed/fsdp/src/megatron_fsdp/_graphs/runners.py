@@ -148,8 +148,6 @@ class ReplayedRunner(EagerRunner, GraphOwner):
     Gradients computed during capture are meaningless.
     """
 
-    notifies_autograd = False
-
     def __init__(self, graphs: Any, module: torch.nn.Module):
         super().__init__(graphs, module)
         self._guards: dict[Direction, Snapshot] = {}
@@ -286,8 +284,6 @@ class ReplayedRunner(EagerRunner, GraphOwner):
 
 class PartOfModule(GraphOwner):
     """Owns graphs of a part of a module; autograd calls the hooks around the module's backward pass."""
-
-    notifies_autograd = False
 
     def __init__(self, runner: ReplayedRunner):
         self.consume_gradients = runner.consume_gradients  # type: ignore[method-assign]
