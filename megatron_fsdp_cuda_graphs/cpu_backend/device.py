@@ -235,7 +235,6 @@ def _install_device() -> None:
         "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_properties": lambda device=None: PROPERTIES,
         "check_error": lambda result: None,
-        "_sleep": lambda cycles: None,
         **dict.fromkeys(("utilization", "temperature", "power_draw", "clock_rate"), lambda device=None: 0),
         "current_blas_handle": lambda: 0,
         "cudart": lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),

@@ -19,7 +19,7 @@ The layer's hooks become capture-time hooks in two phases:
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -88,25 +88,6 @@ def has_own_hooks(module: torch.nn.Module) -> bool:
 def has_other_hooks(module: torch.nn.Module) -> bool:
     """Return whether ``module`` has hooks other than sharding hooks, or global module hooks exist."""
     return has_own_hooks(module) or torch.nn.modules.module._has_any_global_hook()
-
-
-def recorded_hooks(captured: Iterable[tuple[torch.nn.Module | None, Mapping[torch.nn.Module, str]]]) -> str:
-    """Return a warning about third-party hooks that are recorded in graphs; empty if there are none.
-
-    Args:
-        captured: One pair per graph: the module whose own hooks run around replays, or None; and a mapping from the
-            captured modules to their names.
-    """
-    hooked = (
-        name
-        for root, modules in captured
-        for module, name in modules.items()
-        if module is not root and has_own_hooks(module)
-    )
-    names = ", ".join(hooked)
-    return names and (
-        f"hooks of {names} are part of CUDA graphs: replays repeat their work on the GPU but do not call them"
-    )
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,6 @@ from typing import Any
 import torch
 
 
-def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a detached tensor over ``storage`` with the dtype, layout, conjugate and negative bits of ``tensor``."""
-    alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    if tensor.is_conj():
-        torch._C._set_conj(alias, True)
-    if tensor.is_neg():
-        torch._C._set_neg(alias, True)
-    return alias
-
-
 def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached alias of ``tensor`` that does not keep its memory allocated.
 
@@ -30,7 +19,13 @@ def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
     """
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    return alias_of(tensor, memory)
+    alias = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+    alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.is_conj():
+        torch._C._set_conj(alias, True)
+    if tensor.is_neg():
+        torch._C._set_neg(alias, True)
+    return alias
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
 from ..engine.plan import ordered_plan
 from ..engine.rng import preserve_rng
-from ..hooks import extracted_hooks, recorded_hooks
+from ..hooks import extracted_hooks, has_own_hooks
 from ..replacements import between
 from ..snapshot import Snapshot, module_aspects, named, refuse_changed_attributes
 from .attached_graphs import attach_graphs
@@ -116,11 +116,21 @@ class CaptureSession:
             yield
 
     def _warn_of_hooks(self, captured: Iterable[tuple[torch.nn.Module, dict[torch.nn.Module, str]]]) -> None:
-        """Warn about third-party hooks in graphs, given each captured module and the names of its submodules."""
-        if warning := recorded_hooks(captured):
+        """Warn about third-party hooks in graphs, given each captured module and the names of its submodules.
+
+        Hooks of the captured modules themselves run around replays.
+        """
+        hooked = (
+            name
+            for root, modules in captured
+            for module, name in modules.items()
+            if module is not root and has_own_hooks(module)
+        )
+        if names := ", ".join(hooked):
             self.stage.log(
                 logging.WARNING,
-                f"{warning}. Hooks registered after the capture are called, as their layers then run eagerly",
+                f"hooks of {names} are part of CUDA graphs: replays repeat their work on the GPU but do not call them. "
+                "Hooks registered after the capture are called, as their layers then run eagerly",
             )
 
     def _capture_layers(self, input_data: Callable[[], InputData]) -> None:
