@@ -64,6 +64,16 @@ def test_gradients_equal_main_gradients_and_keep_tensors(training):
     assert any(changed)
 
 
+def test_scaled_gradients_keep_sums_over_ranks(training):
+    fsdp, case = training
+    for _ in range(2):
+        # megatron-core sums gradients in place.
+        summed = [None if grad is None else grad.add_(1).clone() for grad in step(fsdp, case)]
+        fsdp.scale_gradients(0.5)
+        for grad, old in zip(attached(fsdp), summed, strict=True):
+            assert old is None or torch.equal(grad, old * 0.5)
+
+
 def test_gradients_take_no_memory_between_steps(training):
     fsdp, case = training
     for _ in range(3):

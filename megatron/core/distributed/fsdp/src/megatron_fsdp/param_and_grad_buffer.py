@@ -148,6 +148,20 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:  # otherwise ``zero_grad`` frees them
             self._gradients = OptimizerGradients(self)
 
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        """Scale the main gradients and the optimizer's casts of them; see megatron-core.
+
+        megatron-core casts again, although sums over tensor-parallel ranks and pipeline stages are only in the casts.
+        """
+        main_grads = [group.main_grad_buffer.data for group in self.parameter_groups if group.main_grad_buffer]
+        for grads in main_grads:
+            grads *= scaling_factor
+        storages = {grads.untyped_storage().data_ptr() for grads in main_grads}
+        grads = [param.grad._local_tensor for _, param in self.optimizer_named_parameters if param.grad is not None]
+        casts = [grad for grad in grads if grad.untyped_storage().data_ptr() not in storages]
+        if casts:
+            torch._foreach_mul_(casts, scaling_factor)
+
     def gradient_storages(self) -> GradientStorages | None:
         """Return the storages of the optimizer's gradients; None if the gradients are always in use.
 
