@@ -34,7 +34,6 @@ from ._cuda_graphs.te.capture_report import report_capture
 from ._cuda_graphs.te.capture_session import CaptureSession, InputData
 from ._cuda_graphs.te.capture_state import CaptureState, Status
 from ._cuda_graphs.te.layers import (
-    _determine_if_first_last_layer_of_this_vp_chunk,
     fsdp_of,
     mtp_layers,
     set_current_microbatch,
@@ -51,7 +50,6 @@ __all__ = [
     "TECudaGraphHelper",
     "TensorReusePool",
     "VisionTECudaGraphHelper",
-    "_determine_if_first_last_layer_of_this_vp_chunk",
     "make_graphed_callables",
     "set_current_microbatch",
 ]
@@ -67,6 +65,14 @@ _set_capture_start, _set_capture_end = _upstream._set_capture_start, _upstream._
 if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
+
+
+def _determine_if_first_last_layer_of_this_vp_chunk(base_module: Any) -> tuple[bool, bool]:
+    """Return whether ``base_module`` is the first and whether it is the last layer of its model chunk.
+
+    megatron-core 0.19 has no such function, but annotates the layers.
+    """
+    return getattr(base_module, "is_first_layer", True), getattr(base_module, "is_last_layer", True)
 
 
 class TensorReusePool:

@@ -9,6 +9,7 @@ from types import ModuleType
 from unittest import mock
 
 import pytest
+import torch
 
 import megatron.core
 from megatron.core.transformer import cuda_graphs
@@ -121,6 +122,15 @@ DOCUMENTED = {
 def test_every_documented_name_exists(owner):
     where = getattr(cuda_graphs, owner) if owner else cuda_graphs
     assert [name for name in DOCUMENTED[owner].split() if not hasattr(where, name)] == []
+
+
+def test_pool_reuses_free_tensors():
+    pool, meta = cuda_graphs.TensorReusePool(), cuda_graphs.ArgMetadata(torch.ones(2, 3))
+    tensor = pool.get(meta)
+    assert pool.owns(tensor)
+    assert pool.get(meta) is not tensor
+    pool.insert(tensor)
+    assert pool.get(meta) is tensor
 
 
 # One name of each kind, with the files of the package whose functions use it

@@ -113,24 +113,3 @@ def refuse_skipped_forward(layer: torch.nn.Module, name: str) -> None:
             f"{name} replaces forward, but a graph of a single layer would skip it: override _te_cuda_graph_capture "
             f"instead or, under Megatron-FSDP, capture several layers in one graph ({LAYERS_FLAG})"
         )
-
-
-def _determine_if_first_last_layer_of_this_vp_chunk(base_module: Any) -> tuple[bool, bool]:
-    """Return ``(is_first, is_last)``: the position of the layer ``base_module`` in its model chunk.
-
-    Layers not annotated by ``annotate_first_last_layer`` are located by their ``layer_number``. A module without
-    this attribute counts as the only layer of its chunk.
-    """
-    if hasattr(base_module, "is_first_layer"):
-        return base_module.is_first_layer, base_module.is_last_layer
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build  # these import cuda_graphs
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    if number := getattr(base_module, "layer_number", None):
-        config = base_module.config
-        for chunk in range(config.virtual_pipeline_model_parallel_size or 1):
-            before = get_transformer_layer_offset(config, chunk)
-            last = before + get_num_layers_to_build(config, chunk)
-            if before < number <= last:
-                return number == before + 1, number == last
-    return True, True

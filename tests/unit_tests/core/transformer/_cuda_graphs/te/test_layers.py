@@ -5,13 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core import parallel_state
 from megatron.core.transformer._cuda_graphs.te.layers import language_model_of, vision_model_of
 from megatron.core.transformer.cuda_graphs import (
     _determine_if_first_last_layer_of_this_vp_chunk,
     annotate_first_last_layer,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def wrapped(module, levels=2):
@@ -33,26 +31,7 @@ def test_chunk_without_models_has_none():
 
 
 def test_annotated_layers_are_first_and_last_in_order():
-    layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(3))
+    *layers, alone = (torch.nn.Identity() for _ in range(4))
     annotate_first_last_layer(layers)
-    found = [_determine_if_first_last_layer_of_this_vp_chunk(layer) for layer in layers]
-    assert found == [(True, False), (False, False), (False, True)]
-
-
-def test_layers_without_annotations_are_located_by_number(monkeypatch):
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
-    config = TransformerConfig(
-        num_layers=12,
-        hidden_size=8,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float32,
-    )
-    layers = [SimpleNamespace(config=config, layer_number=number) for number in (4, 5, 6, 10, 11, 12)]
-    found = [_determine_if_first_last_layer_of_this_vp_chunk(layer) for layer in layers]
-    assert found == [(True, False), (False, False), (False, True)] * 2
-
-
-def test_module_without_layer_number_is_first_and_last():
-    assert _determine_if_first_last_layer_of_this_vp_chunk(torch.nn.Identity()) == (True, True)
+    found = [_determine_if_first_last_layer_of_this_vp_chunk(layer) for layer in (*layers, alone)]
+    assert found == [(True, False), (False, False), (False, True), (True, True)]
