@@ -29,7 +29,7 @@ from ._cuda_graphs.engine.memory import release_cached_memory, reuse_across_stre
 from ._cuda_graphs.errors import CallOrderError, CaptureFailedError, OptionsError
 from ._cuda_graphs.flags.options import MEGATRON_FSDP, TORCH_FSDP, Options, goes_on_eagerly
 from ._cuda_graphs.flags.table import allocator_problem, check
-from ._cuda_graphs.te.capture_arguments import CaptureArguments, offload_interface
+from ._cuda_graphs.te.capture_arguments import CaptureArguments
 from ._cuda_graphs.te.capture_report import report_capture
 from ._cuda_graphs.te.capture_session import CaptureSession, InputData
 from ._cuda_graphs.te.capture_state import CaptureState, Status
@@ -395,21 +395,14 @@ class TECudaGraphHelper:
     @contextmanager
     def _capture_mode(self) -> Iterator[float]:
         """Context manager that enables capture mode and yields the start time."""
-        offloads = self.config.fine_grained_activation_offloading
         try:
             start_time = self._start_capturing()
             with reuse_across_streams():
                 token_bounds.in_force = bool(token_bounds)
                 yield start_time
-        except BaseException:
-            if offloads:
-                offload_interface().enable_offload()  # warm-up disables it
-            raise
         finally:
             token_bounds.in_force = False
             _set_capture_end()
-            if offloads:
-                offload_interface().reset()
             if FREEZE_GC:
                 gc.unfreeze()
             torch.cuda.synchronize()

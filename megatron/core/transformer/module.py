@@ -85,12 +85,9 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
                 "parallelism, and with --overlap-moe-expert-parallel-comm, the numbers must be equal: call "
                 "before_step() of each TECudaGraphHelper and VisionTECudaGraphHelper before each step to recapture"
             )
-        if not args and "hidden_states" in kwargs and not self.config.fine_grained_activation_offloading:
-            args = (kwargs.pop("hidden_states"),)  # as in megatron-core, without copying kwargs
-            kwargs["is_first_microbatch"] = microbatch == 0
-        else:
-            # TransformerLayer's override creates a mask, which needs TransformerEngine; the graph already has a mask.
-            args, kwargs = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args(self, *args, **kwargs)
+        if not args and "hidden_states" in kwargs:
+            args = (kwargs.pop("hidden_states"),)
+        kwargs["is_first_microbatch"] = microbatch == 0
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)
         return graph.replay(args, kwargs)

@@ -31,9 +31,6 @@ ANOTHER_SHAPE = (
 )
 logger = logging.getLogger(__name__)
 
-# Options of the engine, not inputs of the layer.
-_REPLAY_OPTIONS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
-
 
 @dataclass(eq=False)
 class LayerGraph:
@@ -125,9 +122,8 @@ class LayerGraph:
             else:
                 self.defaults.will_overwrite(name, absent)
             given[name] = value
-        for name in _REPLAY_OPTIONS:
-            if name in kwargs:
-                given[name] = kwargs.pop(name)
+        if "is_first_microbatch" in kwargs:
+            given["is_first_microbatch"] = kwargs.pop("is_first_microbatch")
         for name, value in kwargs.items():
             if value is not None and name not in self.ignored:
                 raise ArgumentError(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from operator import itemgetter
@@ -78,21 +77,6 @@ class GraphOwner:
 
     def forget(self) -> None:
         """Release resources; called once, after the graphs are freed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplayOptions:
-    """Options of one forward replay and its backward replay.
-
-    Attributes:
-        stream: Stream to replay on; None for the current one.
-        event: Event in the graph for which the current stream waits; None to wait for all work on ``stream``.
-        after_backward: Function to call right after the backward replay, if any.
-    """
-
-    stream: torch.cuda.Stream | None
-    event: torch.cuda.Event | None
-    after_backward: Callable[[], None] | None
 
 
 class GraphedCallable:
@@ -451,10 +435,9 @@ class GraphedCallable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs on ``args`` and ``kwargs``.
 
-        Three keywords are options: ``cuda_graph_stream`` (the stream to replay on), ``cuda_graph_event`` (the event in
-        the graph to wait for) and ``is_first_microbatch`` (whether to requantize cached weights). Any other keyword
-        that was not captured is ignored if its value is not a tensor. The call runs eagerly if the module's mode
-        (training or evaluation) has changed since capture, or if grad is enabled now but was not at capture.
+        The keyword ``is_first_microbatch`` controls whether cached weights are requantized. Any other keyword that was
+        not captured is ignored if its value is not a tensor. The call runs eagerly if the module's mode (training or
+        evaluation) has changed since capture, or if grad is enabled now but was not at capture.
 
         Raises:
             RuntimeError: The graphs were reset.
@@ -466,8 +449,6 @@ class GraphedCallable:
         if torch.is_grad_enabled():
             eagerly = self._ran_eagerly = eagerly or not self._grad_enabled
         if eagerly:
-            kwargs.pop("cuda_graph_stream", None)
-            kwargs.pop("cuda_graph_event", None)
             return self.eager(*args, **kwargs)
         try:
             inputs: Sequence[torch.Tensor] = (*args, *[kwargs[key] for key in self._keywords])
@@ -480,8 +461,7 @@ class GraphedCallable:
                 )
         if self._structure is not None or not self._expected.accepts(inputs):
             inputs = self._match(inputs)
-        get = kwargs.get
-        return self.replay(inputs, get("is_first_microbatch"), get("cuda_graph_stream"), get("cuda_graph_event"))
+        return self.replay(inputs, kwargs.get("is_first_microbatch"))
 
     def _match(self, given: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Flatten the inputs of a call; raise TypeError or ValueError if they do not match the static ones."""
@@ -500,36 +480,24 @@ class GraphedCallable:
             )
         return inputs
 
-    def replay(
-        self,
-        inputs: Sequence[torch.Tensor],
-        is_first_microbatch: bool | None = None,
-        stream: torch.cuda.Stream | None = None,
-        event: torch.cuda.Event | None = None,
-    ) -> Any:
+    def replay(self, inputs: Sequence[torch.Tensor], is_first_microbatch: bool | None = None) -> Any:
         """Replay on flattened ``inputs``, which must match the static inputs; return outputs nested as at capture.
 
-        The other arguments are the three options of ``__call__``. Raises RuntimeError if the graphs were reset.
+        Raises RuntimeError if the graphs were reset.
         """
         if self.forward_graph is None:
             raise RuntimeError(f"the graphs of {self.name} were reset: capture them again to replay them")
         self.owner.before_forward()
         after_backward = None if self.quantization is None else self.quantization.before_forward(is_first_microbatch)
-        options = None
-        if stream is not None or after_backward is not None:
-            options = _ReplayOptions(stream, event, after_backward)
         # Skip the Python code in Function.apply that supports torch.func: it takes longer than the rest.
         apply = ReplayNode.apply if torch._C._are_functorch_transforms_active() else _fast_apply
-        return self._returned(apply(self, options, *inputs, *self.params))
+        return self._returned(apply(self, after_backward, *inputs, *self.params))
 
-    def replay_forward(self, inputs: Sequence[torch.Tensor], options: _ReplayOptions | None) -> Tensors:
+    def replay_forward(self, inputs: Sequence[torch.Tensor]) -> Tensors:
         """Run the forward graph and return its outputs. ``inputs`` may be followed by parameters, which are ignored."""
         _copy_in(self._places, inputs)
         self.round = self.order.forward(self.forward_turn)
-        if options is not None or torch.autograd._profiler_enabled():
-            self._launch(self.forward_graph, "forward", options)
-        else:
-            self.forward_graph.replay()  # type: ignore[union-attr]
+        self._launch(self.forward_graph, "forward")
         if self._copies_results:
             return tuple([output if output is None else output.clone() for output in self.outputs])
         # Autograd stores gradients of leaves as their grad, which the next replay would overwrite.
@@ -537,11 +505,12 @@ class GraphedCallable:
         return tuple([output if output is None else output.detach() for output in self.outputs])
 
     def replay_backward(
-        self, grads: Tensors, options: _ReplayOptions | None, round_of_forward: int, node: Any
+        self, grads: Tensors, after_backward: Callable[[], None] | None, round_of_forward: int, node: Any
     ) -> list[torch.Tensor | None]:
         """Run the backward graph on ``grads`` (None for zeros) and return the gradients of inputs and parameters.
 
         Args:
+            after_backward: Called right after the backward replay.
             round_of_forward: The value of ``round`` after the forward replay.
             node: The autograd node of the replay.
 
@@ -563,13 +532,10 @@ class GraphedCallable:
                 "(--cuda-graph-impl none)"
             )
         self.owner.before_backward()
-        if options is not None or torch.autograd._profiler_enabled():
-            self._launch(self.backward_graph, "backward", options)
-        else:
-            self.backward_graph.replay()
+        self._launch(self.backward_graph, "backward")
         self.owner.after_backward()
-        if options is not None and options.after_backward is not None:
-            options.after_backward()
+        if after_backward is not None:
+            after_backward()
         # Autograd may keep the returned tensors or accumulate into them, so return new ones. ``data`` takes half the
         # time of ``detach``. It does not share version counters, but nothing reads these here.
         results = [grad if grad is None else grad.data for grad in self.grad_inputs]
@@ -580,21 +546,13 @@ class GraphedCallable:
         ]
         return results
 
-    def _launch(self, graph: Any, phase: str, options: _ReplayOptions | None) -> None:
-        """Replay ``graph`` on the stream of ``options``, inside a profiler range."""
-        stream = None if options is None else options.stream
-        current = torch.cuda.current_stream()
+    def _launch(self, graph: Any, phase: str) -> None:
+        """Replay ``graph``, inside a range of torch's profiler if it is enabled."""
+        if not torch.autograd._profiler_enabled():
+            graph.replay()
+            return
         with torch.profiler.record_function(f"{self.name} {phase} replay"):
-            if stream is None or options is None or stream == current:
-                graph.replay()
-                return
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                graph.replay()
-            if options.event is None:
-                current.wait_stream(stream)
-            else:
-                current.wait_event(options.event)
+            graph.replay()
 
     def backward_dw(self) -> None:
         """Replay the weight gradients that the last backward pass delayed, if any.
@@ -605,7 +563,7 @@ class GraphedCallable:
         if self._ran_eagerly:
             self._delayed.compute_eagerly()
         elif self.weight_gradient_graph is not None:
-            self._launch(self.weight_gradient_graph, "weight gradients", None)
+            self._launch(self.weight_gradient_graph, "weight gradients")
             self._delayed.hand_out(self._clone_param_grads)
 
     def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
@@ -664,12 +622,12 @@ def _copy_in(places: _Places, given: Sequence[torch.Tensor | None]) -> None:
 
 
 class ReplayNode(torch.autograd.Function):
-    """Autograd function of a replay. Arguments: the ``GraphedCallable``, the options, inputs, parameters."""
+    """Autograd function of a replay. Arguments: the ``GraphedCallable``, ``after_backward``, inputs, parameters."""
 
     @staticmethod
-    def forward(ctx, graphed, options, *inputs):
-        outputs = graphed.replay_forward(inputs, options)
-        ctx.replayed = graphed, options, graphed.round
+    def forward(ctx, graphed, after_backward, *inputs):
+        outputs = graphed.replay_forward(inputs)
+        ctx.replayed = graphed, after_backward, graphed.round
         ctx.materialize_grads = False
         if graphed.not_differentiable:
             ctx.mark_non_differentiable(*(outputs[i] for i in graphed.not_differentiable))
@@ -677,12 +635,12 @@ class ReplayNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        graphed, options, round_ = ctx.replayed
+        graphed, after_backward, round_ = ctx.replayed
         if torch.is_grad_enabled():  # create_graph=True
             raise RuntimeError(
                 f"{graphed.name}: CUDA graphs do not support create_graph=True: run it eagerly for second derivatives"
             )
-        return None, None, *graphed.replay_backward(grads, options, round_, ctx)
+        return None, None, *graphed.replay_backward(grads, after_backward, round_, ctx)
 
 
 _fast_apply: Callable[..., Tensors] = super(torch.autograd.Function, ReplayNode).apply

@@ -248,7 +248,7 @@ class Options:
     @property
     def updates_state(self) -> bool:
         """Whether passes update state that later passes need, so no pass may run eagerly between replays."""
-        return self.any("fp8", "fp4", "delay_wgrad_compute", "fine_grained_activation_offloading")
+        return self.any("fp8", "fp4", "delay_wgrad_compute")
 
     @property
     def recomputes_layers(self) -> bool:

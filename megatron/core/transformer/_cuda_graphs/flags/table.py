@@ -143,7 +143,6 @@ def _keeps_layers_in_graphs(options: Options) -> bool:
         _captures_single_layers(options)
         or (pipelined and options.get("cuda_graph_layers_per_graph") == ALL_LAYERS)
         or options.quantizes_otherwise
-        or options.get("fine_grained_activation_offloading")
     )
     return bool(separate and (pipelined or options.updates_state))
 
@@ -295,8 +294,15 @@ _REFUSED = [
             )
         ),
         "--save-activations-interval, --save-dgrads-interval and --save-tokens-per-expert-interval add hooks in some "
-        "steps, but layers with their own graphs cannot run eagerly with pipeline stages, FP8, FP4, "
-        "--delay-wgrad-compute or --fine-grained-activation-offloading: leave them out",
+        "steps, but layers with their own graphs cannot run eagerly with pipeline stages, FP8, FP4 or "
+        "--delay-wgrad-compute: leave them out",
+        sharding=None,
+    ),
+    _refused(
+        "--fine-grained-activation-offloading",
+        lambda o: o.get("fine_grained_activation_offloading"),
+        "--fine-grained-activation-offloading does not work with --cuda-graph-impl transformer_engine: leave it out, "
+        "recompute activations (--recompute-granularity), or set --cuda-graph-impl none",
         sharding=None,
     ),
     _refused(
@@ -418,10 +424,9 @@ EXPERT_ROWS = [
         "--cuda-graph-impl none or transformer_engine",
     ),
     _bounded(
-        "with --pipeline-model-parallel-size above 1 or --fine-grained-activation-offloading",
-        lambda o: o.stages > 1 or o.get("fine_grained_activation_offloading"),
-        "is not tested with --pipeline-model-parallel-size above 1 or --fine-grained-activation-offloading: leave it "
-        "out",
+        "with --pipeline-model-parallel-size above 1",
+        lambda o: o.stages > 1,
+        "is not tested with --pipeline-model-parallel-size above 1: leave it out",
     ),
     _bounded(
         "without --disable-bias-linear",

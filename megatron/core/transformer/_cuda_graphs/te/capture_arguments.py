@@ -115,10 +115,6 @@ class CaptureArguments:
             # accumulate the gradient of a second module.
             arguments["clone_param_grads_on_return"] = False
         arguments |= quantization_arguments(stage, [layer for own in self.layers for layer in own])
-        if config.fine_grained_activation_offloading:
-            offload = offload_interface()
-            arguments["pre_warmup_hook"] = offload.disable_offload
-            arguments["post_warmup_hook"] = offload.enable_offload
         return arguments
 
 
@@ -201,12 +197,3 @@ def captured_passes(
             steps.append(step + (new - old if step > 0 else old - new))
             places.append(place and [place[0], captured[place[0]].index(layer)])
     return steps, places
-
-
-def offload_interface() -> Any:
-    """Return megatron-core's interface for activation offloading."""
-    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
-        FineGrainedActivationOffloadingInterface,
-    )
-
-    return FineGrainedActivationOffloadingInterface

@@ -98,8 +98,6 @@ def _common_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
         yield "only modules of layers are captured (--cuda-graph-modules)"
     if Options(config).quantizes_otherwise:
         yield "FP4, or an --fp8-recipe other than delayed or tensorwise, is used"
-    if config.fine_grained_activation_offloading or config.cpu_offloading:
-        yield "activations are offloaded"
     if config.cuda_graph_retain_backward_graph:
         yield "the backward pass keeps autograd's graph (cuda_graph_retain_backward_graph)"
 

@@ -57,6 +57,7 @@ REDRAWN = "--recompute-granularity, --recompute-modules with dropout or random r
 SAVED_TENSORS = (
     "--save-activations-interval, --save-dgrads-interval, --save-tokens-per-expert-interval with graphs per layer"
 )
+OFFLOADED = "--fine-grained-activation-offloading"
 OBSERVED = "--qk-clip, --log-max-attention-logit, --experimental-attention-variant dsa with attention in graphs"
 TRACED_ROUTER = "--moe-routing-trace-path, --moe-enable-routing-replay with the router in graphs"
 CHUNKED = "--mlp-chunks-for-training with --cuda-graph-modules moe_router"
@@ -101,6 +102,7 @@ _EXAMPLES = [
     ("--cuda-graph-packed-sequences with Mamba layers in graphs", f"{PACKED} --hybrid-layer-pattern *M"),
     (OBSERVED, "--experimental-attention-variant dsa"),
     (SAVED_TENSORS, f"{STAGES} --cuda-graph-modules attn --save-dgrads-interval 5"),
+    (OFFLOADED, OFFLOADED),
     (OPTIMIZER_GRAPH, "--optimizer-cuda-graph"),
     (
         "--use-torch-fsdp2 with --cuda-graph-impl transformer_engine or full_iteration",
@@ -117,9 +119,9 @@ _EXAMPLES = [
 ]
 EXAMPLES = dict(_EXAMPLES)
 # Rows that also apply to models that are not sharded.
-FOR_ALL = {WHOLE_OVERLAP, RECOMPUTED_ALONE, REDRAWN, OBSERVED, SAVED_TENSORS, TRACED_ROUTER, CHUNKED}
+FOR_ALL = {WHOLE_OVERLAP, OFFLOADED, RECOMPUTED_ALONE, REDRAWN, OBSERVED, SAVED_TENSORS, TRACED_ROUTER, CHUNKED}
 # megatron-core's validation of these flags needs TransformerEngine.
-NEEDS_TRANSFORMER_ENGINE = {"--delay-wgrad-compute", OBSERVED}
+NEEDS_TRANSFORMER_ENGINE = {OFFLOADED, OBSERVED}
 LATER_CORE = "--megatron-fsdp-version 2"
 # Options that the rows of grouped experts reject.
 GROUPED: dict[str, Any] = {"moe_use_grouped_tensor": True, "num_moe_experts": 8}

@@ -27,12 +27,9 @@ def replayed_with(graph, *args, **kwargs):
     return graph.graphed.calls[-1]
 
 
-def test_arguments_and_options_reach_the_engine():
-    hidden, mask = HIDDEN + 1, ~MASK
-    options = {"is_first_microbatch": True, "cuda_graph_stream": "stream", "cuda_graph_event": "event"}
-    args, kwargs = replayed_with(masked(), hidden, attention_mask=mask, **options)
-    assert args[0] is hidden
-    assert kwargs == {"attention_mask": mask, **options}
+def test_arguments_and_first_microbatch_reach_the_engine():
+    given = {"attention_mask": ~MASK, "is_first_microbatch": True}
+    assert replayed_with(masked(), HIDDEN, **given) == ((HIDDEN,), given)
 
 
 @pytest.mark.parametrize("given", [{}, {"attention_mask": None}], ids=["left out", "None"])

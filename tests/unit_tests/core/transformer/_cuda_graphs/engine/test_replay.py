@@ -170,29 +170,6 @@ def test_capture_without_grad_keeps_gradients():
     assert_same_bits(train(case, torch.no_grad()(make_graphed_callables)), train(case, None))
 
 
-@pytest.mark.parametrize("with_event", [False, True])
-def test_replay_runs_on_the_given_stream(monkeypatch, with_event):
-    graphed = make_graphed_callables(lambda x: x * 2, (device_tensor(3),))
-    stream, outer = torch.cuda.Stream(), torch.cuda.current_stream()
-    event = torch.cuda.Event() if with_event else None
-    used = []
-    replay = torch.cuda.CUDAGraph.replay
-
-    def recorded(graph):
-        used.append(torch.cuda.current_stream())
-        replay(graph)
-
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", recorded)
-    if event is not None:
-        event.record(stream)
-    x = device_tensor(3, seed=4)
-    output = graphed(x, cuda_graph_stream=stream, cuda_graph_event=event)
-    output.sum().backward()
-    assert used == [stream, stream]
-    assert torch.cuda.current_stream() == outer
-    assert torch.equal(output, x * 2)
-
-
 def test_only_other_keywords_without_tensors_are_ignored():
     graphed = make_graphed_callables(lambda x: x * 2, (device_tensor(3),))
     assert torch.equal(graphed(device_tensor(3), is_first_microbatch=True, mask=None), device_tensor(3) * 2)

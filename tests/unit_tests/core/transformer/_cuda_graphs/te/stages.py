@@ -71,7 +71,6 @@ def config(**changes):
             "cuda_graph_retain_backward_graph": False,
             "cuda_graph_warmup_steps": 10,
             "delay_wgrad_compute": False,
-            "fine_grained_activation_offloading": False,
             "fp4": None,
             "fp8": None,
             "gradient_accumulation_fusion": False,

@@ -3,13 +3,11 @@
 import gc
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 
 from megatron.core.transformer import cuda_graphs as te_helper
 from megatron.core.transformer._cuda_graphs.errors import CallOrderError, CaptureFailedError
-from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from .stages import Alone, Failure, helper_of
@@ -52,20 +50,6 @@ class TestCaptureMode:
         with pytest.raises(Failure):
             capturing.create_cudagraphs()
         assert not is_graph_capturing()
-
-    def test_failure_enables_offloading_again(self, monkeypatch):
-        calls = []
-        offload = SimpleNamespace(
-            enable_offload=lambda: calls.append("enable"), disable_offload=None, reset=lambda: calls.append("reset")
-        )
-        for module in (capture_arguments, te_helper):
-            monkeypatch.setattr(module, "offload_interface", lambda: offload)
-
-        capturing = helper_of(fail)
-        capturing.config.fine_grained_activation_offloading = True
-        with pytest.raises(CaptureFailedError, match="Failure"):
-            capturing.create_cudagraphs()
-        assert calls == ["enable", "reset"]
 
     def test_eager_fallback_warns_and_can_capture_again(self, caplog):
         attempts = iter([fail])
