@@ -61,6 +61,8 @@ _wrap_graph_for_vision = _upstream._wrap_graph_for_vision
 FREEZE_GC, _layer_is_graphable = _upstream.FREEZE_GC, _upstream._layer_is_graphable
 logger = _upstream.logger
 _set_capture_start, _set_capture_end = _upstream._set_capture_start, _upstream._set_capture_end
+convert_schedule_table_to_order = _upstream.convert_schedule_table_to_order
+get_overlap_moe_expert_parallel_comm_order = _upstream.get_overlap_moe_expert_parallel_comm_order
 
 if TYPE_CHECKING:  # megatron-core's names
 

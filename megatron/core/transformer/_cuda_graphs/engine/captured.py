@@ -1,5 +1,6 @@
 """Callables that replay CUDA graphs, and the loop that captures several of them in replay order."""
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -31,7 +32,7 @@ from .graph import (
     refuse_legacy_stream,
 )
 from .memory import PoolMemory, release_cached_memory, storage_address, version_of, weak_reference
-from .plan import BufferPool, Pass, Plan
+from .plan import Pass, Plan
 from .quantization import Quantization, RecordedQuantization
 from .rng import preserve_rng
 
@@ -703,14 +704,14 @@ def capture_passes(
 
 def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture | WarmUp, shares_memory: bool) -> None:
     """Run the passes of ``plan`` once; see ``capture_passes``."""
-    static_grads = BufferPool[tuple[torch.Tensor, ...]]()
-    lent: dict[int, tuple[Hashable, tuple[torch.Tensor, ...]]] = {}  # key and static gradients by slot
+    free: defaultdict[Hashable, deque[Any]] = defaultdict(deque)  # static gradients, first in, first out
+    lent: dict[int, tuple[deque[Any], Any]] = {}  # by slot
 
     def lend(slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return static gradients for ``outputs`` of ``slot``, reusing tensors that another slot has released."""
-        key = tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)
-        grads = static_grads.acquire(key, lambda: tuple(map(torch.zeros_like, outputs)))
-        lent[slot] = key, grads
+        alike = free[tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)]
+        grads = alike.popleft() if alike else tuple(map(torch.zeros_like, outputs))
+        lent[slot] = alike, grads
         return grads
 
     last_steps, gradients_read = plan.last_steps(), plan.gradients_read()
@@ -741,7 +742,8 @@ def run_passes(plan: Plan, graphed: Sequence[GraphedCallable], capture: Capture 
                 graphed[read].release_gradients()
         # If backward returns static gradients unchanged, another slot must not overwrite them before they are read.
         if shares_memory and is_last and step.slot in lent and not each.returns_static_gradients:
-            static_grads.release(*lent.pop(step.slot))
+            alike, grads = lent.pop(step.slot)
+            alike.append(grads)
 
 
 class DelayedWeightGradients:

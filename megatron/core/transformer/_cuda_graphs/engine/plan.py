@@ -4,7 +4,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -161,25 +161,6 @@ def _pass_of(entry: float) -> tuple[Pass, int]:
     return kind, chunk
 
 
-class BufferPool[Buffers]:
-    """Pool of reusable static tensors by key, first in, first out.
-
-    Call its methods in replay order: release tensors after the last pass of their holder that reads or writes them.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[Hashable, deque[Buffers]] = defaultdict(deque)
-
-    def acquire(self, key: Hashable, make: Callable[[], Buffers]) -> Buffers:
-        """Return free tensors for ``key``, or else new ones from ``make``."""
-        free = self._free[key]
-        return free.popleft() if free else make()
-
-    def release(self, key: Hashable, buffers: Buffers) -> None:
-        """Make ``buffers``, acquired for ``key``, free again."""
-        self._free[key].append(buffers)
-
-
 def share_inputs[Inputs](
     plan: Plan, signature_of: Callable[[int], Hashable], inputs_of: Callable[[int], Inputs]
 ) -> list[Inputs]:
@@ -188,14 +169,15 @@ def share_inputs[Inputs](
     A slot is in use from its forward pass to its last pass. Afterwards, the next forward pass of a slot with the same
     ``signature_of`` reuses its inputs, first in, first out. ``inputs_of`` makes new inputs if there are none to reuse.
     """
-    pool = BufferPool[Inputs]()
+    free: defaultdict[Hashable, deque[Inputs]] = defaultdict(deque)
     inputs: dict[int, Inputs] = {}
     last_steps = plan.last_steps()
     for step in plan.steps:
+        alike = free[signature_of(step.slot)]
         if step.kind is Pass.FORWARD:
-            inputs[step.slot] = pool.acquire(signature_of(step.slot), partial(inputs_of, step.slot))
+            inputs[step.slot] = alike.popleft() if alike else inputs_of(step.slot)
         elif step in last_steps:
-            pool.release(signature_of(step.slot), inputs[step.slot])
+            alike.append(inputs[step.slot])
     return [inputs[slot] for slot in range(len(plan.callable_of_slot))]
 
 
