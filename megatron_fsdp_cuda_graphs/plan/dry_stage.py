@@ -7,9 +7,9 @@ TransformerEngine's, because their parameters have the same shapes.
 import argparse
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cache, partialmethod
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -139,24 +139,11 @@ def without_memory() -> Iterator[None]:
         replace(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"))
         wrapper = mcore_fsdp_adapter.FullyShardedDataParallel
         replace(wrapper, "sync_rng_states_across_tp_group", lambda self: None)
-        # For each module, Megatron-FSDP searches every unit for the whole model, which is slow.
-        replace(param_and_grad_buffer, "is_submodule", lambda model, unit: False)
-        replace(param_and_grad_buffer, "using_tensor_parallel", cache(param_and_grad_buffer.using_tensor_parallel))
-        replace(param_and_grad_buffer.FixedPoolAllocator, "_is_two_bucket_group_equal", _are_equal)
         # These options avoid exchanging shard shapes with other ranks.
         unchecked = {"run_check": False, "update_uneven_dtensor_chunk_meta": False}
         make = param_and_grad_buffer.make_fsdp_dtensor
         replace(param_and_grad_buffer, "make_fsdp_dtensor", lambda *args, **kw: make(*args, **(kw | unchecked)))
         yield
-
-
-def _are_equal(allocator: Any, one: Iterable[int], other: Iterable[int]) -> bool:
-    """Return whether the buckets of two units have equal dtypes and sizes. Sizes are cached in ``allocator``."""
-    if not hasattr(allocator, "counted"):
-        groups = allocator.fsdp_param_groups
-        allocator.counted = [(allocator.dtype_fn(group), sum(map(torch.numel, group.params))) for group in groups]
-    first, second = ([allocator.counted[bucket] for bucket in unit] for unit in (one, other))
-    return first == second
 
 
 def _to_meta(device: Any) -> Any:
@@ -175,16 +162,12 @@ def _as_transformer_engine() -> Iterator[None]:
 
 
 def _experts(self: SequentialMLP, build: Callable[..., None], count: int, *args: Any, **kwargs: Any) -> None:
-    """Build one expert whose linear layers have the parameters of all ``count`` experts, as in TransformerEngine."""
+    """Build one expert with the weights of all ``count`` experts, which take the same memory in one tensor."""
     build(self, 1, *args, **kwargs)
     self.num_local_experts = count
     for linear in (self.local_experts[0].linear_fc1, self.local_experts[0].linear_fc2):
-        for name, param in [*linear.named_parameters()]:
-            delattr(linear, name)
-            for number in range(count):
-                copied = torch.nn.Parameter(torch.empty_like(param))
-                copied.__dict__.update(param.__dict__)
-                linear.register_parameter(f"{name}{number}", copied)
+        for param in linear.parameters():
+            param.data = param.new_empty(count * len(param), *param.shape[1:])
 
 
 def _attention(self: DotProductAttention, config: Any, *args: Any, **kwargs: Any) -> None:

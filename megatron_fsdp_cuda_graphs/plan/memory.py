@@ -15,7 +15,7 @@ from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope
 
 from ..overlay import upstream
 from .graphs import Planned
-from .pools import pool_size, why_unknown
+from .pools import Passes, why_unknown
 
 # megatron-core's original class plans no copies, so tensors without addresses suffice.
 _ParamAndGradBuffer = upstream(
@@ -84,8 +84,7 @@ def graph_pool(helper: Any, scope: CaptureScope, planned: Planned, args: argpars
     for buffer in fsdp_buffers(helper):
         for main, local in _optimizer_gradients(buffer):
             gradients[id(main)] += local.nbytes if local.dtype != main.dtype else 0
-    of_model = scope.holds is Holds.MODEL
-    return pool_size(helper, args, planned.order, [*gradients.values()], of_model=of_model)
+    return Passes(helper, args, of_model=scope.holds is Holds.MODEL).run(planned.order, [*gradients.values()])
 
 
 def fsdp_buffers(helper: Any) -> list[Any]:

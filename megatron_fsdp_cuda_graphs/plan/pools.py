@@ -1,9 +1,11 @@
 """Predict the memory pool of graphs of whole passes, computed by TransformerEngine's kernels.
 
 The formulas list the large tensors of a pass in order, and ``Allocator`` places them as torch does. The pool first gets
-a block for each bucket of the optimizer's gradients; activations reuse these blocks.
+a block for each bucket of the optimizer's gradients. Activations reuse these blocks, and the gradients get new ones
+after the passes if a tensor that still exists splits an old one.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +18,7 @@ from megatron.core.transformer.moe.equal_splits import capacity_of_peer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 MIB = 2**20
-WORKSPACE = 32 * MIB  # of cuBLAS, on Hopper
+SIGN = 1
 _BYTES = 2  # of an activation
 
 
@@ -51,7 +53,7 @@ class Allocator:
         free = self._free[small]
         fitting = [block for block in free if block.size >= size]
         if fitting:
-            block = min(fitting, key=lambda block: block.size)
+            block = min(fitting, key=lambda block: (block.size, block.segment, block.start))
             free.remove(block)
         else:
             length = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
@@ -84,30 +86,47 @@ class Passes:
     """
 
     def __init__(self, helper: Any, args: Any, *, of_model: bool):
-        self.allocator = Allocator()
+        self._allocator = Allocator()
         self._config, self._args, self._of_model = helper.config, args, of_model
         self._tokens = helper.seq_length * helper.micro_batch_size // args.context_parallel_size
         self._width = _BYTES * self._tokens * args.hidden_size  # bytes of the hidden states
+        self._query, self._key = (
+            _BYTES * self._tokens * heads * helper.config.kv_channels
+            for heads in (helper.config.num_attention_heads, helper.config.num_query_groups)
+        )
         self._chunks = [chunk.model for chunk in helper.stage.chunks]
-        # Activations of passes in flight, by chunk: each a list of the layers' blocks, then the head's.
+        # Activations of passes in flight, by chunk: the blocks of each layer, then of the final norm and of the loss.
         self._in_flight: dict[int, list[list[list[Block]]]] = defaultdict(list)
+        # Attributes of each layer's token dispatcher, which exist until a later pass of the layer.
+        self._attributes: dict[Any, list[Block]] = {}
 
-    def run(self, order: Sequence[float]) -> int:
-        """Return the size of the pool after the passes of ``order`` (chunks counted from 1, negative for backward)."""
+    def run(self, order: Sequence[float], gradients: Sequence[int]) -> int:
+        """Return the size in bytes of the memory pool after the passes of ``order``.
+
+        Args:
+            order: The chunks of the passes, counted from 1, negative for backward.
+            gradients: Bytes of the optimizer's gradients in each bucket.
+        """
+        self._drop(*gradients)
         for step in order:
             chunk = self._chunks[abs(int(step)) - 1]
             if step > 0:
                 self._in_flight[id(chunk)].append(self._forward(chunk))
             else:
                 self._backward(chunk, self._in_flight[id(chunk)].pop(0))
-        return self.allocator.reserved
+        self._add(*gradients)
+        return self._allocator.reserved
 
     def _add(self, *sizes: float) -> list[Block]:
-        return [self.allocator.allocate(size) for size in sizes]
+        return [self._allocator.allocate(size) for size in sizes]
 
     def _drop(self, *sizes: float) -> None:
         """Allocate temporary tensors of ``sizes`` bytes, and free them."""
-        self.allocator.release(self._add(*sizes))
+        self._allocator.release(self._add(*sizes))
+
+    def _weights(self, *sizes: float) -> list[Block]:
+        """Allocate the gradients of weights, unless their matrix products add to the main gradients."""
+        return [] if self._args.gradient_accumulation_fusion else self._add(*sizes)
 
     def _forward(self, chunk: Any) -> list[list[Block]]:
         kept = []
@@ -116,10 +135,10 @@ class Passes:
             blocks, state = self._layer(layer, state)
             kept.append(blocks)
         if not (self._of_model and chunk.post_process):
-            return [*kept, state]
+            return kept  # the output of a pipeline stage or of the decoder stays in place
         norm, logits = self._add(self._width), self._add(self._logits)
         softmax = self._add(2 * self._logits)
-        self.allocator.release(logits)
+        self._allocator.release(logits)
         return [*kept, [*state, *norm], softmax]
 
     @property
@@ -128,17 +147,24 @@ class Passes:
 
     def _layer(self, layer: Any, state: list[Block]) -> tuple[list[Block], list[Block]]:
         """Allocate the activations of a layer with input ``state``. Return the blocks for backward, and the output."""
-        config = self._config
-        query = _BYTES * self._tokens * config.num_attention_heads * config.kv_channels
-        key = _BYTES * self._tokens * config.num_query_groups * config.kv_channels
+        config, query, key = self._config, self._query, self._key
         kept = [*state, *self._add(self._width)]
         together = self._add(query + 2 * key)
-        kept += self._add(*((query, key) if config.qk_layernorm else ()), query, key, key)
-        self.allocator.release(together)
+        split = self._add(query) if key < query else []
+        normed = []
+        if config.qk_layernorm:
+            kept += split
+            split, normed = self._add(query), self._add(key)
+        kept += self._add(query)
+        self._allocator.release(split)
+        kept += self._add(key)
+        self._allocator.release(normed)
+        kept += self._add(key)
+        self._allocator.release(together)
         kept += self._add(query, 4 * self._tokens * config.num_attention_heads)
         projected = self._add(self._width)
         kept += self._add(self._width)
-        self.allocator.release(projected)
+        self._allocator.release(projected)
         kept += self._add(self._width)
         if isinstance(layer.mlp, MoELayer):
             more, output = self._experts(layer.mlp)
@@ -146,7 +172,7 @@ class Passes:
         kept += self._add(*self._hidden(config.ffn_hidden_size, self._tokens))
         before = self._add(self._width)
         output = self._add(self._width)
-        self.allocator.release(before)
+        self._allocator.release(before)
         return kept, output
 
     def _hidden(self, ffn: int, rows: int) -> list[int]:
@@ -170,42 +196,41 @@ class Passes:
 
     def _experts(self, moe: Any) -> tuple[list[Block], list[Block]]:
         config, tokens, top_k = self._config, self._tokens, self._config.moe_router_topk
-        rows = self.expert_rows(moe.num_local_experts)
+        rows, scores = self.expert_rows(moe.num_local_experts), tokens * config.num_moe_experts
         size, sent = _BYTES * rows * config.hidden_size, top_k * self._width
-        kept = self._add(*[4 * tokens * config.num_moe_experts] * 3, tokens * config.num_moe_experts)
-        if config.moe_permute_fusion:
-            kept += self._add(4 * tokens * (2 * config.num_moe_experts + 1))
-        else:
-            kept += self._add(8 * tokens * top_k, 8 * tokens * top_k)
+        kept: list[Block] = []
         until_end: list[Block] = []
+        if config.moe_shared_expert_intermediate_size:
+            kept += self._add(*self._hidden(config.moe_shared_expert_intermediate_size, tokens))
+            until_end += self._add(self._width)
+        kept += [*self._add(4 * scores, _BYTES * scores), *self._attributes.get(moe, ())]
+        mapping = 4 * (2 * scores + tokens) if self._args.moe_permute_fusion else 8 * tokens * top_k
+        self._attributes[moe] = self._add(_BYTES * scores, scores, mapping)
         if self._exchanges:
             until_end += self._add(sent)
-            kept += self._add(8 * rows, 8 * rows, 8 * tokens * top_k)
+            kept += self._add(*[8 * rows] * 4)
             buffers = self._add(size)
-            received = self._add(size)
-            self.allocator.release(buffers)
-            kept += self._add(size)
-            self.allocator.release(received)
-        else:
-            ranks = config.expert_model_parallel_size
-            until_end += self._add(*[ranks * self._width] * (ranks > 1))
-            kept += self._add(size)
+            until_end += self._add(size)
+            self._allocator.release(buffers)
+        kept += self._add(size)
         first, second = self._hidden(config.moe_ffn_hidden_size, rows)
         # Unless the activation is fused with the multiplication by the probabilities, its result is also kept.
         kept += self._add(first, second, *(() if config.gated_linear_unit else (second,)))
-        until_end += self._add(size)
+        computed = self._add(size)
+        if config.expert_model_parallel_size > 1:
+            ordered = self._add(size if self._exchanges else config.expert_model_parallel_size * self._width)
+            self._allocator.release(computed)
+            computed = ordered
         if self._exchanges:
-            buffers = self._add(size)
-            until_end += self._add(size)
-            self.allocator.release(buffers)
-            until_end += self._add(sent, self._width)
-        else:
-            until_end += self._add(config.expert_model_parallel_size * self._width)
+            received = self._add(size)
+            until_end += self._add(sent)
+            self._allocator.release(computed + received)
+            computed = []
+        until_end += computed + self._add(self._width)
         if config.moe_shared_expert_intermediate_size:
-            kept += self._add(*self._hidden(config.moe_shared_expert_intermediate_size, tokens))
-            until_end += self._add(self._width, self._width)
+            until_end += self._add(self._width)
         output = self._add(self._width)
-        self.allocator.release(until_end)
+        self._allocator.release(until_end)
         return kept, output
 
     def _backward(self, chunk: Any, kept: list[list[Block]]) -> None:
@@ -213,38 +238,36 @@ class Passes:
         vocabulary = _BYTES * self._chunks[0].vocab_size * self._args.hidden_size
         if self._of_model and chunk.post_process:
             logits = self._add(self._logits)
-            self.allocator.release(kept.pop())
-            grad, weight = self._add(self._width), self._add(vocabulary)
-            self.allocator.release(logits)
-            if (
-                chunk.share_embeddings_and_output_weights
-                and chunk.pre_process
-                and not config.gradient_accumulation_fusion
-            ):
+            self._allocator.release(kept.pop())
+            grad, weight = self._add(self._width), self._weights(vocabulary)
+            self._allocator.release(logits)
+            if chunk.share_embeddings_and_output_weights and chunk.pre_process:
                 shared = weight  # until the embedding's gradient is added
             else:
-                self.allocator.release(weight)
-            self.allocator.release(kept.pop())
+                self._allocator.release(weight)
+            self._allocator.release(kept.pop())
         else:
             grad = self._add(self._width)
-            kept.pop()  # the output of a pipeline stage or of the decoder stays in place
         for layer, blocks in zip(reversed(decoder_layers(chunk)), reversed(kept), strict=True):
             weights = self._mlp_backward(layer.mlp)
-            query = config.num_attention_heads * config.kv_channels
-            together = query + 2 * config.num_query_groups * config.kv_channels
-            self.allocator.release(blocks)
-            temporary = self._add(_BYTES * self._tokens * query, _BYTES * self._tokens * together)
-            weights += self._add(_BYTES * config.hidden_size * query, _BYTES * config.hidden_size * together)
-            self.allocator.release(temporary + weights)
+            if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0":
+                sequence = self._args.seq_length // self._args.context_parallel_size
+                self._drop((_BYTES * sequence + 4) * self._tokens * config.num_attention_heads)
+            self._allocator.release(blocks)
+            together = self._query + 2 * self._key
+            temporary = self._add(self._query, together)
+            width = config.hidden_size / self._tokens
+            weights += self._weights(width * self._query, width * together)
+            self._allocator.release(temporary + weights)
         if self._of_model and chunk.pre_process:
-            # Fitted to GPU runs of model A: with a shared embedding, one more hidden state does not find room.
-            self._drop(*([vocabulary + self._width, vocabulary] if shared else [vocabulary]))
-            self.allocator.release(grad + shared)
+            self._drop(vocabulary)
+            self._allocator.release(grad + shared)
 
     def _mlp_backward(self, mlp: Any) -> list[Block]:
         """Replay the allocations of an MLP's or MoE layer's backward pass; return the blocks of weight gradients."""
         config = self._config
         is_moe = isinstance(mlp, MoELayer)
+        weight = self._add if is_moe else self._weights  # grouped matrix products do not add to the main gradients
         experts = mlp.num_local_experts if is_moe else 1
         rows = self.expert_rows(experts) if is_moe else self._tokens
         size = _BYTES * rows * config.hidden_size
@@ -256,24 +279,24 @@ class Passes:
         if is_moe and config.expert_model_parallel_size > 1:
             buffers = self._add(size)
             received = self._add(size)
-            self.allocator.release(buffers)
+            self._allocator.release(buffers)
             ordered = self._add(size)
-            self.allocator.release(received + grad)
+            self._allocator.release(received + grad)
             grad = ordered
         hidden = self._add(inner)
-        weights = self._add(second)
-        self.allocator.release(grad)
+        weights = weight(second)
+        self._allocator.release(grad)
         if is_moe and not config.gated_linear_unit:
             self._drop(inner)
         activation = self._add(outer)
-        self.allocator.release(hidden)
+        self._allocator.release(hidden)
         grad = self._add(size)
-        weights += self._add(first)
-        self.allocator.release(activation)
+        weights += weight(first)
+        self._allocator.release(activation)
         if is_moe and self._exchanges:
             self._drop(size, size)
         self._drop(self._width)
-        self.allocator.release(grad)
+        self._allocator.release(grad)
         return weights
 
 
@@ -298,15 +321,3 @@ def why_unknown(helper: Any, args: Any, *, of_layers: bool) -> str:
         ),
     }
     return next((name for name, found in reasons.items() if found), "")
-
-
-def pool_size(helper: Any, args: Any, order: Sequence[float], gradients: Sequence[int], *, of_model: bool) -> int:
-    """Return the size of the graphs' memory pool in bytes.
-
-    Args:
-        gradients: Bytes of the optimizer's gradients in each bucket, which the pool includes.
-    """
-    passes = Passes(helper, args, of_model=of_model)
-    passes.allocator.allocate(WORKSPACE)
-    passes.allocator.release([passes.allocator.allocate(size) for size in gradients])
-    return passes.run(order)

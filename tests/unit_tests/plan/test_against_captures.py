@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from _step_time.configurations import configuration
-from _step_time.variants import FSDP as BENCHMARK_FSDP
+from _step_time.variants import variant
 
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable
+from megatron.core.transformer._cuda_graphs.te.capture_state import Holds
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
 from megatron_fsdp_cuda_graphs.plan import dry_stage, graphs, memory
 from megatron_fsdp_cuda_graphs.plan.flags import read_flags
+from megatron_fsdp_cuda_graphs.plan.pools import why_unknown
 
 from .conftest import DENSE, EXPERTS
 
@@ -164,34 +167,47 @@ def test_graphs_and_inputs_of_whole_chunks_match_a_capture(command, ranks, stage
     assert [chunk if kind == "forward" else -chunk for kind, chunk in chunks] == planned.order
 
 
-GROUPED = "--moe-use-grouped-tensor"
-
-
 @pytest.mark.parametrize(
-    ("run", "variant", "configuration_name", "more", "tolerance"),
+    "run",
     [
-        ("earlier/step_time_2gpu", "native", "A", "", 0.05),
-        ("release/step_time_a_4gpu", "native", "A", "", 0.05),
-        ("release/step_time_llama_3b_2gpu", "native", "llama-3.2-3b", "", 0.05),
-        ("release/step_time_llama_8b_2gpu", "native", "llama-3.1-8b", "", 0.05),
-        ("release/step_time_exchange_2gpu", "native+grouped", "C", GROUPED, 0.05),
-        ("release/step_time_c_4gpu", "native+grouped::{}", "C", "--moe-alltoall-capacity-factor 1.5", 0.05),
-        ("release/step_time_c_4gpu", "native+grouped::{}", "C", "--moe-token-dispatcher-type allgather", 0.05),
-        ("release/step_time_qwen_ep1_2gpu", "native+grouped", "qwen3-30b-a3b", GROUPED, 0.1),
-        ("release/step_time_qwen_2gpu", "native+grouped", "qwen3-30b-a3b", GROUPED, 0.1),
+        "earlier/recomputation_1gpu",
+        "earlier/step_time_2gpu",
+        "earlier/step_time_limit_4gpu",
+        "release/step_time_a_4gpu",
+        "release/step_time_a_b_1gpu",
+        "release/step_time_c_4gpu",
+        "release/step_time_c_d_1gpu",
+        "release/step_time_c_d_2gpu",
+        "release/step_time_exchange_2gpu",
+        "release/step_time_levers_2gpu",
+        "release/step_time_llama_3b_2gpu",
+        "release/step_time_llama_8b_2gpu",
+        "release/step_time_qwen_2gpu",
+        "release/step_time_qwen_ep1_2gpu",
     ],
 )
-def test_graph_pool_is_close_to_a_gpu_run(run, variant, configuration_name, more, tolerance):
-    runs = json.loads((RESULTS / f"{run}.json").read_text())["configurations"][configuration_name]
-    measured = next(each["graph_pools_mib"] for each in runs if each["variant"] == variant.format(more))
+def test_graph_pools_are_close_to_gpu_runs(run, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # as in the benchmark
+    results = json.loads((RESULTS / f"{run}.json").read_text())
     ranks = int(run[-4])
-    experts = 1 if "ep1" in run else ranks
-    job = configuration(configuration_name, ranks=ranks, steps=30, expert_parallel=experts, on_cpu=False)
-    more = f"{more} {GROUPED} --rerun-mode validate_results" if "grouped" in variant else more
-    flags = read_flags([*job.flags, *BENCHMARK_FSDP, "--cuda-graph-impl", "transformer_engine", *more.split()], ranks)
-    assert not flags.refused
-    with dry_stage.dry_stage(flags.args, 0) as helper:
-        scope = graphs.scope_of(helper, "")
-        memory.fsdp_memory(helper, flags.args)
-        pool = memory.graph_pool(helper, scope, graphs.planned(helper, scope, masked=False), flags.args)
-    assert pool / 2**20 == pytest.approx(measured, rel=tolerance)
+    given = re.search(r"--expert-parallel (\d)", results["command"])
+    experts = int(given[1]) if given else 2
+    compared = 0
+    for name, rows in results["configurations"].items():
+        job = configuration(name, ranks=ranks, steps=30, expert_parallel=experts, on_cpu=False)
+        for row in rows:
+            # Pools include the states of a captured optimizer, and buffers registered with NCCL.
+            if not row["variant"].startswith("native") or re.search("optimizer|nccl-ub", row["variant"]):
+                continue
+            rerun = ["--rerun-mode", "validate_results"] * ("capacity-factor" in row["variant"])
+            flags = read_flags([*variant(row["variant"]).flags_for(job), *rerun], ranks)
+            assert not flags.refused
+            with dry_stage.dry_stage(flags.args, 0) as helper:
+                scope = graphs.scope_of(helper, "")
+                if why_unknown(helper, flags.args, of_layers=scope.holds is Holds.LAYER):
+                    continue
+                memory.fsdp_memory(helper, flags.args)
+                pool = memory.graph_pool(helper, scope, graphs.planned(helper, scope, masked=False), flags.args)
+            assert pool / 2**20 == pytest.approx(row["graph_pools_mib"], rel=0.05), (name, row["variant"])
+            compared += 1
+    assert compared
