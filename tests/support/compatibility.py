@@ -280,6 +280,7 @@ FAILING = (
     Failing("--outer-dp-sharding-strategy optim with one HSDP replica, or without optim_grads_params"),
     Failing("--recompute-modules mlp without --disable-bias-linear", "the backward pass never ends"),
     Failing("--distribute-saved-activations, --non-persistent-save-interval, --optimizer sgd"),
+    Failing("--defer-embedding-wgrad-compute, --freeze-all-layers"),
     Failing("--save-params-interval, --save-wgrads-interval", "the files are unusable"),
     Failing("--overlap-moe-expert-parallel-comm with pipeline stages or --moe-shared-expert-overlap"),
     Failing("--num-experts with --tensor-model-parallel-size above 1 and without --sequence-parallel"),

@@ -306,6 +306,16 @@ _REFUSED = [
         sharding=None,
     ),
     _refused(
+        "--te-precision-config-file, --kitchen-config-file, --kitchen-recipe-number",
+        lambda o: (
+            o.any("quant_recipe", "use_kitchen", "te_precision_config_file", "kitchen_config_file")
+            or o.get("kitchen_recipe_number") is not None
+        ),
+        "--te-precision-config-file, --kitchen-config-file and --kitchen-recipe-number quantize single modules, whose "
+        "weights replays would not quantize again: set --fp8-format instead, or set --cuda-graph-impl none",
+        sharding=None,
+    ),
+    _refused(
         "--optimizer-cuda-graph with --use-megatron-fsdp or --use-torch-fsdp2",
         lambda o: o.get("optimizer_cuda_graph") and o.sharding,
         "--optimizer-cuda-graph is not supported with --use-megatron-fsdp or --use-torch-fsdp2: leave it out",

@@ -60,6 +60,7 @@ SAVED_TENSORS = (
 OFFLOADED = "--fine-grained-activation-offloading"
 OBSERVED = "--qk-clip, --log-max-attention-logit, --experimental-attention-variant dsa with attention in graphs"
 TRACED_ROUTER = "--moe-routing-trace-path, --moe-enable-routing-replay with the router in graphs"
+SINGLE_MODULES = "--te-precision-config-file, --kitchen-config-file, --kitchen-recipe-number"
 CHUNKED = "--mlp-chunks-for-training with --cuda-graph-modules moe_router"
 _EXAMPLES = [
     ("--fsdp-double-buffer not given", "!fsdp-double-buffer"),
@@ -103,6 +104,7 @@ _EXAMPLES = [
     (OBSERVED, "--experimental-attention-variant dsa"),
     (SAVED_TENSORS, f"{STAGES} --cuda-graph-modules attn --save-dgrads-interval 5"),
     (OFFLOADED, OFFLOADED),
+    (SINGLE_MODULES, "--te-precision-config-file recipes.yaml"),
     (OPTIMIZER_GRAPH, "--optimizer-cuda-graph"),
     (
         "--use-torch-fsdp2 with --cuda-graph-impl transformer_engine or full_iteration",
@@ -120,6 +122,7 @@ _EXAMPLES = [
 EXAMPLES = dict(_EXAMPLES)
 # Rows that also apply to models that are not sharded.
 FOR_ALL = {WHOLE_OVERLAP, OFFLOADED, RECOMPUTED_ALONE, REDRAWN, OBSERVED, SAVED_TENSORS, TRACED_ROUTER, CHUNKED}
+FOR_ALL |= {SINGLE_MODULES}
 # megatron-core's validation of these flags needs TransformerEngine.
 NEEDS_TRANSFORMER_ENGINE = {OFFLOADED, OBSERVED}
 LATER_CORE = "--megatron-fsdp-version 2"
