@@ -145,13 +145,12 @@ class CaptureSession:
         plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(layers))
         # Same as in the decoder under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
-        with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
+        with preserve_rng(), preserve_buffers(layers), self._fsdp_capture() as owners:
             with refuse_changed_attributes(layers), extracted_hooks(layers) as hooks, rng:
                 arguments["capture_time_hooks"] = [
                     self.agreement.naming(own, name) for own, name in zip(hooks, names, strict=True)
                 ]
-                if all(chunk.fsdp is not None for chunk in stage.chunks):
-                    arguments["owners"] = self._gradient_owners()
+                arguments["owners"] = owners or None
                 graphs = make_graphed_callables(layers, sample_args, **arguments)
             held = [
                 named(layer, name, layer._get_submodules_under_cudagraphs())
@@ -169,22 +168,17 @@ class CaptureSession:
         other_shapes = self.graphs.decoder is not None or stage.may_change_shape
         attach_graphs(stage, apart, plan, graphs, samples, snapshots, other_shapes)
 
-    def _gradient_owners(self) -> list[Any]:
-        """Return, for each layer captured under Megatron-FSDP, the owner of its gradients in the graphs."""
-        whole = not self.stage.config.cuda_graph_modules
-        owners: list[Any] = []
-        for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
-            owners += chunk.fsdp.graphs.gradient_owners(layers, whole)
-        return owners
-
     @contextmanager
-    def _fsdp_capture(self) -> Iterator[None]:
+    def _fsdp_capture(self) -> Iterator[list[Any]]:
+        """Context manager that yields the owner of each layer's gradients under Megatron-FSDP; otherwise nothing."""
         self._free_gradients()
+        owners: list[Any] = []
         with ExitStack() as stack:
             for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
                 if chunk.fsdp is not None:
-                    stack.enter_context(chunk.fsdp.graphs.layer_capture(layers))
-            yield
+                    whole = not self.stage.config.cuda_graph_modules
+                    owners += stack.enter_context(chunk.fsdp.graphs.layer_capture(layers, whole))
+            yield owners
 
     def _free_gradients(self) -> None:
         """Free the optimizer's gradients before the capture: ``zero_grad_buffer`` drops them."""

@@ -124,7 +124,7 @@ def test_schedules_must_mark_the_last_replay(hybrid_ranks, kind):
 def test_graphs_do_not_communicate_across_replicas(hybrid_ranks, kind):
     with trained(kind, hybrid_ranks, "optim") as training:
         training.helper.delete_cuda_graphs()
-        training.fsdp.param_and_grad_buffer.gathered_across_replicas = False
+        training.fsdp.all_gather_pipeline.gathered_across_replicas = False
         with sent_across_replicas(training.fsdp) as sent:
             training.helper.create_cudagraphs()
         assert set(names(sent)) == {GATHER}  # before the warm-up

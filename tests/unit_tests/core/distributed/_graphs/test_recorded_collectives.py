@@ -20,13 +20,12 @@ def fsdp(ranks):
     fsdp = Variant(small(layers=3)).build(graphs=True).module
     layers = list(fsdp.module.decoder.layers)
     hooks = fsdp.fsdp_hooks
-    with fsdp.graphs.layer_capture(layers):
+    with fsdp.graphs.layer_capture(layers) as owners:
         for layer in layers:
             hooks.unshard_for_forward(layer)
             hooks.release_after_forward(layer)
-        for layer in reversed(layers):
+        for layer, owner in zip(reversed(layers), reversed(owners), strict=True):
             hooks.unshard_for_backward(layer)
-            (owner,) = fsdp.graphs.gradient_owners([layer], whole=True)
             owner.consume_gradients(list(layer.parameters()), [torch.zeros_like(param) for param in layer.parameters()])
             hooks.release_after_backward(layer)
     for layer in layers:

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ._graphs.backward_pass import Phase
 from ._graphs.fsdp_graphs import FsdpGraphs
-from ._graphs.pipelines import TrainingState, shown_in_profiles
+from ._graphs.pipelines import TrainingState, set_training_state, shown_in_profiles
 from ._graphs.runners import EagerRunner
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 
@@ -72,8 +72,7 @@ class FsdpHooks:
     def register(self, root: torch.nn.Module) -> None:
         """Register all hooks on ``root``, its submodules and their parameters."""
         fsdp = self.fsdp
-        for module in root.modules():
-            module._training_state = TrainingState.IDLE
+        set_training_state(root.modules(), TrainingState.IDLE)
         in_units: set[torch.nn.Module] = set()
         last = root
         for name, module in root.named_modules():

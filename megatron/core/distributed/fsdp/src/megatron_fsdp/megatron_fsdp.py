@@ -29,7 +29,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     graphs: FsdpGraphs
     is_param_fsdp_distributed: bool
     _parameter_swap: ParameterSwap | None = None
-    _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has swapped all parameters
 
     def _init_fsdp_param_and_grad_buffer(self) -> None:
         # With ``average_in_collective`` megatron-core requires the number of ranks that share an expert, even in dense
@@ -72,9 +71,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             ValueError: A parameter was unfrozen after the model was wrapped. Megatron-FSDP would not train it.
         """
         self.graphs.backward.drop_unfinished()
-        swap = self._parameter_swap
-        params = self.module.parameters() if swap is None else swap.params(self.is_param_fsdp_distributed)
-        trained = [param for param in params if param.requires_grad]
+        distributed = dict(self.param_and_grad_buffer.optimizer_named_parameters)
+        params = distributed if self.is_param_fsdp_distributed else self.raw_param
+        trained = [param for param in params.values() if param.requires_grad]
         for param in trained:
             param.grad_added_to_main_grad = False
         if len(trained) > len(trainable := self.graphs.backward.trainable):
@@ -94,7 +93,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             if self.graphs.model_passes is not None:
                 self.graphs.model_passes.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
-                if self.dist_index.hsdp_outer_dp_shard and self.graphs.has_graphs:
+                if self.graphs.has_graphs:
                     self.all_gather_pipeline.gather_across_replicas()
                 first = next(self.module.parameters())
                 self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
@@ -103,7 +102,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def synchronize_param_gather(self) -> None:
         """Wait for all-gathers and release the parameters; see megatron-core. The next pass gathers them again."""
-        self.param_and_grad_buffer.gathered_across_replicas = False
+        self.all_gather_pipeline.gathered_across_replicas = False
         super().synchronize_param_gather()
 
     def attach_grad_to_optimizer_state(self) -> None:
@@ -122,7 +121,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         reduces gradients, so it is not called if a backward pass has already reduced them.
         """
         gradients = self.graphs.gradients
-        self.param_and_grad_buffer.gathered_across_replicas = False  # the optimizer will change the weights
         if gradients.progress is Progress.REPLAYED and self.graphs.model_passes is not None:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             return
@@ -164,9 +162,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
                 self._parameter_swap.to(distributed)
                 self.__dict__["is_param_fsdp_distributed"] = distributed  # bypasses Module.__setattr__, which is slow
                 return
-            self._parameter_swap, self._exchanged = None, frozenset()
+            self._parameter_swap = None
         exchange_by_name()
-        self._exchanged |= {distributed}
-        if len(self._exchanged) == 2:
+        if not distributed:  # megatron-core has swapped in both directions
             optimizers = dict(self.param_and_grad_buffer.optimizer_named_parameters)
             self._parameter_swap = ParameterSwap(self.module, self.raw_param, optimizers)

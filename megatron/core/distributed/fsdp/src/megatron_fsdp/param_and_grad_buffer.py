@@ -7,7 +7,7 @@
 """
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ import torch
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .optimizer_gradients import (
-    GradientStorages,
     OptimizerGradients,
     PlannedCopies,
     copies_of_weights,
@@ -118,13 +117,12 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
 
     Attributes:
         unsharded_gradients: The gradients that accumulate in place and are scaled at the end of a step.
-        gathered_across_replicas: Whether all current weights have been gathered across HSDP replicas.
         gathers: The all-gather pipeline; None before it is created.
+        optimizer_grads: The gradients of the optimizer's parameters, if they stay the same objects; otherwise None.
     """
 
-    gathered_across_replicas = False
     gathers: "AllGatherPipeline | None" = None
-    _gradients: OptimizerGradients | None = None
+    optimizer_grads: OptimizerGradients | None = None
     _weight_copies: PlannedCopies | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -135,18 +133,18 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def update_main_grads(self) -> None:
         """Attach the main gradients to the optimizer's parameters; see megatron-core."""
         self.check_main_weights()
-        if self._gradients is not None:
-            if self._gradients.unmoved(self):
-                self._gradients.update()
+        if self.optimizer_grads is not None:
+            if self.optimizer_grads.unmoved(self):
+                self.optimizer_grads.update()
                 return
-            self._gradients.release()  # other code may hold these objects until the optimizer has stepped
+            self.optimizer_grads.release()  # other code may hold these objects until the optimizer has stepped
         elif self.ddp_config.megatron_fsdp_cuda_graph_mode and not torch.cuda.is_current_stream_capturing():
             # Allocated from cached activation memory, gradients and the optimizer's first states would leave gaps that
             # only eager passes can use: graphs have their own pool.
             torch.cuda.empty_cache()
         super().update_main_grads()
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:  # otherwise ``zero_grad`` frees them
-            self._gradients = OptimizerGradients(self)
+            self.optimizer_grads = OptimizerGradients(self)
 
     def scale_gradients(self, scaling_factor: Any) -> None:
         """Scale the main gradients and the optimizer's casts of them; see megatron-core.
@@ -162,19 +160,10 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         if casts:
             torch._foreach_mul_(casts, scaling_factor)
 
-    def gradient_storages(self) -> GradientStorages | None:
-        """Return the storages of the optimizer's gradients; None if the gradients are always in use.
-
-        The storages are unused between ``zero_grad`` and ``update_main_grads``.
-        """
-        gradients = self._gradients
-        return None if gradients is None or gradients.in_place else gradients.storages
-
     def leave_graphs(self) -> None:
         """Move the memory of the optimizer's gradients out of the pools of freed graphs."""
-        storages = self.gradient_storages()
-        if storages is not None:
-            storages.detach()
+        if self.optimizer_grads is not None:
+            self.optimizer_grads.storages.detach()
 
     def free_buckets(self) -> None:
         """Free the memory of all buckets unless it is registered with NCCL; no bucket may be in use."""
@@ -192,14 +181,8 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         The optimizer's parameters have no gradients until ``update_main_grads``, unless a graph reads them.
         """
         super().zero_grad()
-        if self._gradients is not None:
-            self._gradients.release()
-
-    def before_weights_change(self) -> None:
-        """Discard the weights gathered for the next pass, because they are about to become stale."""
-        self.gathered_across_replicas = False
-        if self.gathers is not None:
-            self.gathers.release_gathered()
+        if self.optimizer_grads is not None:
+            self.optimizer_grads.release()
 
     def offload_main_weights(self) -> None:
         """Move the main weights to the host; the optimizer's parameters remain views of the freed device memory."""
@@ -224,7 +207,9 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def copy_main_weights_to_model_weights(self) -> None:
         """Copy the optimizer's weights to the model's, quantizing FP8 weights; see megatron-core."""
         self.check_main_weights()
-        self.before_weights_change()
+        if self.gathers is not None:  # gathered weights are about to become stale
+            self.gathers.gathered_across_replicas = False
+            self.gathers.release_gathered()
         if self._weight_copies is None:
             self._weight_copies = copies_of_weights(self)
         if self._weight_copies is not None and self._weight_copies.in_place():
@@ -242,6 +227,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
     Attributes:
         across_replicas: For each bucket, the event after its gather across replicas. Graphs of forward passes wait for
             these events.
+        gathered_across_replicas: Whether all current weights have been gathered across HSDP replicas.
         recording: Whether a graph that waits for these events is being recorded.
         recorded: The ``RecordedGather`` of each bucket that has one.
     """
@@ -251,6 +237,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.across_replicas: dict[int, torch.cuda.Event] = {}
+        self.gathered_across_replicas = False
         self.recording = False
         self.recorded: dict[int, Any] = {}
         self.buffer.gathers = self
@@ -298,23 +285,25 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         self, params: list[torch.nn.Parameter], *args: Any, outer_fsdp_group_param_gather: bool = False, **kwargs: Any
     ) -> None:
         """Gather the buckets of ``params``; see megatron-core."""
-        across_replicas = outer_fsdp_group_param_gather and not self.buffer.gathered_across_replicas
+        across_replicas = outer_fsdp_group_param_gather and not self.gathered_across_replicas
         super().all_gather_params(params, *args, outer_fsdp_group_param_gather=across_replicas, **kwargs)
 
     def gather_across_replicas(self, replayed: Collection[int] = ()) -> None:
-        """Gather the parameters that are sharded across HSDP replicas, once per step.
+        """Gather the parameters that are sharded across HSDP replicas, if any, once per step.
 
         Later gathers in the same step stay within a replica.
 
         Args:
             replayed: Buckets used only in graphs, which wait for them. The current stream waits for all other buckets.
         """
+        if not self.buffer.dist_index.hsdp_outer_dp_shard:
+            return
         current, stream = torch.cuda.current_stream(), self.outer_fsdp_group_param_gather_stream
-        if not self.buffer.gathered_across_replicas:
+        if not self.gathered_across_replicas:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 self._gather_across_replicas()
-            self.buffer.gathered_across_replicas, self._awaited = True, False
+            self.gathered_across_replicas, self._awaited = True, False
         if self._awaited:
             return
         for bucket in self.across_replicas.keys() - replayed:
@@ -349,9 +338,12 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         self.recorded: dict[int, Any] = {}
         self.marked: dict[tuple[int, ...], torch.cuda.Event] | None = None
         self.replayed: dict[tuple[int, ...], torch.cuda.Event] = {}
-        groups = map(sorted, self.buffer.bucket_to_bucket_group.values())
-        with_grads = {tuple(bucket for bucket in group if bucket in self.bucket_status) for group in groups}
-        self.order = sorted(filter(None, with_grads), reverse=True)
+        groups = {tuple(self.with_grads(sorted(group))) for group in self.buffer.bucket_to_bucket_group.values()}
+        self.order = sorted(filter(None, groups), reverse=True)
+
+    def with_grads(self, buckets: Iterable[int]) -> list[int]:
+        """Return the ``buckets`` that have gradients."""
+        return [bucket for bucket in buckets if bucket in self.bucket_status]
 
     def _enforce_double_buffer_limit(self, add_buckets: list[int]) -> None:
         """Release gradient buckets to make room for ``add_buckets``, and wait for their reductions.

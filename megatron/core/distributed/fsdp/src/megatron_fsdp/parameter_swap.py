@@ -48,11 +48,6 @@ class ParameterSwap:
         self._children = [module._modules for module in modules]
         self._modules = values_of(self._children)
         self._params = [values_of(params for _, params in each) for each in self._sets]
-        self._distinct = [[*dict.fromkeys(param for param in each if param is not None)] for each in self._params]
-
-    def params(self, distributed: bool) -> list[torch.nn.Parameter]:
-        """Return the distinct parameters in module order: the optimizer's if ``distributed``, else the raw ones."""
-        return self._distinct[distributed]
 
     def holds(self, distributed: bool) -> bool:
         """Return whether all modules have the optimizer's parameters if ``distributed``, else the raw ones.

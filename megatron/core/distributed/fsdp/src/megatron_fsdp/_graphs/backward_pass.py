@@ -10,7 +10,7 @@ import torch
 
 from ..param_and_grad_buffer import _check_nan_in_grad, to_local_if_dtensor
 from ..unsharded_gradients import REDUCES_EVERY_BACKWARD
-from .pipelines import TrainingState, release_all, shown_in_profiles
+from .pipelines import TrainingState, drop_collectives, release_captured, set_training_state, shown_in_profiles
 
 
 class Progress(IntEnum):
@@ -152,16 +152,6 @@ class Gradients:
             claimed[bucket] = main_grads.fetch_bucket(dtype=dtype)
         return param.main_grad
 
-    def drop(self) -> None:
-        """Discard the gradients of an unfinished backward pass."""
-        self.awaited.clear()
-        for param in self._fsdp.raw_param.values():
-            param.grad = None
-            param.grad_added_to_main_grad = False
-        for ready in self._fsdp.grad_reduce_pipeline.bucket_grad_ready_params:
-            ready.clear()
-        self._fsdp.grad_reduce_pipeline.reset()
-
 
 class Phase(Enum):
     """Phase of the backward pass."""
@@ -251,7 +241,7 @@ class BackwardPass:
 
     def _expect_gradients(self) -> None:
         if self._graphs.shards_params:
-            self._set_training_states(TrainingState.PRE_BACKWARD)
+            set_training_state(self.module_names, TrainingState.PRE_BACKWARD)
             gathers = self._fsdp.all_gather_pipeline
             for bucket, group in enumerate(self._fsdp.param_and_grad_buffer.parameter_groups):
                 if group.fsdp_unit_id is not None:
@@ -310,13 +300,13 @@ class BackwardPass:
         self.phase = Phase.CLOSED
         self.clear_runners()
         self._graphs.gradients.awaited.clear()
-        self._set_training_states(TrainingState.IDLE)
+        set_training_state(self.module_names, TrainingState.IDLE)
 
     def drop(self) -> None:
         """Close an unfinished backward pass, and discard its gradients."""
         self.close()
-        self._graphs.gradients.drop()
-        release_all(self._fsdp)
+        drop_collectives(self._fsdp)
+        release_captured(self._fsdp)
 
     def drop_unfinished(self) -> None:
         """Clean up after a backward pass that ended with an exception, because autograd does not close it.
@@ -341,7 +331,3 @@ class BackwardPass:
         """
         if not self._caller_ends_it and torch._C._current_graph_task_id() == -1:
             self.drop_unfinished()
-
-    def _set_training_states(self, state: TrainingState) -> None:
-        for module in self.module_names:
-            module.__dict__["_training_state"] = state

@@ -164,8 +164,7 @@ def record(fsdp: Any, buckets: Iterable[int], *, reductions: bool) -> None:
         if group[0] in gathers.recorded:
             continue
         gathers.recorded.update(dict.fromkeys(group, RecordedGather(capture, gathers, group)))
-        with_grads = [bucket for bucket in group if bucket in reduces.bucket_status]
-        if reductions and with_grads:
+        if reductions and (with_grads := reduces.with_grads(group)):
             reduces.recorded[with_grads[0]] = RecordedReduction(capture, reduces, with_grads)
 
 
@@ -187,7 +186,7 @@ def set_up_communicators(fsdp: Any, buckets: Iterable[int], done: set[Any]) -> N
     """
     reductions = fsdp.grad_reduce_pipeline
     for group in _groups(fsdp, buckets):
-        with_grads = [bucket for bucket in group if bucket in reductions.bucket_status]
+        with_grads = reductions.with_grads(group)
         process_group = reductions.get_fsdp_buffer(with_grads[0]).data_parallel_group if with_grads else None
         if process_group is not None and process_group not in done:
             launched = launches_of(process_group)

@@ -148,16 +148,23 @@ class FsdpGraphs:
         Args:
             begin: Called with the name of each part of the capture; see ``RecordedPasses``.
         """
-        assert self.whole_passes is not None
-        return EvaluatedModel(self.whole_passes, begin)
+        return EvaluatedModel(self, self.units, begin, holds_model=True)
 
     @contextmanager
-    def layer_capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    def layer_capture(
+        self, modules: Iterable[torch.nn.Module], whole: bool = True
+    ) -> Iterator[list[GraphOwner | None]]:
         """Context manager for capturing individual ``modules``: FSDP units, or modules that are never released.
+
+        Yields the owner of the gradients in the backward graph of each module; None if autograd gets them.
 
         In the context, the model uses raw parameters, and gradients are not reduced. No collective is in flight before
         or after. On exit, all buckets used by the capture are released, and the modules have their previous parameters
         again (raw, or the optimizer's ``DTensor``). After an exception no module has graphs.
+
+        Args:
+            modules: The modules to capture.
+            whole: Whether the graphs contain each module's entire computation.
         """
         fsdp = self.fsdp
         with prepared(fsdp):
@@ -171,7 +178,7 @@ class FsdpGraphs:
                         self.backward.takers.update(dict.fromkeys(runner.params, runner))
                     try:
                         collectives.set_up_communicators(fsdp, buckets, self.reduced_once)
-                        yield
+                        yield [self._owner(runner, whole) for runner in captured.values()]
                     finally:
                         self.backward.clear_runners()
                     release_captured(fsdp)
@@ -187,21 +194,11 @@ class FsdpGraphs:
     def _has_recorded_collectives(self, runner: EagerRunner) -> bool:
         return runner.module in self.units and self._collectives_can_be_recorded(runner) and not runner.float8_params
 
-    def gradient_owners(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[GraphOwner | None]:
-        """Return, for each module, the owner of the gradients in its backward graph; None if autograd gets them.
-
-        Args:
-            modules: The modules being captured, in the context of ``layer_capture``.
-            whole: Whether the graphs contain each module's entire computation.
-        """
-        owners: list[GraphOwner | None] = []
-        for module in modules:
-            assert self.captured is not None
-            runner = self.captured[module]
-            takes = self._has_recorded_collectives(runner) and not any(map(has_gradient_hooks, runner.params))
-            runner.frames_backward = takes and whole
-            owners.append(None if not takes else runner if whole else PartOfModule(runner))
-        return owners
+    def _owner(self, runner: ReplayedRunner, whole: bool) -> GraphOwner | None:
+        if not self._has_recorded_collectives(runner) or any(map(has_gradient_hooks, runner.params)):
+            return None
+        runner.frames_backward = whole
+        return runner if whole else PartOfModule(runner)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Run ``modules`` eagerly from now on, free their collectives' graphs, and clear ``before_evaluation``."""
@@ -212,4 +209,4 @@ class FsdpGraphs:
         self.before_evaluation = None
         self.fsdp.param_and_grad_buffer.leave_graphs()
         # Only graphs have waited for the gathers across replicas; eager passes have not.
-        self.fsdp.param_and_grad_buffer.gathered_across_replicas = False
+        self.fsdp.all_gather_pipeline.gathered_across_replicas = False

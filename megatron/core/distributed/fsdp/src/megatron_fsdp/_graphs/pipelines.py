@@ -34,6 +34,12 @@ class TrainingState(Enum):
     IDLE = auto()
 
 
+def set_training_state(modules: Iterable[torch.nn.Module], state: TrainingState) -> None:
+    """Set the ``_training_state`` of ``modules``."""
+    for module in modules:
+        module.__dict__["_training_state"] = state  # bypasses Module.__setattr__, which is slow
+
+
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
     """Decorate the method ``phase`` to record a profiler range with its name and the name of the module.
 
@@ -93,7 +99,7 @@ def take_places(fsdp: Any) -> None:
     in_order = list(units.values())
     for backward in (False, True):  # weights, then their transposes, if any
         take_in_turn([[gathers.get_fsdp_buffer(bucket, backward) for bucket in unit] for unit in in_order])
-    with_grads = [[bucket for bucket in unit if bucket in reductions.bucket_status] for unit in reversed(in_order)]
+    with_grads = map(reductions.with_grads, reversed(in_order))
     dtype = reductions.buffer.mp_policy.grad_comm_dtype
     take_in_turn([[reductions.get_fsdp_buffer(bucket) for bucket in unit] for unit in with_grads], dtype)
 
@@ -116,21 +122,18 @@ def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = Non
 
 
 def release_captured(fsdp: Any) -> None:
-    """Reset gradients and training states after a capture, and release gathered parameters."""
-    for param in fsdp.module.parameters():
+    """Reset gradients and training states after a capture or a failed pass, and release gathered parameters."""
+    for param in fsdp.raw_param.values():
         param.grad = None  # a failed backward pass may have left some
         param.grad_added_to_main_grad = False
-    for module in fsdp.module.modules():
-        module._training_state = TrainingState.IDLE
+    set_training_state(fsdp.module.modules(), TrainingState.IDLE)
     release_all(fsdp)
 
 
 def release_all(fsdp: Any) -> None:
     """Wait for collectives in flight, and release every unit's parameters."""
-    fsdp.all_gather_pipeline.settle()
+    fsdp.all_gather_pipeline.release_gathered()
     fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
-    if fsdp.data_parallel_sharding_strategy != "no_shard":
-        fsdp.all_gather_pipeline.reset()
 
 
 def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:
@@ -161,23 +164,28 @@ def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
         _wait(event, finished)
         free()
     reductions.grad_reduce_queue.clear()
+    for ready in reductions.bucket_grad_ready_params:
+        ready.clear()
     free_gradients(fsdp, reductions.bucket_status)
 
 
 def take_back_unlaunched(fsdp: Any) -> None:
     """Release the buckets of all-gathers that failed before launch, so that they can be gathered again."""
     gathers = fsdp.all_gather_pipeline
-    group_of = [gathers.get_fsdp_buffer(bucket).data_parallel_group for bucket in range(gathers.num_buckets)]
+    buffers = {key: buffer for key in gathers.bucket_status if (buffer := gathers.get_fsdp_buffer(*key)) is not None}
+    group_of = {key: buffer.data_parallel_group for key, buffer in buffers.items()}
     # After a failure torch leaves the coalescing context open; nothing in it was launched.
-    unlaunched = {group for group in group_of if distributed_c10d._world.pg_coalesce_state.pop(group, None) is not None}
-    for key, status in gathers.bucket_status.items():
-        if status is not BucketStatus.COMMUNICATING:
+    unlaunched = {
+        group for group in group_of.values() if distributed_c10d._world.pg_coalesce_state.pop(group, None) is not None
+    }
+    for key, buffer in buffers.items():
+        if gathers.bucket_status[key] is not BucketStatus.COMMUNICATING:
             continue
         event, _ = gathers.param_gather_event_map.get(key, (None, None))
         # Inside that context, calls return a placeholder until all are launched together.
-        if isinstance(event, distributed_c10d._IllegalWork) or (event is None and group_of[key[0]] in unlaunched):
+        if isinstance(event, distributed_c10d._IllegalWork) or (event is None and group_of[key] in unlaunched):
             gathers.param_gather_event_map.pop(key, None)
-            gathers.get_fsdp_buffer(*key).free_bucket_storage()
+            buffer.free_bucket_storage()
             gathers.bucket_status[key] = BucketStatus.EMPTY
             gathers.bucket_can_be_released[key] = False
         elif event is None:  # the wait failed

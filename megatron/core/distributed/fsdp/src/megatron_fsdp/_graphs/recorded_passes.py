@@ -14,7 +14,7 @@ from megatron.core.transformer._cuda_graphs.snapshot import Aspect, Snapshot, ad
 
 from ..param_and_grad_buffer import TO_GATHER
 from . import collectives
-from .pipelines import ADVICE, Direction, TrainingState, drop_collectives, prepared, release_all, take_back_unlaunched
+from .pipelines import ADVICE, Direction, TrainingState, drop_collectives, prepared, release_all, set_training_state
 from .runners import EagerRunner
 
 
@@ -62,7 +62,7 @@ class RecordedPasses(GraphOwner):
         self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if holds_model else []
         self._all_buckets = [*self._buckets, *self._outside]  # the graphs read or write their shards
         self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
-        self._weights = self._grads = self._in_place = Snapshot(ADVICE)  # ``_in_place``: parameters outside of units
+        self._weights = self._grads = Snapshot(ADVICE)
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
         self.replayed = False
         self.on_forget: list[Callable[[], None]] = []
@@ -77,8 +77,7 @@ class RecordedPasses(GraphOwner):
         microbatches = fsdp.microbatch_count
         self._begin("before forward")
         with prepared(fsdp):
-            if fsdp.dist_index.hsdp_outer_dp_shard:
-                fsdp.all_gather_pipeline.gather_across_replicas()
+            fsdp.all_gather_pipeline.gather_across_replicas()
             self._graphs.whole_passes = self
             try:
                 self.gather()
@@ -89,10 +88,9 @@ class RecordedPasses(GraphOwner):
                 reductions = fsdp.grad_reduce_pipeline
                 reductions.order = [*dict.fromkeys((*self._reduced, *reductions.order))]
             except BaseException:
-                take_back_unlaunched(fsdp)
                 fsdp.param_and_grad_buffer.leave_graphs()
                 self.forget()
-                self._backward.drop()
+                self._backward.close()
                 raise
             finally:
                 fsdp.microbatch_count = microbatches
@@ -106,15 +104,14 @@ class RecordedPasses(GraphOwner):
         index, current = self._fsdp.dist_index, torch.cuda.current_stream()
         others = gathers.ag_stream, reductions.rs_stream
         backward, records = phase == "backward", torch.cuda.is_current_stream_capturing()
-        storages = None
-        if records and self._holds_all_units and self._last == "backward":
-            storages = self._fsdp.param_and_grad_buffer.gradient_storages()
+        optimizer_grads = self._fsdp.param_and_grad_buffer.optimizer_grads
+        shares_memory = records and self._holds_all_units and self._last == "backward" and optimizer_grads is not None
         with self._graphs.capturing({}):
             try:
                 for stream in others:
                     stream.wait_stream(current)
-                if storages is not None and not backward:
-                    storages.reserve()
+                if shares_memory and not backward:
+                    optimizer_grads.storages.reserve()
                 if index.use_hybrid_fsdp and records:
                     reductions.marked = self._reduced
                     gathers.recording = not backward and index.hsdp_outer_dp_shard
@@ -134,8 +131,8 @@ class RecordedPasses(GraphOwner):
                     self._note_addresses()
                 for stream in others:
                     current.wait_stream(stream)
-                if storages is not None and backward:
-                    storages.adopt()
+                if shares_memory and backward:
+                    optimizer_grads.storages.adopt()
             except BaseException:
                 # Collectives recorded in a graph never run.
                 drop_collectives(self._fsdp, finished=not torch.cuda.is_current_stream_capturing())
@@ -146,16 +143,13 @@ class RecordedPasses(GraphOwner):
     def _note_addresses(self) -> None:
         gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
         weights = {f"the parameters of bucket {bucket}": gathers.get_fsdp_buffer(bucket) for bucket in self._buckets}
-        self._weights = Snapshot(ADVICE, *places(weights, None))
+        outside = [param for bucket in self._outside for param in gathers.buffer.parameter_groups[bucket].params]
+        names = [self._fsdp.param_to_name[param] for param in outside]
+        self._weights = Snapshot(ADVICE, addresses(names, outside), *places(weights, None))
         if self._last == "backward":
-            with_grads = [bucket for bucket in self._all_buckets if bucket in reductions.bucket_status]
+            with_grads = reductions.with_grads(self._all_buckets)
             grads = {f"the gradients of bucket {bucket}": reductions.get_fsdp_buffer(bucket) for bucket in with_grads}
             self._grads = Snapshot(ADVICE, *places(grads, reductions.buffer.mp_policy.grad_comm_dtype))
-            groups = gathers.buffer.parameter_groups
-            outside = [param for bucket in self._outside for param in groups[bucket].params]
-            self._in_place = Snapshot(
-                ADVICE, addresses([self._fsdp.param_to_name[param] for param in outside], outside)
-            )
 
     @contextmanager
     def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
@@ -178,8 +172,7 @@ class RecordedPasses(GraphOwner):
     def start_gather(self) -> None:
         """Start gathering the parameters outside of units, unless they are already gathered."""
         gathers = self._fsdp.all_gather_pipeline
-        if self._fsdp.dist_index.hsdp_outer_dp_shard:  # graphs wait for their units, the current stream for the rest
-            gathers.gather_across_replicas(replayed=self._buckets)
+        gathers.gather_across_replicas(replayed=self._buckets)  # graphs wait for these, the current stream for the rest
         for bucket in self._outside:
             gathers.start_gather(bucket)
 
@@ -207,7 +200,6 @@ class RecordedPasses(GraphOwner):
             ChangedSinceCaptureError: An address changed since capture, or the double buffer is in use.
         """
         self.gather()
-        self._in_place.check()
         self._release()
         self._weights.check()
         self.replayed = True
@@ -239,7 +231,7 @@ class RecordedPasses(GraphOwner):
         if self._gradients.awaited or not self.holds_model:
             self._gradients.awaited.difference_update(self._params)
             for unit in self.units.values():  # otherwise the next eager pass would be treated as a recomputation
-                unit.set_training_state(TrainingState.IDLE)
+                set_training_state(unit.submodules, TrainingState.IDLE)
 
     def forget(self) -> None:
         """Run the units eagerly from now on, and free the related graphs."""
@@ -259,26 +251,13 @@ class EvaluatedModel(RecordedPasses):
 
     _last = "forward"
 
-    def __init__(self, training: RecordedPasses, begin: Callable[[str], object]):
-        super().__init__(training._graphs, training.units, begin, holds_model=True)
-        self._training = training
-
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Context manager for warm-up and capture: on entry and on exit, all units are released."""
         self._begin("before forward")
         with prepared(self._fsdp):
-            self._training.gather()
+            self.gather()
             yield
-
-    def before_eager_forward(self) -> None:
-        self._training.start_gather()
-
-    def before_forward(self) -> None:
-        self._training.gather()
-        self._training._in_place.check()
-        self._release()
-        self._weights.check()
 
 
 def places(buffers: dict[str, Any], dtype: torch.dtype | None) -> list[Aspect]:

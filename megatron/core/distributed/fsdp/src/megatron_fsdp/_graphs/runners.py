@@ -16,7 +16,15 @@ from megatron.core.transformer._cuda_graphs.snapshot import Snapshot, addresses
 from ..mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 from ..param_and_grad_buffer import TO_GATHER, PrefetchOrder
 from .collectives import RecordedReduction
-from .pipelines import ADVICE, Direction, TrainingState, free_gradients, release_all, shown_in_profiles
+from .pipelines import (
+    ADVICE,
+    Direction,
+    TrainingState,
+    free_gradients,
+    release_all,
+    set_training_state,
+    shown_in_profiles,
+)
 
 _ORDERS: dict[Direction, PrefetchOrder] = {
     "forward": PrefetchOrder.FORWARD_PASS_ORDER,
@@ -108,11 +116,6 @@ class EagerRunner:
             for param in self.float8_params:
                 fp8_discard_transpose_cache(param)
 
-    def set_training_state(self, state: TrainingState) -> None:
-        """Set the training state of the module and its submodules."""
-        for submodule in self.submodules:
-            submodule.__dict__["_training_state"] = state  # bypasses Module.__setattr__, which is slow
-
     def _collected(self) -> Sequence[torch.nn.Parameter]:
         """Return the parameters whose gradients are queued until ``after_backward``; other gradients are added at once.
 
@@ -124,7 +127,7 @@ class EagerRunner:
     def before_backward(self) -> None:
         """Record that the module's backward pass begins, and gather its parameters."""
         self._backward.begin((self.module,), self)
-        self.set_training_state(TrainingState.PRE_BACKWARD)
+        set_training_state(self.submodules, TrainingState.PRE_BACKWARD)
         self._backward.takers.update(dict.fromkeys(self._collected(), self))
         self.gather("backward")
 
@@ -135,7 +138,7 @@ class EagerRunner:
             self._graphs.gradients.handle(collected)
         self.release("backward")
         self.release("forward")
-        self.set_training_state(TrainingState.IDLE)
+        set_training_state(self.submodules, TrainingState.IDLE)
 
     def collect(self, param: torch.nn.Parameter) -> None:
         """Queue ``param``, whose gradient is complete, for ``after_backward``."""
@@ -150,7 +153,7 @@ class ReplayedRunner(EagerRunner, GraphOwner):
 
     def __init__(self, graphs: Any, module: torch.nn.Module):
         super().__init__(graphs, module)
-        self._guards: dict[Direction, Snapshot] = {}
+        self._weights: Snapshot | None = None
         self._fused: dict[torch.nn.Parameter, None] = {}  # fused kernels in the graph update their main gradients
         self._main_grads = Snapshot(ADVICE)  # for ``_fused``
         self._written: dict[int, dict[Any, None]] = {}  # parameters whose gradients the graph writes, by bucket
@@ -167,12 +170,10 @@ class ReplayedRunner(EagerRunner, GraphOwner):
             self._replay_gathers(direction)
         else:
             self._gather(self.params, direction, prefetch and self._graphs.captured is None)
-        guard = self._guards.get(direction)
-        if guard is not None:
-            guard.check()
-        else:
-            names = [f"{self._fsdp.param_to_name[param]} (in {direction})" for param in self.params]
-            self._guards[direction] = Snapshot(ADVICE, addresses(names, self.params))
+        if self._weights is None:
+            names = [self._fsdp.param_to_name[param] for param in self.params]
+            self._weights = Snapshot(ADVICE, addresses(names, self.params))
+        self._weights.check()
 
     def _replay_gathers(self, direction: Direction) -> None:
         """Gather the same buckets as megatron-core, with recorded all-gathers where possible."""
