@@ -23,7 +23,7 @@ from tests.support.sample import each_once
 from tests.support.trainings.training import train
 
 from .captured_training import CapturedTraining, captured, compared, graphed, in_use, occupied, short_batch, trained
-from .fsdp_variants import Variant
+from .fsdp_variants import Variant, run_backward
 
 pytestmark = pytest.mark.sampled
 
@@ -401,6 +401,20 @@ def test_offloading_frees_optimizer_states_and_weights(one_rank):
     assert {group.main_weight_buffer.data.untyped_storage().nbytes() for group in groups} == {0}
     training.optimizer.restore_from_cpu()
     assert all(map(torch.equal, weights, params))
+
+
+@pytest.mark.parametrize("holds", [ALL, MODEL])
+def test_replays_keep_gradients_until_the_optimizer_step(one_rank, holds):
+    training = CapturedTraining(graphed(holds, dtype="bf16"))
+    training.step()
+    params = [param for _, param in training.fsdp.param_and_grad_buffer.optimizer_named_parameters]
+    grads = [param.grad._local_tensor for param in params if param.grad is not None]
+    expected = [grad.clone() for grad in grads]
+    run_backward(training.fsdp, training.case)
+    assert all(map(torch.equal, grads, expected))
+    training.fsdp.zero_grad_buffer()
+    assert {grad.untyped_storage().nbytes() for grad in grads} == {0}  # they have left the graphs' pool
+    training.delete()
 
 
 def penalize_embedding(training, before=False):

@@ -93,7 +93,7 @@ class GradientStorages:
 
     The memory can also be shared permanently with the activations of CUDA graphs, which are all dead when the optimizer
     runs: during a capture, call ``reserve`` before recording the graph that allocates activations, and ``adopt`` after
-    recording the graph that frees them. Both do nothing while the memory is in use.
+    recording the graph that frees them. Both do nothing while the memory is in use. Call ``preserve`` before a replay.
     """
 
     def __init__(self, grads: Iterable[tuple[Hashable, Any]]):
@@ -129,6 +129,16 @@ class GradientStorages:
             self._free()
             self._allocate()
             self._adopted = True
+
+    def preserve(self) -> None:
+        """Move gradients in use out of the pool that has adopted them, because a replay would overwrite them."""
+        if self._adopted and self._in_use:
+            copies = [storage.clone() for storage, _ in self._storages]
+            self._adopted = False
+            self._free()
+            self._allocate()
+            for (storage, _), copy in zip(self._storages, copies, strict=True):
+                storage.copy_(copy)
 
     def detach(self) -> None:
         """Undo ``adopt``: free the memory now if it is unused, otherwise at the next ``free``."""

@@ -196,12 +196,17 @@ class RecordedPasses(GraphOwner):
     def before_forward(self) -> None:
         """Gather the parameters outside of units, and check their addresses and the double buffer's.
 
+        Gradients that no optimizer step has consumed stay valid.
+
         Raises:
             ChangedSinceCaptureError: An address changed since capture, or the double buffer is in use.
         """
         self.gather()
         self._release()
         self._weights.check()
+        storages = self._fsdp.param_and_grad_buffer.gradient_storages()
+        if storages is not None:
+            storages.preserve()
         self.replayed = True
 
     def before_backward(self) -> None:
