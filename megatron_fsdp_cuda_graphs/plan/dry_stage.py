@@ -22,7 +22,7 @@ from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer._cuda_graphs.te.capture_state import Holds, blocker
+from megatron.core.transformer._cuda_graphs.te.capture_state import blocker
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
@@ -75,7 +75,7 @@ def blocker_of_pipeline(args: argparse.Namespace) -> str:
     stages = args.pipeline_model_parallel_size
     for stage in range(stages if stages > 1 else 0):
         with quietly(), dry_stage(args, stage) as helper:
-            found = blocker(helper.stage, Holds.MODEL)
+            found = blocker(helper.stage)
         if found:
             return found
     return ""

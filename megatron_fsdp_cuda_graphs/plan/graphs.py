@@ -1,6 +1,6 @@
 """List the graphs that a ``TECudaGraphHelper`` would capture."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,6 @@ from megatron.core.transformer._cuda_graphs.engine.plan import Plan
 from megatron.core.transformer._cuda_graphs.flags.options import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, Holds, blocker, largest_scope
-from megatron.core.transformer._cuda_graphs.te.layers import decoder_layers
 from megatron.core.transformer._cuda_graphs.te.model import inputs_of_slots
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
@@ -31,7 +30,7 @@ class Planned:
 
 
 def scope_of(helper: TECudaGraphHelper, elsewhere: str) -> CaptureScope:
-    """Choose between graphs of the model, the decoder and layers, as a run of ``pretrain_gpt.py`` would.
+    """Choose between graphs of the model and of layers, as a run of ``pretrain_gpt.py`` would.
 
     Args:
         helper: ``TECudaGraphHelper`` of one pipeline stage.
@@ -40,15 +39,11 @@ def scope_of(helper: TECudaGraphHelper, elsewhere: str) -> CaptureScope:
     config = helper.config
     uncalled = layers_per_graph(config) is None and not config.cuda_graph_warmup_steps
     not_model = elsewhere or (f"no step runs before capture: add {LAYERS_FLAG} {WHOLE_MODEL}" if uncalled else "")
-
-    def ruled_out(holds: Holds) -> str:
-        return (not_model if holds is Holds.MODEL else "") or blocker(helper.stage, holds)
-
-    return largest_scope(helper.stage, ruled_out)
+    return largest_scope(helper.stage, not_model or blocker(helper.stage))
 
 
-def planned(helper: TECudaGraphHelper, scope: CaptureScope, masked: bool) -> Planned:
-    """Return the graphs that ``helper`` would capture with ``scope``; ``masked`` if layers get attention masks."""
+def planned(helper: TECudaGraphHelper, scope: CaptureScope, given: Collection[str]) -> Planned:
+    """Return the graphs that ``helper`` would capture with ``scope``; ``given`` are optional arguments of calls."""
     if reason := _why_nothing(helper, scope):
         return Planned(why_nothing=reason)
     stage, shape = helper.stage, (helper.seq_length, helper.micro_batch_size)
@@ -57,23 +52,13 @@ def planned(helper: TECudaGraphHelper, scope: CaptureScope, masked: bool) -> Pla
         passes = CaptureArguments(stage, [[model] for model in models], *shape).order()
         names = [f"chunk {number} as a whole" for number in range(1, len(models) + 1)]
         graphs = _graphs(passes.plan, ["the whole model"] if stage.one_graph_serves_all else names)
-        return Planned(graphs, passes.order, inputs_of_slots(models, passes.plan, *shape, masked))
-    together = decoder_layers(stage.chunks[0].model) if scope.holds is Holds.DECODER else []
-    apart = [[layer for layer in chunk.layers if layer not in together] for chunk in stage.chunks]
-    result = Planned(order=(1, -1))
-    if any(apart):
-        arguments = CaptureArguments(stage, apart, *shape)
-        passes = arguments.order()
-        is_mtp = dict(zip(helper.flattened_callables, helper.flattened_callables_is_mtp, strict=True))
-        names = [f"{'MTP ' if is_mtp[layer] else ''}layer {layer.layer_number}" for own in apart for layer in own]
-        samples = arguments.samples(passes.order, passes.chunk_id_list)
-        result = Planned(_graphs(passes.plan, names), passes.order, samples)
-    if not together:
-        return result
-    first, last = together[0].layer_number, together[-1].layer_number
-    graphs = [f"forward of layers {first} to {last}", *result.graphs, f"backward of layers {last} to {first}"]
-    inputs = CaptureArguments(stage, [together], *shape).of_decoder(masked)[0]
-    return Planned(graphs, result.order, (inputs, result.static_inputs))
+        return Planned(graphs, passes.order, inputs_of_slots(models, passes.plan, *shape, given))
+    arguments = CaptureArguments(stage, [chunk.layers for chunk in stage.chunks], *shape)
+    passes = arguments.order()
+    is_mtp = dict(zip(helper.flattened_callables, helper.flattened_callables_is_mtp, strict=True))
+    names = [f"{'MTP ' if is_mtp[layer] else ''}layer {layer.layer_number}" for layer in stage.layers]
+    samples = arguments.samples(passes.order, passes.chunk_id_list)
+    return Planned(_graphs(passes.plan, names), passes.order, samples)
 
 
 def _why_nothing(helper: TECudaGraphHelper, scope: CaptureScope) -> str:

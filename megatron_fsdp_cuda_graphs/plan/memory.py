@@ -49,7 +49,7 @@ def stage_memory(helper: Any, scope: CaptureScope, planned: Planned, args: argpa
     found["static_inputs"] = distinct_bytes(planned.static_inputs)
     unknown = why_unknown(helper, args, of_layers=scope.holds is Holds.LAYER)
     if not (planned.why_nothing or unknown):
-        found["graph_pool"] = graph_pool(helper, scope, planned, args) - found["optimizer_gradients"]
+        found["graph_pool"] = graph_pool(helper, planned, args) - found["optimizer_gradients"]
     yield from (f"    {found[kind] / MIB:10.1f}  {words}" for kind, words in KINDS.items() if found[kind])
     yield f"    {sum(found.values()) / MIB:10.1f}  total"
     if unknown and not planned.why_nothing:
@@ -78,13 +78,13 @@ def fsdp_memory(helper: Any, args: argparse.Namespace) -> Counter[str]:
     return found
 
 
-def graph_pool(helper: Any, scope: CaptureScope, planned: Planned, args: argparse.Namespace) -> int:
+def graph_pool(helper: Any, planned: Planned, args: argparse.Namespace) -> int:
     """Return the bytes of the graphs' memory pool. Call ``fsdp_memory`` first, which sets the optimizer's gradients."""
     gradients: Counter[int] = Counter()
     for buffer in fsdp_buffers(helper):
         for main, local in _optimizer_gradients(buffer):
             gradients[id(main)] += local.nbytes if local.dtype != main.dtype else 0
-    return Passes(helper, args, of_model=scope.holds is Holds.MODEL).run(planned.order, [*gradients.values()])
+    return Passes(helper, args).run(planned.order, [*gradients.values()])
 
 
 def fsdp_buffers(helper: Any) -> list[Any]:

@@ -77,17 +77,16 @@ class Allocator:
 
 
 class Passes:
-    """Replays the allocations of the passes of one pipeline stage.
+    """Replays the allocations of the passes of one pipeline stage, with graphs of the whole model.
 
     Args:
         helper: The ``TECudaGraphHelper`` of the stage.
         args: Validated arguments.
-        of_model: Whether graphs hold the whole model, not only the decoder.
     """
 
-    def __init__(self, helper: Any, args: Any, *, of_model: bool):
+    def __init__(self, helper: Any, args: Any):
         self._allocator = Allocator()
-        self._config, self._args, self._of_model = helper.config, args, of_model
+        self._config, self._args = helper.config, args
         self._tokens = helper.seq_length * helper.micro_batch_size // args.context_parallel_size
         self._width = _BYTES * self._tokens * args.hidden_size  # bytes of the hidden states
         self._query, self._key = (
@@ -130,12 +129,12 @@ class Passes:
 
     def _forward(self, chunk: Any) -> list[list[Block]]:
         kept = []
-        state = self._add(self._width) if self._of_model and chunk.pre_process else []
+        state = self._add(self._width) if chunk.pre_process else []
         for layer in decoder_layers(chunk):
             blocks, state = self._layer(layer, state)
             kept.append(blocks)
-        if not (self._of_model and chunk.post_process):
-            return kept  # the output of a pipeline stage or of the decoder stays in place
+        if not chunk.post_process:
+            return kept  # the output of a pipeline stage stays in place
         norm, logits = self._add(self._width), self._add(self._logits)
         softmax = self._add(2 * self._logits)
         self._allocator.release(logits)
@@ -236,7 +235,7 @@ class Passes:
     def _backward(self, chunk: Any, kept: list[list[Block]]) -> None:
         config, shared = self._config, []
         vocabulary = _BYTES * self._chunks[0].vocab_size * self._args.hidden_size
-        if self._of_model and chunk.post_process:
+        if chunk.post_process:
             logits = self._add(self._logits)
             self._allocator.release(kept.pop())
             grad, weight = self._add(self._width), self._weights(vocabulary)
@@ -259,7 +258,7 @@ class Passes:
             width = config.hidden_size / self._tokens
             weights += self._weights(width * self._query, width * together)
             self._allocator.release(temporary + weights)
-        if self._of_model and chunk.pre_process:
+        if chunk.pre_process:
             self._drop(vocabulary)
             self._allocator.release(grad + shared)
 

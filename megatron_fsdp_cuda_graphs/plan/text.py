@@ -47,10 +47,11 @@ def show(own: argparse.Namespace, given: list[str]) -> int:
 def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
     elsewhere = blocker_of_pipeline(args)
     masked = args.create_attention_mask_in_dataloader or not args.cuda_graph_warmup_steps
+    given = {"labels", *(["attention_mask"] if masked else [])}
     for stage in range(args.pipeline_model_parallel_size):
         with quietly(), dry_stage(args, stage) as helper:
             scope = scope_of(helper, elsewhere)
-            graphs = planned(helper, scope, masked)
+            graphs = planned(helper, scope, given)
             eager = list(eager_parts(helper.stage, scope))
             memory = list(stage_memory(helper, scope, graphs, args))
         yield from ("", f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}")
@@ -63,8 +64,6 @@ def _stages(args: argparse.Namespace, shown: int) -> Iterator[str]:
             yield from (f"    {graph}" for graph in graphs.graphs[:shown])
             if count > shown:
                 yield f"    and {count - shown} more (--every-graph lists them)"
-            if scope.not_decoder:
-                yield f"  No graph of all layers: {scope.not_decoder}"
             yield from (f"  eager: {what}, because {why}" for what, why in eager)
         yield from ("  Memory per rank, MiB:", *memory)
     yield from ("", NOT_COUNTED)

@@ -27,7 +27,7 @@ SEQUENCE_PARALLEL = json.dumps(
 )
 
 
-OPTIONS: list[tuple[str, ...]] = [("--holds", holds) for holds in ("decoder", "layer", "model")]
+OPTIONS: list[tuple[str, ...]] = [("--holds", holds) for holds in ("layer", "model")]
 OPTIONS += [(*one, "--tp", "2") for one in OPTIONS]
 OPTIONS.append(("--holds", "layer", "--tp", "2", "--case", SEQUENCE_PARALLEL))
 
@@ -41,7 +41,7 @@ def test_fault_raises_on_every_rank_and_leaves_no_state(tmp_path, options):
     assert result["replays_at_the_end"] > 0
 
 
-@pytest.mark.parametrize("holds", ["decoder", "layer"])
+@pytest.mark.parametrize("holds", ["model", "layer"])
 def test_watchdog_ends_the_survivor_of_a_killed_rank(holds):
     status, seconds, output = killed(TIMEOUT, holds)
     assert LAUNCHED in output

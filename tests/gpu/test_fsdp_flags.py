@@ -7,13 +7,13 @@ With four or more GPUs, each layout has several data-parallel ranks.
 import pytest
 
 from tests.support.sample import name_of
-from tests.support.trainings.compared import assert_as_eager, replays_of_evaluations
+from tests.support.trainings.compared import assert_as_eager, captures_model, replays_of_evaluations
 from tests.support.trainings.gpus import DETERMINISTIC, GPUS, SIZES
 
 OVERLAPPED = {"experts": 4, "moe_shared_expert_intermediate_size": 256, "moe_shared_expert_overlap": True}
 HYBRID = {"pattern": "M*EM", "experts": 4}
 BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
-STAGES = {"tied": False, "microbatches": 4}
+STAGES = {"tied": False, "microbatches": 4, "holds": "layer"}
 CASES: dict[str, list[dict]] = {
     "data parallel": [
         {"dtype": "fp16", "dropout": 0.1, "microbatches": 2},
@@ -42,14 +42,11 @@ CASES: dict[str, list[dict]] = {
         },
         {"dtype": "bf16", "average_in_collective": True, "experts": 4, "modules": BEFORE_EXPERTS},
         {"dtype": "bf16", "model": "captions", "microbatches": 2},
-        {"dtype": "bf16", "packed": 8, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "modules": ["attn"], "evaluates": True},
         {"dtype": "bf16", "packed": 8, "holds": "layer", "positions": "none"},
-        {"dtype": "bf16", "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
         {"dtype": "bf16", "pattern": "*-*-", "holds": "layer"},
         {"dtype": "bf16", **HYBRID, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]},
         {"dtype": "bf16", **HYBRID, "moe_expert_capacity_factor": 1.0, "evaluates": True},
-        {"dtype": "bf16", "pattern": "M*-M/*M", "microbatches": 2},
         {"dtype": "bf16", "holds": "model", "fp8": "delayed", "fp8_param": True, "evaluates": "often"},
         {"dtype": "bf16", "holds": "model", "positions": "mrope", "microbatches": 2},
         {"dtype": "bf16", "holds": "model", "packed": 8, "dropout": 0.1, "microbatches": 2, "evaluates": True},
@@ -59,9 +56,7 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "holds": None, **HYBRID, "moe_expert_capacity_factor": 1.0},
     ],
     "CP2": [
-        {"dtype": "bf16", "microbatches": 2},
         {"dtype": "bf16", "modules": ["attn"]},
-        {"dtype": "bf16", "positions": "yarn"},
         {"dtype": "bf16", "holds": "model", "microbatches": 2, "evaluates": True},
         {"dtype": "bf16", "holds": "model", "dropout": 0.1, "positions": "yarn"},
         {"dtype": "bf16", "holds": "model", "mtp": 1},
@@ -120,12 +115,12 @@ def test_graphs_are_bit_identical_to_eager(train, layout, case):
     pattern = case.get("pattern", "").replace("/", "")
     layers = len(pattern) or case.get("layers", 4) * (2 if case.get("model") == "captions" else 1)
     of_a_pass = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # layers of a stage or of the model
-    if case.get("holds", "decoder") in (None, "model"):  # graphs of the whole model
+    if captures_model(case):
         assert result["graphs"] == 0
         assert result["replays"] == 2 * case.get("microbatches", 1)
     else:
         slots = case["microbatches"] if "PP2" in layout else 1
         assert result["graphs"] == of_a_pass * slots
-    packed_layers = "packed" in case and case.get("holds", "decoder") not in (None, "model")
+    packed_layers = "packed" in case and not captures_model(case)
     eager = "VPP2" in layout or "fp8_param" in case or packed_layers
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if eager else of_a_pass)

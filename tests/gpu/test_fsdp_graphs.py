@@ -11,7 +11,12 @@ from itertools import product
 import pytest
 
 from tests.support.sample import name_of
-from tests.support.trainings.compared import assert_as_eager, assert_differs_from, replays_of_evaluations
+from tests.support.trainings.compared import (
+    assert_as_eager,
+    assert_differs_from,
+    captures_model,
+    replays_of_evaluations,
+)
 from tests.support.trainings.gpus import GPUS, SIZES
 from tests.support.trainings.models import FULL_RECOMPUTE
 
@@ -93,7 +98,7 @@ BESIDE_REPLAYS += [
     )
 ]
 MORE: list[dict] = [
-    {"dtype": "bf16"},
+    {"dtype": "bf16", "loss_outside": True, "evaluates": True},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2},
     {"dtype": "bf16", "dropout": 0.1, "warmup": 0},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2, "holds": "layer"},
@@ -110,7 +115,6 @@ MORE: list[dict] = [
             ("uniform", 1, {"holds": "model", "evaluates": True}),
             ("uniform", 3, {"holds": "model", "microbatches": 2}),
             ("block", 2, {"holds": None, "gradient_accumulation_fusion": True}),
-            ("uniform", 2, {"microbatches": 2}),
             ("block", 3, {"microbatches": 1, "microbatches_later": 2}),
         )
     ),
@@ -122,12 +126,9 @@ MORE: list[dict] = [
     {"dtype": "bf16", "holds": "model", "control": "clipping_eager_on_one_rank"},
     {"dtype": "bf16", "holds": None, "dropout": 0.1, "microbatches": 2, "evaluates": "often"},
     *BESIDE_REPLAYS,
-    {"dtype": "bf16", "gradient_accumulation_fusion": True},
     {"dtype": "bf16", "gradient_accumulation_fusion": True, "warmup": 0, "layers": 5},
     {"dtype": "bf16", "recompute_modules": ["core_attn"]},
-    {"dtype": "bf16", "recompute_modules": ["core_attn", "mlp"]},
     {"dtype": "bf16", "recompute_modules": ["mlp"], "microbatches": 2},
-    {"dtype": "bf16", "recompute_modules": ["layernorm"]},
     {"dtype": "bf16", "fp8": "delayed", "microbatches": 2},
     {"dtype": "bf16", "fp8": "tensorwise", "microbatches": 2},
     {"dtype": "bf16", "fp8": "delayed", "microbatches": 2, "evaluates": True},
@@ -139,7 +140,6 @@ MORE: list[dict] = [
     {"dtype": "bf16", "fp8": "blockwise", "holds": "layer", "evaluates": "often", "dropout": 0.1},
     {"dtype": "bf16", "fp8": "blockwise", "evaluates": "often", "experts": 4, "modules": ["attn"]},
     {"dtype": "bf16", "experts": 4, "moe_expert_capacity_factor": 1.0, "modules": ["attn", "moe"]},
-    {"dtype": "bf16", "dropout": 0.1, "mtp": 1, "microbatches": 2},
     {"dtype": "bf16", "model": "vision", "dropout": 0.1, "microbatches": 2},
     {"dtype": "bf16", "model": "vision", "microbatches": 2, "transformer_engine": False},
     {"dtype": "bf16", "data_parallel_sharding_strategy": "optim_grads"},
@@ -157,16 +157,14 @@ MORE: list[dict] = [
         "moe_expert_capacity_factor": 1.0,
         "modules": ["attn", "moe"],
     },
-    {"dtype": "bf16", "control": "captured_again", "dropout": 0.1},
     {"dtype": "bf16", "control": "failed_forward_capture", "dropout": 0.1},
-    {"dtype": "bf16", "control": "failed_backward_capture", "dropout": 0.1},
     {"dtype": "bf16", "control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1},
     {"dtype": "bf16", "control": "fallback_after_a_failure_on_one_rank", "holds": "layer"},
 ]
 
 
 FULL = FULL_RECOMPUTE | {"recompute_num_layers": 2}
-# FP8 in graphs of the model and the decoder
+# FP8 in graphs of the model
 QUANTIZED: list[dict] = [
     {"dtype": "bf16", "fp8": recipe, "fp8_param": params, "microbatches": 2, **case}
     for recipe in ("delayed", "tensorwise")
@@ -179,21 +177,14 @@ QUANTIZED: list[dict] = [
         {"holds": "model", "control": "captured_again"},
         {"holds": "model", "control": "failed_backward_capture"},
         {"holds": None, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
-        {"holds": "decoder", "evaluates": "often", "dropout": 0.1},
-        {"holds": "decoder", "sequences_later": [512, 1024]},
-        {"holds": "decoder", "mtp": 1},
         {"holds": "model", "mtp": 1},
         {"holds": "model", "recompute_modules": ["core_attn", "mlp"]},
-        {"holds": "decoder", "recompute_modules": ["mlp"]},
         {"holds": "model", **FULL},
-        {"holds": "decoder", **FULL, "recompute_method": "block"},
+        {"holds": "model", **FULL, "recompute_method": "block"},
         {"holds": "model", "control": "failed_backward_capture", "recompute_modules": ["mlp"]},
     )
 ]
-QUANTIZED += [
-    {"dtype": "bf16", "fp8": "tensorwise", "first_last_layers_bf16": True, "holds": most}
-    for most in ("decoder", "model")
-]
+QUANTIZED.append({"dtype": "bf16", "fp8": "tensorwise", "first_last_layers_bf16": True})
 
 
 # Whole-model graphs in layouts with several communicating groups
@@ -234,7 +225,7 @@ def test_graphs_are_bit_identical_to_eager(together, layout, case):
     assert_as_eager(result)
     control = case.get("control", "")
     failed = "fail" in control and "evaluation" not in control
-    whole = case.get("holds", "decoder") in (None, "model")
+    whole = captures_model(case)
     assert result["graphs"] == (0 if failed or whole else case.get("layers", 4) + case.get("mtp", 0))
     if whole:
         assert result["replays"] == (
@@ -246,7 +237,7 @@ def test_graphs_are_bit_identical_to_eager(together, layout, case):
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 
 
-@pytest.mark.parametrize("holds", ["decoder", "model"])
+@pytest.mark.parametrize("holds", ["layer", "model"])
 def test_dead_replay_changes_the_loss(together, holds):
     case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": holds}
     assert_differs_from(together(case, [case]), 3)

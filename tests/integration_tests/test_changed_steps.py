@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.pretraining.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
-from tests.support.trainings.compared import assert_as_eager
+from tests.support.trainings.compared import assert_as_eager, captures_model
 
 CAPTURED_AFTER = 3
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "sequence": 16, "dropout": 0.1}
@@ -28,7 +28,7 @@ EAGER: list[dict[str, Any]] = [
     ONE_RANK | DDP,
     # Replays on one rank and eager passes on the other must launch collectives in the same order.
     ONE_RANK | {"microbatches": 2},
-    ONE_RANK | {"mtp": 1},  # unit outside of the decoder's graph
+    ONE_RANK | {"mtp": 1},
     ONE_RANK | {"experts": 4, "moe_expert_capacity_factor": 1.0, "holds": "model"},  # two buckets per unit
     ONE_RANK | {"holds": "layer", "evaluates": True},
     ONE_RANK | {"modules": ["attn"], "dtype": "bf16"},
@@ -37,13 +37,13 @@ INTERLEAVED: list[dict[str, Any]] = [{"passes": 2, "steps": 6, **case} for case 
 SEEN = {"masked_step": 2}
 MASKED: list[dict[str, Any]] = [
     {"masked_step": 4, "microbatches": 2, "steps": 7, "evaluates": True, **case}
-    for case in ({"holds": "model"}, {}, SEEN, SEEN | {"holds": None}, {"modules": ["attn"]}, DDP)
+    for case in ({"holds": "model"}, SEEN, SEEN | {"holds": None}, {"modules": ["attn"]}, DDP)
 ]
 PIPELINE: dict[str, Any] = {"layers": 4, "hidden": 32, "steps": 7, "dropout": 0.1, "tied": False}
 MORE: dict[str, Any] = {"microbatches": 2, "microbatches_later": 4}
 FEWER: dict[str, Any] = {"microbatches": 4, "microbatches_later": 2}
 MICROBATCHES: list[dict[str, Any]] = [
-    MORE | {"virtual": 2, "dtype": "bf16"},
+    MORE | {"holds": "layer", "virtual": 2, "dtype": "bf16"},
     FEWER | {"modules": ["attn"], "evaluates": True},
     MORE | {"holds": None, "evaluates": True},
     FEWER | {"holds": None, "virtual": 2},
@@ -102,7 +102,7 @@ def assert_steps_replay(result, eager=()):
 
 @pytest.mark.parametrize("case", mostly_long(MASKED, MASKED[0]))
 def test_steps_replay_with_and_without_an_attention_mask(train, case):
-    # Graphs of several layers have no mask if no earlier call had one.
+    # Graphs of the model have no mask if no earlier call had one.
     unseen = case["masked_step"] > CAPTURED_AFTER and not {"modules", "wrapper"} & case.keys()
     assert_steps_replay(train(case), eager=[4] if unseen else [])
 
@@ -117,7 +117,7 @@ def test_chunks_replay_with_and_without_an_attention_mask(pipeline, case):
 def test_graphs_are_recaptured_for_each_number_of_micro_batches(pipeline, case):
     result = pipeline(case)
     assert_as_eager(result)
-    passes = 2 * case.get("virtual", 1) if "holds" in case else PIPELINE["layers"]  # per stage, in both directions
+    passes = 2 * case.get("virtual", 1) if captures_model(case) else PIPELINE["layers"]  # per stage, in both directions
     after = [passes * case["microbatches_later"]] * (PIPELINE["steps"] - CAPTURED_AFTER - 1)
     assert result["step_replays"] == [0] * CAPTURED_AFTER + [passes * case["microbatches"], *after]
 

@@ -13,11 +13,11 @@ from tests.support.trainings.compared import assert_as_eager
 from tests.support.trainings.launch import inject_faults
 
 PLACES = {
-    "default": "--stride 503 --holds decoder",
-    "all graphs": "--stride 401 --holds decoder layer model",
+    "default": "--stride 503 --holds model",
+    "layers": "--stride 401 --holds layer",
     "TP2": "--tp 2 --stride 301 --holds layer model",
     "HSDP": '--case {"num_distributed_optimizer_instances":2,"outer_dp_sharding_strategy":"optim"} --stride 301'
-    " --holds decoder model",
+    " --holds model",
     "EP2": '--ep 2 --case {"experts":4,"moe_expert_capacity_factor":1.0} --holds layer --stride 301',
 }
 INTERRUPTED: list[dict[str, Any]] = [

@@ -13,6 +13,7 @@ from tests.support.trainings.compared import (
     assert_as_eager,
     assert_differs_from,
     assert_went_on_eagerly,
+    captures_model,
     replays_of_evaluations,
 )
 from tests.support.trainings.models import FULL_RECOMPUTE
@@ -28,55 +29,52 @@ FP16: dict[str, Any] = {"dtype": "fp16", "dropout": 0.1, "microbatches": 2, "war
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
 
 MODEL: list[dict[str, Any]] = [
-    {"holds": "model", **case}
+    {"dropout": 0.1, **FEWER},
+    {"warmup": 0, "dropout": 0.1, "evaluates": True},
+    {"dtype": "bf16", "microbatches": 2, "layers": 5},
+    FP16,
+    {"mtp": 1, **FEWER},
+    {"mtp": 2, "warmup": 0, "dtype": "fp16", "tied": False, "steps": 10},
+    {"mtp": 1, "mtp_detach_heads": True, "control": "captured_again_later"},
+    {"mtp": 1, **SHORTER},
+    {"control": "captured_again", "dropout": 0.1},
+    {"control": "evaluation_eager_on_one_rank", "evaluates": "often", "microbatches": 2},
+    {"multi_latent_attention": True, "dropout": 0.1},
+    {"recompute_modules": ["core_attn"], "microbatches": 2, "evaluates": True},
+    FULL_RECOMPUTE | {"recompute_num_layers": 2, "microbatches": 2, "evaluates": True},
+    FULL_RECOMPUTE | {"recompute_method": "block", "recompute_num_layers": 3, "layers": 5, "evaluates": True},
+    FULL_RECOMPUTE | PADDED | SHARED,
+    FUSED | {"warmup": 0, "mtp": 1, "tied": False},
+    FUSED | {"microbatches_later": 2, "average_in_collective": True},
+    FUSED | {"warmup": 0, "experts": 4, "moe_use_grouped_tensor": True, "evaluates": True},
+    FUSED | FP16 | {"dropout": 0.0, "recompute_modules": ["mlp"]},
+    {"positions": "learned_absolute"},
+    {"positions": "yarn", "dropout": 0.1, "microbatches": 2},
+    {"positions": "mrope", "microbatches": 2, "evaluates": "often", "evaluated_sequence": 48},
+    {"recompute_modules": ["core_attn", "mlp"]},
+    PADDED | {"dropout": 0.1, "microbatches": 2},
+    PADDED | SHARED | {"moe_shared_expert_overlap": True, "microbatches": 2},
+    {"control": "beside_a_larger_model"},
+]
+# Calls without labels, which return logits
+LOGITS: list[dict[str, Any]] = [
+    {"loss_outside": True, **case}
     for case in (
-        {"dropout": 0.1, **FEWER},
-        {"warmup": 0, "dropout": 0.1, "evaluates": True},
-        {"dtype": "bf16", "microbatches": 2, "layers": 5},
-        FP16,
-        {"mtp": 1, **FEWER},
-        {"mtp": 2, "warmup": 0, "dtype": "fp16", "tied": False, "steps": 10},
-        {"mtp": 1, "mtp_detach_heads": True, "control": "captured_again_later"},
-        {"mtp": 1, **SHORTER},
-        {"control": "captured_again", "dropout": 0.1},
-        {"control": "evaluation_eager_on_one_rank", "evaluates": "often", "microbatches": 2},
-        {"multi_latent_attention": True, "dropout": 0.1},
-        {"recompute_modules": ["core_attn"], "microbatches": 2, "evaluates": True},
-        FULL_RECOMPUTE | {"recompute_num_layers": 2, "microbatches": 2, "evaluates": True},
-        FULL_RECOMPUTE | PADDED | SHARED,
-        FUSED | {"warmup": 0, "mtp": 1, "tied": False},
-        FUSED | {"microbatches_later": 2, "average_in_collective": True},
+        {"dropout": 0.1, "evaluates": True},
+        {"holds": None, "dtype": "bf16", "microbatches": 2, "evaluates": "often"},
+        {"holds": None, "mtp": 1, "dropout": 0.1, "evaluates": True},
+        {"holds": None, "fp8": "delayed", "microbatches": 2},
     )
 ]
 # Gradient clipping is also captured.
 CLIPPED: list[dict[str, Any]] = [
-    {"holds": "model", "norm_on_device": True, **case}
+    {"norm_on_device": True, **case}
     for case in (
         {"dtype": "bf16", "microbatches_later": 2, "evaluates": True},
         FP16,  # skipped steps clip nothing
         {"dtype": "bf16", "control": "captured_again"},
         {"dtype": "bf16", "control": "clipping_eager_on_one_rank"},
     )
-]
-DECODER: list[dict[str, Any]] = [
-    {"dropout": 0.1, "microbatches": 2},
-    {"dropout": 0.1, "microbatches": 2, "evaluates": "often"},
-    {"dtype": "bf16", "dropout": 0.1, "microbatches": 2, "layers": 5},
-    FP16,
-    {"mtp": 1, "dropout": 0.1},
-    {"microbatches_later": 3, "dropout": 0.1},
-    {"positions": "learned_absolute"},
-    {"positions": "yarn", "dropout": 0.1, "microbatches": 2},
-    {"positions": "mrope", "microbatches": 2, "evaluates": "often", "evaluated_sequence": 48},
-    {"recompute_modules": ["core_attn", "mlp"]},
-    FULL_RECOMPUTE | {"recompute_method": "block", "recompute_num_layers": 3, "layers": 5, "evaluates": True},
-    PADDED | {"dropout": 0.1, "microbatches": 2},
-    PADDED | SHARED | {"moe_shared_expert_overlap": True, "microbatches": 2},
-    FUSED | {"warmup": 0, "experts": 4, "moe_use_grouped_tensor": True, "evaluates": True},
-    FUSED | FP16 | {"dropout": 0.0, "recompute_modules": ["mlp"]},
-    {"model": "vision", "microbatches": 3, "dtype": "bf16", "dropout": 0.1},
-    {"control": "captured_by_two_helpers", "dropout": 0.1, "evaluates": True},
-    {"control": "beside_a_larger_model"},
 ]
 LAYERS: list[dict[str, Any]] = [
     {"holds": "layer", "dtype": "bf16", "dropout": 0.1, "microbatches": 2, "layers": 5},
@@ -86,6 +84,8 @@ LAYERS: list[dict[str, Any]] = [
     {"holds": "layer", "data_parallel_sharding_strategy": "optim"},
     {"holds": "layer", "data_parallel_sharding_strategy": "no_shard", "dtype": "bf16"},
     {"holds": "layer", "data_parallel_sharding_strategy": "optim_grads", "evaluates": True},
+    {"model": "vision", "microbatches": 3, "dtype": "bf16", "dropout": 0.1},
+    {"holds": "layer", "control": "captured_by_two_helpers", "dropout": 0.1, "evaluates": True},
 ]
 MODULES: list[dict[str, Any]] = [
     {"modules": ["attn"], "dtype": "bf16", "dropout": 0.1, "microbatches": 2},
@@ -102,22 +102,21 @@ MODULES: list[dict[str, Any]] = [
 ]
 # FP8 with a miniature TransformerEngine (tests/support/layers/small_transformer_engine.py)
 QUANTIZED: list[dict[str, Any]] = [
-    {"fp8": recipe, "holds": most, "microbatches": 2, **case}
-    for recipe, most, case in (
-        ("delayed", "model", OFTEN),
-        ("delayed", "model", {"warmup": 0, "microbatches": 1, "microbatches_later": 3}),
-        ("delayed", "model", SHORTER),
-        ("delayed", "model", {"norm_on_device": True, "dtype": "bf16", "tp_only_amax_red": True}),
-        ("delayed", "model", {"mtp": 1, "evaluates": True, "recompute_modules": ["core_attn"]}),
-        ("delayed", "decoder", OFTEN | {"warmup": 0}),
-        ("delayed", "layer", {"evaluates": True}),
-        ("tensorwise", "model", {"dropout": 0.1, "evaluates": True}),
-        ("tensorwise", "decoder", {"first_last_layers_bf16": True, "dropout": 0.1}),
+    {"fp8": recipe, "microbatches": 2, **case}
+    for recipe, case in (
+        ("delayed", OFTEN),
+        ("delayed", {"warmup": 0, "microbatches": 1, "microbatches_later": 3}),
+        ("delayed", SHORTER),
+        ("delayed", {"norm_on_device": True, "dtype": "bf16", "tp_only_amax_red": True}),
+        ("delayed", {"mtp": 1, "evaluates": True, "recompute_modules": ["core_attn"]}),
+        ("delayed", {"holds": "layer", "evaluates": True}),
+        ("tensorwise", {"dropout": 0.1, "evaluates": True}),
+        ("tensorwise", {"first_last_layers_bf16": True, "dropout": 0.1}),
     )
 ]
-EQUAL = MODEL + CLIPPED + DECODER + LAYERS + MODULES + QUANTIZED
+EQUAL = MODEL + LOGITS + CLIPPED + LAYERS + MODULES + QUANTIZED
 # One case per mode, recomputation, FP8 and control
-QUICK = [FP16, MODEL[0], MODEL[8], MODEL[12], CLIPPED[-1], DECODER[1], DECODER[-1], LAYERS[0], MODULES[1], QUANTIZED[0]]
+QUICK = [FP16, MODEL[0], MODEL[8], MODEL[12], MODEL[-1], LOGITS[1], CLIPPED[-1], LAYERS[0], MODULES[1], QUANTIZED[0]]
 
 # Capture before the first step, with two kinds of layers in one double buffer
 FIRST_PLACES: list[dict[str, Any]] = [
@@ -162,12 +161,9 @@ def train(trained):
 def replays_of_a_step(case):
     """Return the expected number of replays in the last step.
 
-    For each micro-batch, every captured model, decoder or layer replays a forward and a backward graph.
+    For each micro-batch, every captured model or layer replays a forward and a backward graph.
     """
-    apart = case.get("modules") or case.get("holds") == "layer" or case.get("control") == "captured_by_two_helpers"
-    pieces = (case.get("layers", SIZES["layers"]) if apart else 1) + case.get("mtp", 0)
-    if case.get("holds", "decoder") in (None, "model"):
-        pieces = 1
+    pieces = 1 if captures_model(case) else case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
     return 2 * pieces * (case.get("microbatches_later") or case.get("microbatches", 1))
 
 
@@ -176,8 +172,7 @@ def test_graphs_are_bit_identical_to_eager(train, case):
     result = train(case)
     assert_as_eager(result)
     of_layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
-    whole = case.get("holds", "decoder") in (None, "model")
-    assert result["graphs"] == (0 if whole else of_layers)
+    assert result["graphs"] == (0 if captures_model(case) else of_layers)
     assert result["replays"] == replays_of_a_step(case)
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, of_layers)
     assert len(result["losses"]) == case.get("steps", SIZES["steps"])
@@ -193,7 +188,8 @@ def test_synchronizing_clipping_is_not_captured(train):
 
 
 def test_evaluation_does_not_change_training(train):
-    evaluated, plain = train(DECODER[1]), train(DECODER[0])
+    plain = OFTEN | {"evaluates": False}
+    evaluated, plain = train(OFTEN), train(plain)
     assert (evaluated["losses"], evaluated["grad_norms"]) == (plain["losses"], plain["grad_norms"])
 
 
@@ -207,14 +203,7 @@ def test_failed_capture_for_evaluation_falls_back_on_all_ranks(train):
 def test_hook_outside_layers_on_one_rank_captures_layers_on_all(train):
     result = train({"control": "hook_on_one_rank", "holds": "model", "dropout": 0.1})
     assert_as_eager(result)
-    assert (result["graphs"], result["replays"]) == (SIZES["layers"], 2)  # all layers in one graph
-
-
-@pytest.mark.long
-def test_hook_on_one_layer_of_one_rank_splits_graphs_on_all(train):
-    result = train({"control": "layer_hook_on_one_rank", "layers": 5, "dropout": 0.1})
-    assert_as_eager(result)
-    assert (result["graphs"], result["replays"]) == (5, 2 * 5)
+    assert (result["graphs"], result["replays"]) == (SIZES["layers"], 2 * SIZES["layers"])
 
 
 @pytest.mark.parametrize("case", mostly_long(BESIDE_REPLAYS, BESIDE_REPLAYS[1]))

@@ -28,21 +28,24 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "dropout": 0.1}
 LAYERS: list[tuple[str, dict[str, Any]]] = [
-    ("PP2", {"dtype": "bf16", "dropout": 0.1, "modules": ["attn"], "evaluates": "often", "warmup": 0}),
-    ("PP2", {"dropout": 0.1, "tied": True, "evaluates": True, "positions": "mrope"}),
-    ("PP2", MOE | {"evaluates": "often"}),
-    # Three layers per chunk exceed the double buffer.
-    (
-        "PP2",
-        {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1, "microbatches": 6, "evaluates": True},
-    ),
-    ("PP2", {"virtual": 2, "dropout": 0.1, "modules": ["attn"], "evaluates": "often"}),
-    ("PP2", {"virtual": 4, "layers": 8, "steps": 8, "dropout": 0.1, "control": "captured_again_later"}),
-    ("PP2 DP2", {"dtype": "bf16", "modules": ["attn"], "evaluates": True}),
-    ("PP2 DP2", MOE),
-    ("PP2 DP2", {"virtual": 2, "layers": 8, "dtype": "bf16", "dropout": 0.1}),
-    ("PP2 TP2", {"dtype": "bf16", "dropout": 0.1, "evaluates": True}),
-    ("PP2 TP2", {"virtual": 2, "dropout": 0.1, "modules": ["attn"]}),
+    (layout, {"holds": "layer"} | case)
+    for layout, case in (
+        ("PP2", {"dtype": "bf16", "dropout": 0.1, "modules": ["attn"], "evaluates": "often", "warmup": 0}),
+        ("PP2", {"dropout": 0.1, "tied": True, "evaluates": True, "positions": "mrope"}),
+        ("PP2", MOE | {"evaluates": "often"}),
+        # Three layers per chunk exceed the double buffer.
+        (
+            "PP2",
+            {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1, "microbatches": 6, "evaluates": True},
+        ),
+        ("PP2", {"virtual": 2, "dropout": 0.1, "modules": ["attn"], "evaluates": "often"}),
+        ("PP2", {"virtual": 4, "layers": 8, "steps": 8, "dropout": 0.1, "control": "captured_again_later"}),
+        ("PP2 DP2", {"dtype": "bf16", "modules": ["attn"], "evaluates": True}),
+        ("PP2 DP2", MOE),
+        ("PP2 DP2", {"virtual": 2, "layers": 8, "dtype": "bf16", "dropout": 0.1}),
+        ("PP2 TP2", {"dtype": "bf16", "dropout": 0.1, "evaluates": True}),
+        ("PP2 TP2", {"virtual": 2, "dropout": 0.1, "modules": ["attn"]}),
+    )
 ]
 CHUNK: dict[str, Any] = {"holds": None}
 PADDED: dict[str, Any] = {"experts": 4, "moe_expert_capacity_factor": 1.0}
@@ -57,6 +60,7 @@ CHUNKS: list[tuple[str, dict[str, Any]]] = [
         # Three layers per chunk exceed the double buffer.
         ("PP2", {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1, "microbatches": 6, "evaluates": True}),
         ("PP2", {"dtype": "fp16", "holds": "model"}),
+        ("PP2", {"loss_outside": True, "dropout": 0.1, "evaluates": True}),
         ("PP2", {"virtual": 2, "dropout": 0.1, "evaluates": "often", "evaluated_sequence": 48, **PADDED}),
         ("PP2", {"dtype": "bf16", "experts": 4, "moe_use_grouped_tensor": True, "virtual": 2}),
         ("PP2", {"dtype": "bf16", "multi_latent_attention": True}),
@@ -79,7 +83,7 @@ CHUNKS: list[tuple[str, dict[str, Any]]] = [
         ("PP2 DP2", {"dropout": 0.1, "evaluates": "often", "control": "evaluation_eager_on_one_rank"}),
         ("PP2 DP2", {"virtual": 2, "layers": 8, "tied": True, "dtype": "bf16"}),
         ("PP2 TP2", {"dtype": "bf16", "dropout": 0.1, "evaluates": True}),
-        ("PP2 TP2", {"virtual": 2, "dropout": 0.1}),
+        ("PP2 TP2", {"virtual": 2, "dropout": 0.1, "loss_outside": True, "sequence_parallel": True}),
         ("PP2 HSDP", HSDP | {"dropout": 0.1}),
         ("PP2 HSDP", HSDP | {"outer_dp_sharding_strategy": "optim"}),
     )
@@ -90,7 +94,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
 FAILURES: list[tuple[str, dict[str, Any]]] = [
-    ("PP2", FAILURE),
+    ("PP2", FAILURE | {"holds": "layer"}),
     ("PP2 DP2", FAILURE | CHUNK),  # then attempts graphs of layers
     ("PP2 DP2", FAILURE | {"virtual": 2, "holds": "model"}),
 ]
@@ -98,7 +102,7 @@ FAILED_EVALUATION: list[dict[str, Any]] = [
     CHUNK | {"evaluates": True, "dropout": 0.1, "control": "failed_capture_for_evaluation"},
     CHUNK | {"evaluates": True, "virtual": 2, "control": "failed_capture_for_evaluation"},
 ]
-DEAD: list[dict[str, Any]] = [{"virtual": 2, "control": "dead_replay", "holds": most} for most in ("decoder", None)]
+DEAD: list[dict[str, Any]] = [{"virtual": 2, "control": "dead_replay", "holds": most} for most in ("layer", None)]
 
 
 @pytest.fixture
@@ -178,7 +182,7 @@ def test_dead_replay_changes_the_loss(train, case):
     ],
 )
 def test_embedding_of_two_stages_trains_as_without_megatron_fsdp(train, case):
-    case = {"holds": "decoder", "tied": True, **case}
+    case = {"holds": "layer", "tied": True, **case}
     sharded = train("PP2 DP2", case)
     case.pop("data_parallel_sharding_strategy", None)
     whole = train("PP2 DP2", case | {"wrapper": "ddp"})

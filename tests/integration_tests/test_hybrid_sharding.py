@@ -26,9 +26,6 @@ CASES: list[dict[str, Any]] = [
     MODEL | OPTIM | {"dtype": "bf16", "microbatches": 3, "microbatches_later": 1, "evaluates": "often"},
     MODEL | OPTIM | {"control": "captured_again", "microbatches": 2},
     MODEL | OPTIM | {"dtype": "fp16", "steps": 10},
-    {"microbatches": 2, "dropout": 0.1},
-    OPTIM | BF16 | {"evaluates": True},
-    OPTIM | GROUPED | {"microbatches": 2},
     LAYER | BF16,
     LAYER | OPTIM | {"dropout": 0.1, "microbatches": 2, "evaluates": True},
     OPTIM | BF16 | {"modules": ["attn"]},
@@ -40,12 +37,11 @@ CASES: list[dict[str, Any]] = [
     MODEL | OPTIM | BF16 | {"fp8": "delayed"},
     MODEL | OPTIM | SHORTER | {"microbatches": 2},
     MODEL | OPTIM | ONE_RANK | {"dtype": "bf16"},
-    OPTIM | ONE_RANK,
     LAYER | ONE_RANK,
 ]
 # Each rank of a replica holds unsharded gradients of its own experts.
 EXPERTS: list[dict[str, Any]] = [
-    {"experts": 4, "moe_expert_capacity_factor": 1.0, **BF16, **case} for case in (MODEL | OPTIM, OPTIM, LAYER | OPTIM)
+    {"experts": 4, "moe_expert_capacity_factor": 1.0, **BF16, **case} for case in (MODEL | OPTIM, LAYER | OPTIM)
 ]
 FAILED: list[dict[str, Any]] = [
     MODEL | OPTIM | {"control": "failed_backward_capture", "microbatches": 2},

@@ -15,7 +15,7 @@ def _cpu_ranks(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
 
-@pytest.mark.parametrize("holds", ["decoder", "layer"])
+@pytest.mark.parametrize("holds", ["model", "layer"])
 def test_killed_rank_during_replay_ends_the_other(holds):
     status, seconds, output = killed(TIMEOUT, holds)
     assert LAUNCHED in output

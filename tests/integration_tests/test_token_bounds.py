@@ -27,7 +27,6 @@ GRAPHS = f"--cuda-graph-warmup-steps {WARMUP}"
 KINDS = {
     "eager": "",
     "model": GRAPHS,
-    "all": f"{GRAPHS} --cuda-graph-layers-per-graph all",
     "layers": f"{GRAPHS} --cuda-graph-layers-per-graph 1",
     "parts": f"{GRAPHS} --cuda-graph-modules attn moe_router moe_preprocess",
     "no warm-up": "--cuda-graph-warmup-steps 0",

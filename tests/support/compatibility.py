@@ -84,7 +84,7 @@ class Working:
 WORKING = (
     Working(
         "whole layers",
-        "--cuda-graph-layers-per-graph model, all or 1, --cuda-graph-modules not given",
+        "--cuda-graph-layers-per-graph model or 1, --cuda-graph-modules not given",
         _CPU,
         example="",
     ),
@@ -173,14 +173,14 @@ WORKING = (
         "recomputation",
         "--recompute-modules core_attn, mlp, layernorm, moe, shared_experts, mla_up_proj",
         _GPU,
-        "saves memory in graphs of the whole model or of all layers, and in eager modules; in graphs per layer, "
-        "only layernorm and mla_up_proj are recomputed",
+        "saves memory in graphs of the whole model and in eager modules; in graphs per layer, only layernorm and "
+        "mla_up_proj are recomputed",
     ),
     Working(
         "recomputation of layers",
         "--recompute-granularity full",
         _CPU,
-        "only in a graph of the whole model or of all layers",
+        "only in a graph of the whole model",
     ),
     Working(
         "strategies",
@@ -224,7 +224,7 @@ WORKING = (
         "fp8",
         "--fp8-recipe delayed or tensorwise, --fp8-format",
         _GPU,
-        "graphs of the whole model or of all layers also update the statistics of delayed scaling",
+        "graphs of the whole model also update the statistics of delayed scaling",
         example="--fp8-format hybrid",
     ),
     Working(

@@ -41,7 +41,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "strategy": ("--data-parallel-sharding-strategy",),
     "virtual": ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
 }
-GRAPHS = {"model": "model", "decoder": "all", "layer": "1", "-1": "model", "0": "all", "1": "1"}
+# Earlier cases without the attribute, or with ``decoder`` or 0, had graphs of all layers, which were removed.
+GRAPHS = {"model": "model", "layer": "1", "-1": "model", "1": "1"}
 LAYOUTS = {
     "CP": ("--context-parallel-size",),
     "EP": ("--expert-model-parallel-size",),
@@ -80,10 +81,11 @@ def of_case(text: str, layout: str) -> Iterator[str]:
         return
     yield f"--{case['dtype']}"
     yield "--untie-embeddings-and-output-weights" + (" not given" if case["tied"] == "True" else "")
-    holds = GRAPHS.get(case.get("holds", case.get("layers_per_graph", "decoder")))
-    yield f"--cuda-graph-layers-per-graph {holds}"
     if not case["modules"]:
         yield "--cuda-graph-modules not given"
+        holds = GRAPHS.get(case.get("holds", case.get("layers_per_graph", "")))
+        if holds and "model" not in case:  # layers of vision encoders are captured individually
+            yield f"--cuda-graph-layers-per-graph {holds}"
     for name, values in case.items():
         if values not in ("", "0", "False", "None"):
             for flag in FLAGS.get(name, (f"--{name.replace('_', '-')}",)):

@@ -90,7 +90,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             return None
         if clip_grads.multi_tensor_scale_tensor_impl is None or torch.cuda.is_current_stream_capturing():
             return None
-        return self.model_chunks[0].module.graphs.model_passes
+        return self.model_chunks[0].module.graphs.whole_passes
 
     def _kept_gradients(self) -> KeptGradients | None:
         """Return a snapshot of the gradients; None if steps allocate new ones or parameter groups have separate norms.

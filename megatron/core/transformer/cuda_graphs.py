@@ -41,7 +41,7 @@ from ._cuda_graphs.te.layers import (
     unwrapped,
     vision_model_of,
 )
-from ._cuda_graphs.te.model import DecoderGraphs, ModelGraphs
+from ._cuda_graphs.te.model import ModelGraphs
 from ._cuda_graphs.te.order import PassOrder
 from ._cuda_graphs.te.stage import Chunk, Role, Stage
 from ._cuda_graphs.te.training_calls import TrainingCalls
@@ -230,11 +230,6 @@ class TECudaGraphHelper:
     def model_graphs(self) -> ModelGraphs | None:
         """The graphs of the whole model, or of its first chunk; None if only its layers were captured."""
         return next(iter(self._state.models), None)
-
-    @property
-    def decoder_graphs(self) -> DecoderGraphs | None:
-        """The graphs of all decoder layers together; None if the whole model or single layers were captured."""
-        return self._state.decoder
 
     def graphs_created(self) -> bool:
         """Return whether graphs exist."""
@@ -445,7 +440,8 @@ class TECudaGraphHelper:
         report_capture(self.stage, self._state, start_time)
 
     def _arguments(self) -> CaptureArguments:
-        return CaptureArguments(self.stage, self._state.layers_apart, self.seq_length, self.micro_batch_size)
+        layers = [chunk.layers for chunk in self.stage.chunks]
+        return CaptureArguments(self.stage, layers, self.seq_length, self.micro_batch_size)
 
     def _order(self) -> PassOrder:
         return self._arguments().order()

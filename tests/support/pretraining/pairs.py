@@ -89,9 +89,8 @@ BASE: Setting = {
 }
 # By row name, with a suffix if a row has several features
 FEATURES: dict[str, Setting] = {
-    "whole layers": {MODULES: False, "--num-experts": False, LAYERS: "all"},
+    "whole layers": {MODULES: False, LAYERS: "model"},
     "whole layers: one in a graph": {MODULES: False, LAYERS: "1"},
-    "whole layers: the whole model": {MODULES: False, LAYERS: "model"},
     "attention": {MODULES: "attn"},
     "mlp": {MODULES: "mlp", "--num-experts": False},
     "router": {**EXPERTS, MODULES: "moe_router"},

@@ -41,7 +41,8 @@ class Case:
             capture and after each step.
         evaluated_sequence: Sequence length in evaluation; 0 to use the training sequence length.
         modules: ``cuda_graph_modules``; empty for whole layers.
-        holds: The largest unit of a graph: ``model``, ``decoder`` or ``layer``; None for the default.
+        holds: The largest unit of a graph: ``model`` or ``layer``; None for the default.
+        loss_outside: Call the model without labels, and compute the loss from its logits.
         local: Use ``cuda_graph_impl="local"``.
         full_iteration: Use megatron-core's ``cuda_graph_impl="full_iteration"``.
         unchecked: Skip flag validation.
@@ -85,7 +86,8 @@ class Case:
     evaluates: bool | str = False
     evaluated_sequence: int = 0
     modules: tuple[str, ...] = ()
-    holds: str | None = "decoder"
+    holds: str | None = "model"
+    loss_outside: bool = False
     local: bool = False
     full_iteration: bool = False
     unchecked: bool = False
@@ -123,7 +125,7 @@ class Case:
     @property
     def cuda_graph_layers_per_graph(self) -> str | int | None:
         """The value of ``TransformerConfig.cuda_graph_layers_per_graph``."""
-        return {"model": "model", "decoder": "all", "layer": 1, None: None}[self.holds]
+        return 1 if self.holds == "layer" else self.holds
 
     def microbatches_of(self, step: int) -> int:
         """Return the number of micro-batches in ``step``."""
@@ -145,5 +147,6 @@ class Case:
 
     def __str__(self) -> str:
         changed = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "config"}
-        shown = {name: value for name, value in changed.items() if value != getattr(Case, name)} | dict(self.config)
-        return " ".join(f"{name}={value}" for name, value in shown.items()) or "default"
+        shown = {name: value for name, value in changed.items() if name == "holds" or value != getattr(Case, name)}
+        shown |= dict(self.config)
+        return " ".join(f"{name}={value}" for name, value in shown.items())

@@ -136,7 +136,7 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     graphed = None
     try:
         config = tuple(each for each in case.config if not each[0].startswith("cuda_graph"))
-        same_eager = replace(case, modules=(), holds="decoder", local=False, full_iteration=False, config=config)
+        same_eager = replace(case, modules=(), holds="model", local=False, full_iteration=False, config=config)
         if same_eager not in eager:
             eager[same_eager] = train(same_eager, graphs=False)
         graphed = train(case, graphs=True, at_capture=CONTROLS[control] if control else None)

@@ -5,6 +5,8 @@ from typing import Any
 
 from tests.support.trainings.case import EVALUATION, Case
 
+ALL_SHARDED = "optim_grads_params"
+
 
 def assert_as_eager(result: dict[str, Any]) -> None:
     """Assert that training succeeded and is bit-identical to eager."""
@@ -25,6 +27,13 @@ def assert_differs_from(result: dict[str, Any], step: int) -> None:
     assert not any(f"losses[{step - 1}]" in line for line in differences), differences
 
 
+def captures_model(values: Mapping[str, Any]) -> bool:
+    """Return whether graphs hold the whole model, given arguments of ``Case.of``; ``control`` is ignored."""
+    case = Case.of({name: value for name, value in values.items() if name != "control"})
+    sharded = case.wrapper == "fsdp" and case.get("data_parallel_sharding_strategy", ALL_SHARDED) == ALL_SHARDED
+    return sharded and case.model == "gpt" and case.holds != "layer" and not case.modules
+
+
 def replays_of_evaluations(values: Mapping[str, Any], layers: int) -> list[int]:
     """Return the expected number of graph replays in each evaluation.
 
@@ -33,8 +42,7 @@ def replays_of_evaluations(values: Mapping[str, Any], layers: int) -> list[int]:
         layers: 0 if evaluation runs eagerly although the whole model is captured, otherwise any other number.
     """
     case = Case.of({name: value for name, value in values.items() if name != "control"})
-    whole = case.holds in (None, "model")
-    replays = (whole and bool(layers)) * case.microbatches_of(EVALUATION)
+    replays = (captures_model(values) and bool(layers)) * case.microbatches_of(EVALUATION)
     if case.evaluates == "often":
         return [0] * (case.warmup + 1) + [replays] * (case.steps - case.warmup + 1)
     return [replays] if case.evaluates else []

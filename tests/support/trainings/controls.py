@@ -197,14 +197,6 @@ def _hook_on_last_rank(training: Training, name: str) -> None:
 
 
 @control
-def layer_hook_on_one_rank(training: Training) -> None:
-    """Hook one layer, on the last rank only. All ranks must then give that layer its own graphs."""
-    if dist.get_rank() == dist.get_world_size() - 1:
-        training.layers[1].register_forward_hook(lambda *_: None)
-    training.helper.create_cudagraphs()
-
-
-@control
 def late_hook_on_one_rank(training: Training) -> None:
     """Capture, then hook every second layer on the last rank so that these layers run eagerly between replays."""
     training.helper.create_cudagraphs()

@@ -111,7 +111,7 @@ def main() -> None:
     """Run a rank if RANK is set, otherwise start both ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=int, default=30, help="timeout of the process groups in seconds")
-    parser.add_argument("--holds", default="decoder", help="scope of graphs; see Case")
+    parser.add_argument("--holds", default="model", help="scope of graphs; see Case")
     parser.add_argument("--in-capture", action="store_true", help="kill the rank in the capture, not in a replay")
     args = parser.parse_args()
     if "RANK" in os.environ:

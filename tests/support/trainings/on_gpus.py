@@ -80,7 +80,7 @@ def jobs() -> Iterator[Job]:
         yield Job("test_changed_steps", "data parallel", test_changed_steps.TWICE | case)
     for case in test_frozen_parameters.CASES:
         yield Job("test_frozen_parameters", "data parallel", SIZES | case)
-    for holds in "model", "decoder":
+    for holds in "model", "layer":
         case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": holds}
         yield Job("test_fsdp_graphs", "data parallel", case)
     instances = ("--instances", str(min(max(GPUS, 1), 2)))

@@ -45,7 +45,7 @@ def main() -> None:
     from megatron.core import parallel_state
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--holds", choices=("model", "decoder", "layer"), default="model", help="largest captured unit")
+    parser.add_argument("--holds", choices=("model", "layer"), default="model", help="largest captured unit")
     args = parser.parse_args()
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -196,12 +196,19 @@ class Training:
 
     def _losses(self, model: Callable[..., Any], batch: Any) -> Any:
         """Return the losses of ``batch``, or its schedule plan if ``model`` is a ``build_schedule_plan`` method."""
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+        from megatron.core.utils import get_attr_wrapped_model
+
         packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
         if self.case.mtp:
             packed["loss_mask"] = batch.loss_mask
 
         def losses(tokens: torch.Tensor) -> Any:
-            return model(tokens, batch.positions, batch.mask, labels=batch.labels, **packed)
+            labels = {} if self.case.loss_outside else {"labels": batch.labels}
+            output = model(tokens, batch.positions, batch.mask, **labels, **packed)
+            if self.case.loss_outside and get_attr_wrapped_model(model, "post_process"):
+                output = vocab_parallel_cross_entropy(output, batch.labels)
+            return output
 
         further = [losses(batch.tokens.roll(number, 0)) for number in range(1, self.case.passes)]
         return sum(further, losses(batch.tokens))
@@ -387,7 +394,7 @@ class Training:
         torch.cuda.synchronize()
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
-        graphs = len(local_runners(self.layers)) if self.case.local else _layer_graphs(self.layers, self.helper)
+        graphs = len(local_runners(self.layers)) if self.case.local else _layer_graphs(self.layers)
         of_evaluations = self.evaluations, self.evaluation_replays
         clipping = sum(each._clipping.replays for each in distributed_optimizers(self.optimizer) if each._clipping)
         return Trace(
@@ -478,7 +485,7 @@ def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
 
 
 def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
-    """Return the forward and backward CUDA graphs of layers, decoder and model."""
+    """Return the forward and backward CUDA graphs of layers and models."""
     slots = [engine_callable(graph) for layer in layers for graph in getattr(layer, "cuda_graphs", ())]
     slots += whole_passes(helper)
     graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
@@ -491,9 +498,9 @@ def whole_passes(helper: Any) -> list[Any]:
 
 
 def standing_in(helper: Any) -> list[Any]:
-    """Return the owners of whole-pass graphs: one for each captured model, chunk or decoder."""
+    """Return the owners of whole-pass graphs: one for each captured model or chunk."""
     helpers = [helper, getattr(helper, "vision", None), getattr(helper, "language", None)]
-    return [graphs for each in helpers if hasattr(each, "_state") for graphs in each._state.whole]
+    return [graphs for each in helpers if hasattr(each, "_state") for graphs in each._state.models]
 
 
 def _evaluation_graphs(helper: Any) -> list[Any]:
@@ -512,10 +519,9 @@ def engine_callable(graph: Any) -> Any:
     return getattr(graph.graphed, "graphed", graph.graphed)  # vision encoders wrap it
 
 
-def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
+def _layer_graphs(layers: list[torch.nn.Module]) -> int:
     """Return the number of captured layers. A layer with its own graphs counts once per slot."""
-    together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
-    return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
+    return sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
 
 def local_runners(layers: list[torch.nn.Module]) -> list[Any]:

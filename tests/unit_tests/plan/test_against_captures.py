@@ -15,6 +15,7 @@ from _step_time.variants import variant
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable
 from megatron.core.transformer._cuda_graphs.te.capture_state import Holds
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
+from megatron.core.transformer._cuda_graphs.te.training_calls import OPTIONAL
 from megatron_fsdp_cuda_graphs.plan import dry_stage, graphs, memory
 from megatron_fsdp_cuda_graphs.plan.flags import read_flags
 from megatron_fsdp_cuda_graphs.plan.pools import why_unknown
@@ -28,10 +29,9 @@ PIPELINE = "--untie-embeddings-and-output-weights --pipeline-model-parallel-size
 LAYERS = "--cuda-graph-layers-per-graph 1"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
 CASES = {
-    "dense": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph all", 2, 0),
-    "a graph for each layer": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph 1", 2, 0),
+    "dense": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph 1", 2, 0),
     "parts of MoE layers": (f"{DENSE} {EXPERTS} --num-layers 2 --cuda-graph-modules attn moe_router", 2, 0),
-    "multi-token prediction": (f"{DENSE} --num-layers 2 --mtp-num-layers 1 --cuda-graph-layers-per-graph all", 2, 0),
+    "multi-token prediction": (f"{DENSE} --num-layers 2 --mtp-num-layers 1 --cuda-graph-layers-per-graph 1", 2, 0),
     "last pipeline stage": (f"{DENSE} --num-layers 4 {PIPELINE} {LAYERS}", 4, 1),
     "interleaved stages": (f"{DENSE} --num-layers 4 {PIPELINE} {LAYERS} {VIRTUAL}", 4, 0),
 }
@@ -90,7 +90,7 @@ def test_graphs_and_buffers_of_layers_match_a_capture(command, ranks, stage, rec
     flags = read_flags(command.split(), ranks)
     assert not flags.refused
     with dry_stage.dry_stage(flags.args, stage) as helper:
-        planned = graphs.planned(helper, graphs.scope_of(helper, ""), masked=True)
+        planned = graphs.planned(helper, graphs.scope_of(helper, ""), OPTIONAL)
         found = memory.fsdp_memory(helper, flags.args)
     del helper
     gc.collect()
@@ -111,13 +111,9 @@ def test_graphs_and_buffers_of_layers_match_a_capture(command, ranks, stage, rec
             del real["persistent_buffers"]  # no pass of the embedding or the output layer has run
         numbers = [layer.layer_number for layer in helper.flattened_callables]
         attached = [graph for layer in helper.flattened_callables for graph in layer.cuda_graphs]
-        decoder = [] if helper.decoder_graphs is None else list(helper.decoder_graphs.module.layers)
         helper.delete_cuda_graphs()
 
-    count = len(decoder)
-    expected = [f"{kind} of layer {numbers[count:][index]}" for kind, index in recorded]
-    if decoder:
-        expected = [f"forward of layers 1 to {count}", *expected, f"backward of layers {count} to 1"]
+    expected = [f"{kind} of layer {numbers[index]}" for kind, index in recorded]
     assert [graph.replace("MTP ", "") for graph in planned.graphs] == expected
     assert len(attached) == len([kind for kind, _ in recorded if kind == "forward"])
     assert {kind: found[kind] for kind in real} == real
@@ -130,7 +126,7 @@ def test_graphs_and_inputs_of_whole_chunks_match_a_capture(command, ranks, stage
     assert not flags.refused
     elsewhere = dry_stage.blocker_of_pipeline(flags.args)
     with dry_stage.dry_stage(flags.args, stage) as helper:
-        planned = graphs.planned(helper, graphs.scope_of(helper, elsewhere), masked=True)
+        planned = graphs.planned(helper, graphs.scope_of(helper, elsewhere), OPTIONAL)
         static = memory.distinct_bytes(planned.static_inputs)
     del helper
     gc.collect()
@@ -196,8 +192,9 @@ def test_graph_pools_are_close_to_gpu_runs(run, monkeypatch):
     for name, rows in results["configurations"].items():
         job = configuration(name, ranks=ranks, steps=30, expert_parallel=experts, on_cpu=False)
         for row in rows:
-            # Pools include the states of a captured optimizer, and buffers registered with NCCL.
-            if not row["variant"].startswith("native") or re.search("optimizer|nccl-ub", row["variant"]):
+            # Pools include the states of a captured optimizer, and buffers registered with NCCL. Graphs of all layers
+            # were removed.
+            if not row["variant"].startswith("native") or re.search("optimizer|nccl-ub|graph all", row["variant"]):
                 continue
             rerun = ["--rerun-mode", "validate_results"] * ("capacity-factor" in row["variant"])
             flags = read_flags([*variant(row["variant"]).flags_for(job), *rerun], ranks)
@@ -207,7 +204,7 @@ def test_graph_pools_are_close_to_gpu_runs(run, monkeypatch):
                 if why_unknown(helper, flags.args, of_layers=scope.holds is Holds.LAYER):
                     continue
                 memory.fsdp_memory(helper, flags.args)
-                pool = memory.graph_pool(helper, scope, graphs.planned(helper, scope, masked=False), flags.args)
+                pool = memory.graph_pool(helper, graphs.planned(helper, scope, {"labels"}), flags.args)
             assert pool / 2**20 == pytest.approx(row["graph_pools_mib"], rel=0.05), (name, row["variant"])
             compared += 1
     assert compared

@@ -41,24 +41,26 @@ def test_whole_dense_model(capsys, flags):
     assert not eager(lines)
 
 
+PASSES = [("forward", 1), ("forward", 2), ("backward", 2), ("backward", 1)]
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ("--cuda-graph-layers-per-graph all", None),
+        ("--cuda-graph-layers-per-graph 1", "--cuda-graph-layers-per-graph is 1"),
         ("--cuda-graph-warmup-steps 0", "no step runs before capture: add --cuda-graph-layers-per-graph model"),
     ],
 )
-def test_all_layers_in_one_graph(capsys, flags, more, why):
-    code, lines = planned(capsys, flags("--world-size 2", DENSE, "--num-layers 4", more))
+def test_each_layer_in_its_own_graph(capsys, flags, more, why):
+    code, lines = planned(capsys, flags("--world-size 2", DENSE, "--num-layers 2", more))
     assert code == 0
-    assert graphs(lines) == ["forward of layers 1 to 4", "backward of layers 4 to 1"]
-    assert eager(lines) == ({"the model as a whole": why} if why else {})
+    assert graphs(lines) == [f"{kind} of layer {each}" for kind, each in PASSES]
+    assert eager(lines) == {"the model as a whole": why}
 
 
-@pytest.mark.parametrize("layers", ["model", "all"])
-def test_masks_that_training_does_not_pass_take_no_memory(capsys, flags, layers):
+def test_masks_that_training_does_not_pass_take_no_memory(capsys, flags):
     def static_inputs(*more):
-        shape = f"--num-layers 2 --seq-length 4096 --cuda-graph-layers-per-graph {layers} --micro-batch-size 1"
+        shape = "--num-layers 2 --seq-length 4096 --cuda-graph-layers-per-graph model --micro-batch-size 1"
         _, lines = planned(capsys, flags(DENSE, shape, "--max-position-embeddings 4096", *more))
         return next(float(line.split()[0]) for line in lines if line.endswith("static inputs of graphs"))
 
@@ -99,10 +101,9 @@ def test_parts_of_moe_layers(capsys, flags):
     assert eager(lines)["the model as a whole"] == "only modules of layers are captured (--cuda-graph-modules)"
 
 
-def test_recomputed_layers_without_a_graph_of_all(capsys, flags):
-    more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --mtp-num-layers 1"
-    given = flags(DENSE, "--num-layers 2 --world-size 2", more, "--cuda-graph-layers-per-graph all")
-    _, lines = planned(capsys, given)
+def test_recomputed_layers_without_a_model_graph(capsys, flags):
+    more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    _, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 2", more, "--cuda-graph-warmup-steps 0"))
     assert any(line.startswith("  No graphs: layers are recomputed") for line in lines)
     assert graphs(lines) == []
 

@@ -25,6 +25,7 @@ def test_case_proves_its_flags(case, layout, facts):
 def test_case_does_not_prove_other_flags():
     found = {*verified.of_case("dtype=bf16 modules=attn tied=False outer=None", "EP2 with ETP2")}
     assert found.isdisjoint({"--cuda-graph-modules not given", "--tensor-model-parallel-size", "--fp16"})
+    assert not any("--cuda-graph-layers-per-graph" in fact for fact in found)
     assert found.isdisjoint({"--untie-embeddings-and-output-weights not given", "--outer-dp-sharding-strategy"})
 
 

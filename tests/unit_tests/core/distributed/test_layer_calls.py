@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from .captured_training import CapturedTraining, compared
@@ -18,7 +17,7 @@ from .fsdp_variants import Variant, small
 
 pytestmark = pytest.mark.sampled
 
-ALL, ONE = "decoder", "layer"  # scope of a graph
+MODEL, ONE = "model", "layer"  # scope of a graph
 COUNT = 4
 IN_ORDER = (0, 1, 2, 3)
 
@@ -59,7 +58,7 @@ def trained(per_graph, called, reads, error=None):
         reads: Indices of the layers whose outputs the unusual step reads.
         error: Message of the error that the unusual step must raise, if any.
     """
-    case = small(layers=COUNT, holds=per_graph or ALL, warmup=10, microbatches=2)
+    case = small(layers=COUNT, holds=per_graph or MODEL, warmup=10, microbatches=2)
     training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
     try:
         kind = type(training.fsdp.module.decoder)
@@ -85,7 +84,6 @@ eager = functools.cache(functools.partial(trained, None))
         (ONE, IN_ORDER, (1, 2), 16),
         (ONE, (0, 2, 3), (1,), 12),
         (ONE, (1, 3), (), 8),
-        (ALL, IN_ORDER, (1, 2), 16),  # the decoder overrides forward, so each layer has its own graph
     ],
 )
 def test_supported_layer_orders_are_bit_identical(one_rank, per_graph, called, reads, replays):
@@ -114,7 +112,7 @@ def negated(forward):
 
 
 @pytest.mark.parametrize("replaced", ["instance", "subclass", "class"])
-def test_layer_that_replaces_forward_runs_in_larger_graphs_only(one_rank, monkeypatch, replaced):
+def test_layer_that_replaces_forward_runs_in_model_graphs_only(one_rank, monkeypatch, replaced):
     def negate(model):
         layer = model.decoder.layers[1]
         if replaced == "instance":
@@ -125,38 +123,8 @@ def test_layer_that_replaces_forward_runs_in_larger_graphs_only(one_rank, monkey
             layer.__class__ = type("Negated", (TransformerLayer,), {"forward": negated(original)})
 
     original = TransformerLayer.forward
-    case = small(layers=COUNT, holds=ALL, warmup=10)
+    case = small(layers=COUNT, holds=MODEL, warmup=10)
     assert compared(case, variant=Variant(case, change=negate)).replays
     case = replace(case, holds=ONE)
     with pytest.raises(RuntimeError, match=r"layer \d \(.*\) replaces forward"):
         CapturedTraining(case, variant=Variant(case, change=negate))
-
-
-def test_layers_of_patched_decoder_class_have_their_own_graphs(one_rank, monkeypatch):
-    monkeypatch.setattr(TransformerBlock, "forward", negated(TransformerBlock.forward))
-    assert compared(small(layers=COUNT, holds=ALL, warmup=10)).step_replays[-1] == 2 * COUNT
-
-
-def read_in_hooks(model):
-    """Register decoder hooks that add the cosines of two layers' outputs to the decoder's output."""
-    indices = {"extract_layer_indices": {1, 2}}
-    return (
-        model.decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | indices), with_kwargs=True),
-        model.decoder.register_forward_hook(lambda _, args, returned: returned[0] + sum(map(torch.cos, returned[1]))),
-    )
-
-
-def test_steps_reading_between_layers_run_eagerly(one_rank, caplog):
-    traces = []
-    for graphs in (False, True):
-        training = CapturedTraining(small(layers=COUNT, holds=ALL, warmup=10, dropout=0.1), graphs)
-        handles = read_in_hooks(training.fsdp.module)
-        training.step()
-        for handle in handles:
-            handle.remove()
-        training.step()
-        traces.append(training.trace())
-        training.delete()
-    assert traces[0].differences(traces[1]) == []
-    assert traces[1].step_replays[1:] == [0, 2]
-    assert "captured without extract_layer_indices" in caplog.text

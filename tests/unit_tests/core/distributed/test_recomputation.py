@@ -1,4 +1,4 @@
-"""Test activation recomputation in graphs of all layers or the whole model, and its memory savings."""
+"""Test activation recomputation in graphs of the whole model, and its memory savings."""
 
 import logging
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from .fsdp_variants import FINE_BOTH, Variant, hook_layers
 
 pytestmark = pytest.mark.sampled
 
-MODEL, ALL = "model", "decoder"
+MODEL = "model"
 
 
 def full(method, layers):
@@ -47,27 +47,25 @@ def noted_bytes():
         yield found
 
 
-def kept(variant, holds):
+def kept(variant):
     """Return the bytes in use in the graph pool between the captures of the forward and backward pass."""
     with noted_bytes() as found:
-        CapturedTraining(replace(variant.case, holds=holds), variant=variant).delete()
+        CapturedTraining(variant.case, variant=variant).delete()
     return max(found)
 
 
 @pytest.mark.parametrize(
-    ("holds", "variant"),
-    [(MODEL, SELECTIVE), (ALL, BLOCK), (MODEL, EACH), (ALL, PAIRS), (MODEL, replace(PAIRS, fsdp=FINE_BOTH))],
+    "variant",
+    [SELECTIVE, BLOCK, EACH, PAIRS, replace(PAIRS, fsdp=FINE_BOTH)],
     ids=["selective", "block", "each", "pairs", "fine-grained hooks"],
 )
-def test_recomputation_trains_bit_identically(one_rank, variant, holds):
-    case = replace(variant.case, holds=holds, microbatches=2)
+def test_recomputation_trains_bit_identically(one_rank, variant):
+    case = replace(variant.case, microbatches=2)
     assert compared(case, variant=variant).replays == 4
 
 
 def test_pool_keeps_no_recomputed_activations(one_rank):
-    nothing, selective, block, each, pairs, at_once = (
-        kept(variant, MODEL) for variant in (NOTHING, SELECTIVE, BLOCK, EACH, PAIRS, AT_ONCE)
-    )
+    nothing, selective, block, each, pairs, at_once = map(kept, (NOTHING, SELECTIVE, BLOCK, EACH, PAIRS, AT_ONCE))
     case = NOTHING.case
     hidden_states = case.micro_batch * case.sequence * case.hidden * 4
     assert each - pairs == pairs - at_once == hidden_states  # the input of each recomputed group of layers
@@ -81,14 +79,13 @@ def test_pool_keeps_no_recomputed_activations(one_rank):
 @pytest.mark.parametrize(
     ("changes", "change", "reason"),
     [
-        ({}, hook_layers, "layer 1 (TransformerLayer) has hooks, which do not run in replays"),
-        ({"mtp": 1}, lambda model: None, "layers of multi-token prediction are recomputed"),
+        ({}, hook_layers, "decoder.layers.0 has hooks, which do not run in replays"),
         ({"holds": "layer", "unchecked": True}, lambda model: None, "--cuda-graph-layers-per-graph is 1"),
     ],
-    ids=["hooks", "multi-token prediction", "a layer in a graph"],
+    ids=["hooks", "a layer in a graph"],
 )
-def test_training_is_eager_without_graphs_of_all_layers(one_rank, caplog, changes, change, reason):
-    case = replace(graphed(ALL), **changes)
+def test_recomputing_training_is_eager_without_a_model_graph(one_rank, caplog, changes, change, reason):
+    case = replace(graphed(MODEL), **changes)
     variant = replace(EACH, case=case, change=change)
     eager = trained(case, False, variant=variant)
     with caplog.at_level(logging.WARNING):

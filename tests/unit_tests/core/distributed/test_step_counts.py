@@ -96,17 +96,14 @@ def counts(layers, **case):
 @pytest.mark.parametrize(
     ("case", "of_two_layers", "of_a_layer"),
     [
-        ({}, Counts(340, 74, 2), Counts(16, 1, 0)),
         ({"holds": "model"}, Counts(112, 25, 3), Counts(5, 1, 0)),
         ({"holds": "layer"}, Counts(545, 86, 10), Counts(135, 10, 5)),
         (MOE, Counts(900, 224, 16), Counts(315, 80, 8)),
         # Each layer has a second bucket for experts, and the auxiliary loss has a scale.
         ({**GROUPED, "holds": "model"}, Counts(120, 27, 3), Counts(10, 2, 0)),
-        (GROUPED, Counts(370, 76, 2), Counts(30, 2, 0)),
     ],
     ids=[
-        *("dense, all layers in one graph", "dense, the whole model", "dense, a graph for each layer", "MoE in parts"),
-        *("dropless MoE, the whole model", "dropless MoE, all layers in one graph"),
+        *("dense, the whole model", "dense, a graph for each layer", "MoE in parts", "dropless MoE, the whole model"),
     ],
 )
 def test_calls_and_launches_of_a_step_stay_bounded(ranks, case, of_two_layers, of_a_layer):

@@ -106,7 +106,7 @@ def clipping(optimizer, monkeypatch, mesh):
             return work()
 
         monkeypatch.setattr("megatron.core.optimizer.repeated_work.RepeatedWork.run", run)
-        made.model_chunks = [SimpleNamespace(module=SimpleNamespace(graphs=SimpleNamespace(model_passes=passes)))]
+        made.model_chunks = [SimpleNamespace(module=SimpleNamespace(graphs=SimpleNamespace(whole_passes=passes)))]
         return made, passes
 
     return make
@@ -130,7 +130,7 @@ def test_clipping_runs_as_repeated_work(clipping):
 # Each change prevents the capture of clipping.
 CHANGES = {
     "no FSDP": lambda made, patch: setattr(made.ddp_config, "use_megatron_fsdp", False),
-    "no graphs": lambda made, patch: setattr(made.model_chunks[0].module.graphs, "model_passes", None),
+    "no graphs": lambda made, patch: setattr(made.model_chunks[0].module.graphs, "whole_passes", None),
     "several chunks": lambda made, patch: made.model_chunks.extend(made.model_chunks),
     "no parameters": lambda made, patch: setattr(made, "is_stub_optimizer", True),
     "another capture": lambda made, patch: patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True),

@@ -96,10 +96,9 @@ class GraphedCallable:
         quantization: Quantization settings; None without quantization.
         hooks: Hooks to run around passes in warm-up and capture, outside the graphs.
         holds_hooks: Whether the graphs record the hooks of modules and parameters, including the collectives and
-            gradient accumulation that hooks launch. Inputs that require grad must then be leaves. If False, each replay
-            runs parameter hooks on the gradients that it returns.
-        copies_results: Whether a replay returns copies of outputs and input gradients, which stay valid after the next
-            replay.
+            gradient accumulation that hooks launch. Inputs that require grad must then be leaves, and replays return
+            copies of outputs, which stay valid after the next replay. If False, each replay runs parameter hooks on the
+            gradients that it returns.
         allow_unused_input: Whether inputs that require grad may have no gradient.
         retain_graph: Whether backward retains the autograd graph.
         clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones.
@@ -135,7 +134,6 @@ class GraphedCallable:
         quantization: Quantization | RecordedQuantization | None = None,
         hooks: CaptureTimeHooks | None = None,
         holds_hooks: bool = False,
-        copies_results: bool = False,
         allow_unused_input: bool = False,
         retain_graph: bool = False,
         clone_param_grads: bool = True,
@@ -159,7 +157,7 @@ class GraphedCallable:
         self.owner = GraphOwner() if owner is None else owner
         self.quantization = quantization
         self._hooks = hooks or CaptureTimeHooks(name, None)
-        self._holds_hooks, self._copies_results = holds_hooks, copies_results
+        self._holds_hooks = holds_hooks
         self._allow_unused_input, self._retain_graph = allow_unused_input, retain_graph
         self._clone_param_grads = clone_param_grads
         self._was_noted = self._backward_was_checked = False
@@ -232,7 +230,7 @@ class GraphedCallable:
             self.roots = list(map(get_gradient_edge, self.roots))
         self.outputs = tuple(leaf if leaf is None else leaf.detach() for leaf in outputs)
         self.forward_graph = graph
-        if self._copies_results:
+        if self._holds_hooks:
             self.outputs = self._weak(self.outputs)
         if isinstance(capture, Capture):
             self.order, self.forward_turn = capture.order, capture.order.number()
@@ -277,7 +275,7 @@ class GraphedCallable:
             self._backward_was_checked = True
             self._keep_gradients(grad_outputs, input_grads, param_grads)
             self.backward_graph = graph
-            if self._copies_results:
+            if self._holds_hooks:
                 self.grad_inputs = self._weak(self.grad_inputs)
         self._hooks.run("backward_hooks", self.func)
         if not self._retain_graph:
@@ -499,7 +497,7 @@ class GraphedCallable:
         _copy_in(self._places, inputs)
         self.round = self.order.forward(self.forward_turn)
         self._launch(self.forward_graph, "forward")
-        if self._copies_results:
+        if self._holds_hooks:
             return tuple([output if output is None else output.clone() for output in self.outputs])
         # Autograd stores gradients of leaves as their grad, which the next replay would overwrite.
         self._copied = [i for i in self._with_grad if inputs[i].is_leaf and inputs[i].requires_grad]

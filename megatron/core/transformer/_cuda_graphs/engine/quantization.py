@@ -109,17 +109,14 @@ class Quantization:
         """TransformerEngine's global FP8 and FP4 state."""
         return self.graph.FP8GlobalStateManager
 
-    def context(self, graph: bool = True) -> AbstractContextManager:
-        """Return the ``autocast`` context for warm-up and capture of the callable.
-
-        With ``graph``, leaving the outermost context does not update statistics; replays update them instead.
-        """
+    def context(self) -> AbstractContextManager:
+        """Return the ``autocast`` context for warm-up and capture. It does not update statistics, but replays do."""
         return self.graph.autocast(
             enabled=self.enabled,
             calibrating=self.calibrating,
             recipe=self.recipe,
             amax_reduction_group=self.amax_reduction_group,
-            _graph=graph,
+            _graph=True,
         )
 
     @contextmanager
@@ -187,21 +184,24 @@ class RecordedQuantization:
     Before a replay, the host only sets a flag on the device: whether to requantize the weights.
 
     Args:
+        manager: TransformerEngine's ``FP8GlobalStateManager``.
+        module: The module whose passes are captured.
         delayed: Whether the recipe is delayed scaling, the only recipe with statistics.
+        caches_params: Whether weights are quantized only in the first micro-batch of a step.
     """
 
-    def __init__(self, quantization: Quantization, module: torch.nn.Module, delayed: bool):
-        self._quantization, self.delayed = quantization, delayed
+    def __init__(self, manager: Any, module: torch.nn.Module, delayed: bool, caches_params: bool):
+        self._manager, self._delayed = manager, delayed
         self._modules = [each for each in module.modules() if hasattr(each, "reset_fp8_meta_tensors")]
         self._cached = [each for each in module.modules() if hasattr(each, "is_first_microbatch")]
         # Read by the graphs: nonzero to reuse the quantized weights; None if weights are not cached.
-        self._skips_weights = torch.zeros(1, device="cuda") if quantization.caches_params else None
+        self._skips_weights = torch.zeros(1, device="cuda") if caches_params else None
         self._skips = False  # value of the flag
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Context manager that restores the statistics and ``is_first_microbatch`` flags of modules on exit."""
-        state = self._quantization.state.quantization_state
+        state = self._manager.quantization_state
         stashed = {id(queue): list(queue) for queue in state.fp8_tensors_recompute_buffer}
 
         def unstash() -> None:
@@ -214,7 +214,7 @@ class RecordedQuantization:
             stack.callback(unstash)
             for module in self._cached:
                 stack.callback(module.__dict__.__setitem__, "is_first_microbatch", module.is_first_microbatch)
-            if self.delayed:
+            if self._delayed:
                 buffers = state.global_amax_history_buffer, state.global_scale_buffer
                 statistics = chain.from_iterable(each for buffer in buffers for each in buffer.values())
                 stack.enter_context(preserve_tensors(statistics))
@@ -225,12 +225,8 @@ class RecordedQuantization:
 
     def context(self) -> AbstractContextManager[None]:
         """Return the context of a forward pass, in which a GPU tensor decides whether to requantize the weights."""
-        state = self._quantization.state.quantization_state
+        state = self._manager.quantization_state
         return replaced_attribute([state], "skip_fp8_weight_update_tensor", lambda flag: self._skips_weights)
-
-    def autocast(self) -> AbstractContextManager:
-        """Return the modules' ``autocast`` context. Its exit updates FP8 statistics, except in a capture."""
-        return self._quantization.context(torch.cuda.is_current_stream_capturing())
 
     def before_forward(self, is_first_microbatch: object = None) -> None:
         """Make the graphs requantize weights if the modules' ``is_first_microbatch`` is set, and clear it.
@@ -249,7 +245,7 @@ class RecordedQuantization:
 
     def tensors(self) -> list[list[Any]]:
         """Return the tensors that the graphs use: amax histories, scales, and each module's quantized weights."""
-        state = self._quantization.state.quantization_state
+        state = self._manager.quantization_state
         buffers = state.global_amax_history_buffer, state.global_scale_buffer
         weights = [getattr(module, "_fp8_workspaces", {}) for module in self._cached]
         return [*(list(chain.from_iterable(each.values())) for each in buffers), *map(list, map(dict.values, weights))]

@@ -8,8 +8,7 @@ from typing import Any, Literal
 MEGATRON_FSDP = "--use-megatron-fsdp"
 TORCH_FSDP = "--use-torch-fsdp2"
 WHOLE_MODEL: Literal["model"] = "model"
-ALL_LAYERS: Literal["all"] = "all"
-LayersPerGraph = Literal["all", "model", 1]
+LayersPerGraph = Literal["model", 1]
 PACKED_FLAG = "--cuda-graph-packed-sequences"
 GROUPED_FLAG = "--moe-use-grouped-tensor"
 FACTOR_FLAG = "--moe-alltoall-capacity-factor"
@@ -49,11 +48,11 @@ FLAGS = {
     ),
     LAYERS_FLAG: Flag(
         "Contents of one CUDA graph, with --use-megatron-fsdp and --cuda-graph-impl transformer_engine: "
-        f"{ALL_LAYERS} for all consecutive layers, {WHOLE_MODEL} for all computation of a model from tokens to losses, "
-        f"or 1 for a single layer. Default: {WHOLE_MODEL} if possible, else {ALL_LAYERS}, else 1.",
-        allowed=lambda value: str(value) in (ALL_LAYERS, WHOLE_MODEL, "1"),
-        words=f"{ALL_LAYERS}, {WHOLE_MODEL} or 1",
-        arguments={"metavar": f"{ALL_LAYERS}|{WHOLE_MODEL}|1"},
+        f"{WHOLE_MODEL} for all computation of a model from tokens to losses or logits, or 1 for a single layer. "
+        f"Default: {WHOLE_MODEL} if possible, else 1.",
+        allowed=lambda value: str(value) in (WHOLE_MODEL, "1"),
+        words=f"{WHOLE_MODEL} or 1 (all was removed: use {WHOLE_MODEL})",
+        arguments={"metavar": f"{WHOLE_MODEL}|1"},
     ),
     PACKED_FLAG: Flag(
         "Maximum number of packed sequences per micro-batch; attention graphs read their offsets (--cuda-graph-impl "
@@ -109,9 +108,9 @@ def goes_on_eagerly(options: Any) -> bool:
 
 
 def layers_per_graph(options: Any) -> LayersPerGraph | None:
-    """Return the scope of one graph: 1 (layer), ``all`` (consecutive layers) or ``model``; None if unset."""
+    """Return the scope of one graph: ``model``, or 1 for a layer; None if unset."""
     value = given(options, LAYERS_FLAG)
-    known: dict[str, LayersPerGraph] = {ALL_LAYERS: ALL_LAYERS, WHOLE_MODEL: WHOLE_MODEL, "1": 1}
+    known: dict[str, LayersPerGraph] = {WHOLE_MODEL: WHOLE_MODEL, "1": 1}
     return known.get(str(value))
 
 
@@ -236,7 +235,7 @@ class Options:
 
     @property
     def quantizes_otherwise(self) -> bool:
-        """Whether training uses FP4, or an FP8 recipe that is not tested in graphs of several layers."""
+        """Whether training uses FP4, or an FP8 recipe that is not tested in graphs of the whole model."""
         return bool(self.get("fp4") or self.fp8_recipe not in ("", "delayed", "tensorwise"))
 
     @property

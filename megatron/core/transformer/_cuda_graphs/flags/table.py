@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.utils import log_single_rank
 
 from ..errors import OptionsError
-from .options import ALL_LAYERS, FACTOR_FLAG, GROUPED_FLAG, MEGATRON_FSDP, TORCH_FSDP, WHOLE_MODEL, Options, attribute
+from .options import FACTOR_FLAG, GROUPED_FLAG, MEGATRON_FSDP, TORCH_FSDP, WHOLE_MODEL, Options, attribute
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 # torch reads both names; the second one is older.
@@ -121,7 +121,7 @@ def _shards_all(options: Options) -> bool:
 
 
 def _captures_single_layers(options: Options) -> bool:
-    """Return whether flags rule out graphs of several layers."""
+    """Return whether flags rule out a graph of the whole model."""
     sharded = options.sharding == MEGATRON_FSDP and _shards_all(options)
     return bool(not sharded or options.modules or str(options.get("cuda_graph_layers_per_graph")) == "1")
 
@@ -138,13 +138,8 @@ def _recomputes_random_numbers(options: Options) -> bool:
 
 def _keeps_layers_in_graphs(options: Options) -> bool:
     """Return whether layers have their own graphs and cannot run eagerly between replays."""
-    pipelined = options.stages > 1
-    separate = (
-        _captures_single_layers(options)
-        or (pipelined and options.get("cuda_graph_layers_per_graph") == ALL_LAYERS)
-        or options.quantizes_otherwise
-    )
-    return bool(separate and (pipelined or options.updates_state))
+    separate = _captures_single_layers(options) or options.quantizes_otherwise
+    return bool(separate and (options.stages > 1 or options.updates_state))
 
 
 _REFUSED = [
@@ -212,7 +207,7 @@ _REFUSED = [
     _refused(
         "--recompute-granularity full with graphs per layer",
         lambda o: o.recomputes_layers and _captures_single_layers(o),
-        "--recompute-granularity full needs a graph of all layers: set --use-megatron-fsdp and "
+        "--recompute-granularity full needs a graph of the whole model: set --use-megatron-fsdp and "
         "--data-parallel-sharding-strategy optim_grads_params, and leave out --cuda-graph-modules and "
         "--cuda-graph-layers-per-graph 1",
         sharding=None,

@@ -10,7 +10,7 @@ from ..layer_graph import ATTENTION_INPUTS, LayerGraph, LayerGraphs
 from ..snapshot import Snapshot, memory_aspects, named
 from .layers import layer_name
 from .sample_inputs import SampleArguments, attention_mask_type, captures_attention, default_kwargs, packed_use
-from .stage import Chunk, Layers, Stage
+from .stage import Chunk, Stage
 
 _INPUTS = ". CUDA graphs need the same --seq-length, --micro-batch-size and precision in every step."
 _MOVED = (
@@ -21,27 +21,23 @@ _MOVED = (
 
 def attach_graphs(
     stage: Stage,
-    layers: Sequence[Layers],
     plan: Plan,
     graphs: Sequence[Any],
     samples: Sequence[SampleArguments],
     snapshots: Sequence[Snapshot],
-    other_shapes: bool,
 ) -> None:
-    """Attach graphs to layers. Without Megatron-FSDP, replays also check the addresses of parameters.
+    """Attach graphs to the layers of ``stage``. Without Megatron-FSDP, replays also check the addresses of parameters.
 
     Args:
-        layers: The captured layers of each chunk; ``snapshots`` has one entry per layer.
         graphs: The engine's callables, one per slot of ``plan``.
         samples: The static inputs of each slot.
-        other_shapes: Whether passes with other shapes run eagerly; otherwise they raise an error.
+        snapshots: One per layer.
     """
-    wrappers = [chunk.fsdp for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
-    every = [layer for own in layers for layer in own]
-    absent = default_kwargs(every, [kwargs for _, kwargs in samples])
+    wrappers = [chunk.fsdp for chunk in stage.chunks for _ in chunk.layers]
+    absent = default_kwargs(stage.layers, [kwargs for _, kwargs in samples])
     logged: set[str] = set()
     defaults: defaultdict[Any, DefaultInputs] = defaultdict(DefaultInputs)
-    for index, (layer, fsdp, slots) in enumerate(zip(every, wrappers, plan.slots_of_callables, strict=True)):
+    for index, (layer, fsdp, slots) in enumerate(zip(stage.layers, wrappers, plan.slots_of_callables, strict=True)):
         name, apart = layer_name(layer, index), fsdp is None
         fused = stage.config.gradient_accumulation_fusion
         memory = memory_aspects(named(layer, name), main_grads=fused) if apart else ()
@@ -56,7 +52,7 @@ def attach_graphs(
                     name,
                     graphed,
                     run=stage.role.wrap(graphed),
-                    shape=hidden_states.shape if other_shapes else None,
+                    shape=hidden_states.shape if stage.may_change_shape else None,
                     keywords={key: absent[slot][key] for key in kwargs},
                     defaults=defaults[attention_mask_type(layer)],
                     ignored=frozenset() if captures_attention(layer) else ATTENTION_INPUTS,

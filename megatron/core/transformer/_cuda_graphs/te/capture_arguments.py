@@ -11,7 +11,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.enums import CudaGraphModule
 
 from ..engine.plan import ordered_plan
-from ..engine.quantization import Quantization, RecordedQuantization
+from ..engine.quantization import RecordedQuantization
 from ..errors import ArgumentError
 from .layers import mtp_layers
 from .order import PassOrder
@@ -24,7 +24,7 @@ WARMUP_ITERATIONS = 3
 
 
 class CaptureArguments:
-    """Creates the arguments for a capture of individual ``layers`` of each chunk."""
+    """Creates the arguments for a capture of ``layers``, the callables of each chunk."""
 
     def __init__(self, stage: Stage, layers: Sequence[Layers], seq_length: int, micro_batch_size: int):
         self.stage, self.layers = stage, layers
@@ -79,24 +79,9 @@ class CaptureArguments:
         per_chunk = [len(own) for own in self.layers] if chunk_id_list is None else [1] * len(layers)
         return sample_arguments(
             ordered_plan(order, per_chunk, len(layers)),
-            lambda index: self.inputs_of(*layers[index]),
+            lambda index: self._inputs.make(layers[index][0], layers[index][1] if self.stage.role.language else None),
             lambda index: attention_mask_type(layers[index][0]),
         )
-
-    def inputs_of(self, layer: torch.nn.Module, model: Any, masked: bool = True) -> SampleArguments:
-        """Create new inputs for a layer of ``model``; see ``LayerInputs.make``."""
-        return self._inputs.make(layer, model if self.stage.role.language else None, masked)
-
-    def of_decoder(self, masked: bool) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
-        """Return the static inputs of the decoder's layers, keyed by name, and the names that each layer reads."""
-        model = self.stage.chunks[0].model
-        inputs: dict[str, torch.Tensor] = {}
-        read: list[tuple[str, ...]] = []
-        for layer in model.decoder.layers:
-            (hidden_states,), keywords = self.inputs_of(layer, model, masked)
-            inputs = {"hidden_states": hidden_states, **keywords} | inputs
-            read.append(tuple(keywords))
-        return inputs, read
 
     def of_engine(self, passes: PassOrder, sample_kwargs: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
         """Return the keyword arguments of ``make_graphed_callables``, except hooks and gradient owners."""
@@ -155,16 +140,10 @@ def recorded_quantization(stage: Stage, module: torch.nn.Module) -> RecordedQuan
     config = stage.config
     if not config.fp8:
         return None
-    from transformer_engine.pytorch import graph
+    from transformer_engine.pytorch.graph import FP8GlobalStateManager
 
-    arguments = quantization_arguments(stage, ())
-    quantization = Quantization(
-        graph,
-        recipe=arguments["recipe"],
-        amax_reduction_group=arguments["amax_reduction_group"],
-        caches_params=not config.disable_parameter_transpose_cache,
-    )
-    return RecordedQuantization(quantization, module, config.fp8_recipe == "delayed")
+    caches_params = not config.disable_parameter_transpose_cache
+    return RecordedQuantization(FP8GlobalStateManager, module, config.fp8_recipe == "delayed", caches_params)
 
 
 def _amax_reduction_group(stage: Stage) -> torch.distributed.ProcessGroup:

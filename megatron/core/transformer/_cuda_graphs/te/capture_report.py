@@ -25,7 +25,7 @@ def report_capture(stage: Stage, graphs: CaptureState, started: float) -> None:
     """
     if graphs.status is not Status.CAPTURED or torch.distributed.get_rank() != 0:
         return
-    slots = [slot for whole in graphs.whole for slot in whole.slots]
+    slots = [slot for whole in graphs.models for slot in whole.slots]
     slots += [graph.graphed for layer in stage.layers for graph in layer.cuda_graphs]
     pools = {PoolMemory.of(slot.forward_graph) for slot in slots}
     lines = [

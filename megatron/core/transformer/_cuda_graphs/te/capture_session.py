@@ -1,7 +1,7 @@
 """Capture the graphs of a pipeline stage."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .capture_state import CaptureState, Holds, Status
 from .layers import layer_name, refuse_skipped_forward
-from .model import capture_decoder, capture_for_evaluation, capture_models
+from .model import capture_for_evaluation, capture_models
 from .stage import Stage
 
 InputData = tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]
@@ -50,14 +50,10 @@ class CaptureSession:
         Args:
             input_data: Returns inputs and arguments of ``make_graphed_callables`` for individually captured layers.
         """
-        scope = self.graphs.scope
-        if scope.holds is Holds.MODEL:
+        if self.graphs.scope.holds is Holds.MODEL:
             self._capture_model()
         else:
-            if scope.holds is Holds.DECODER:
-                self._capture_decoder()
-            if any(self.graphs.layers_apart):
-                self._capture_layers(input_data)
+            self._capture_layers(input_data)
         # The first evaluation is captured when it begins.
         for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):
             chunk.fsdp.graphs.before_evaluation = partial(capture_for_evaluation, self.stage, chunk, graphs)
@@ -65,6 +61,9 @@ class CaptureSession:
         self.graphs.status = Status.CAPTURED
 
     def _capture_model(self) -> None:
+        """Capture each chunk of the model as a whole."""
+        from megatron.core.transformer.cuda_graphs import _set_capture_end, _set_capture_start  # imports this module
+
         stage, chunks = self.stage, self.stage.chunks
         models = [chunk.model for chunk in chunks]
         names = ["the whole model"] if stage.one_graph_serves_all else [f"chunk {i}" for i in range(len(chunks))]
@@ -75,45 +74,20 @@ class CaptureSession:
             for chunk, name in zip(chunks, names, strict=True)
         ]
         quantized = [recorded_quantization(stage, model) for model in models]
-        with self._several_layers([chunk.module for chunk in chunks]):
-            self.graphs.whole = capture_models(
+        # A failed capture may not restore generators and buffers. Capture mode would disable the layers' hooks.
+        outside = between(_set_capture_end, _set_capture_start)
+        self._free_gradients()
+        with outside, preserve_rng(), preserve_buffers([chunk.module for chunk in chunks]):
+            self.graphs.models = capture_models(
                 models,
                 owners,
                 order.plan,
                 self.shape,
                 warmup_iters,
                 quantized,
-                masked=self.graphs.masked,
+                given=self.graphs.calls.given,
             )
         self._warn_of_hooks((model, named(model)) for model in models)
-
-    def _capture_decoder(self) -> None:
-        """Capture all decoder layers in one forward and one backward graph."""
-        stage, chunk = self.stage, self.stage.chunks[0]
-        decoder = chunk.model.decoder
-        layers = list(decoder.layers)
-        inputs, read = CaptureArguments(stage, [layers], *self.shape).of_decoder(self.graphs.masked)
-        owner = chunk.fsdp.graphs.recorded_passes(partial(self.agreement.begin, "the decoder"), layers)
-        quantized = recorded_quantization(stage, decoder.layers)
-        with self._several_layers([decoder]):
-            self.graphs.whole = capture_decoder(
-                decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), quantized
-            )
-        self._warn_of_hooks([(decoder, named(decoder, parts=[decoder.layers]))])
-
-    @contextmanager
-    def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Context manager for capturing several layers in one graph.
-
-        It frees gradients, and suspends capture mode, which would disable the layers' hooks. On exit, it restores
-        generators and the buffers of ``modules``, because a failed capture may not restore them.
-        """
-        from megatron.core.transformer.cuda_graphs import _set_capture_end, _set_capture_start  # imports this module
-
-        self._free_gradients()
-        outside = between(_set_capture_end, _set_capture_start)
-        with outside, preserve_rng(), preserve_buffers(modules):
-            yield
 
     def _warn_of_hooks(self, captured: Iterable[tuple[torch.nn.Module, dict[torch.nn.Module, str]]]) -> None:
         """Warn about third-party hooks in graphs, given each captured module and the names of its submodules.
@@ -134,10 +108,9 @@ class CaptureSession:
             )
 
     def _capture_layers(self, input_data: Callable[[], InputData]) -> None:
-        """Capture each layer outside the decoder's graphs individually."""
+        """Capture each layer individually."""
         stage = self.stage
-        apart = self.graphs.layers_apart
-        layers = tuple(layer for own in apart for layer in own)
+        layers = tuple(stage.layers)
         sample_args, arguments = input_data()
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         for layer, name in zip(layers, names, strict=True):
@@ -165,8 +138,7 @@ class CaptureSession:
             ]
         self._warn_of_hooks(zip(layers, held, strict=True))
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
-        other_shapes = self.graphs.decoder is not None or stage.may_change_shape
-        attach_graphs(stage, apart, plan, graphs, samples, snapshots, other_shapes)
+        attach_graphs(stage, plan, graphs, samples, snapshots)
 
     @contextmanager
     def _fsdp_capture(self) -> Iterator[list[Any]]:
@@ -174,10 +146,10 @@ class CaptureSession:
         self._free_gradients()
         owners: list[Any] = []
         with ExitStack() as stack:
-            for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
+            for chunk in self.stage.chunks:
                 if chunk.fsdp is not None:
                     whole = not self.stage.config.cuda_graph_modules
-                    owners += stack.enter_context(chunk.fsdp.graphs.layer_capture(layers, whole))
+                    owners += stack.enter_context(chunk.fsdp.graphs.layer_capture(chunk.layers, whole))
             yield owners
 
     def _free_gradients(self) -> None:

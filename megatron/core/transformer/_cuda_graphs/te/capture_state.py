@@ -1,7 +1,7 @@
-"""Select and own the graphs of a pipeline stage: of the whole model, of all decoder layers, or of each layer."""
+"""Select and own the graphs of a pipeline stage: of the whole model, or of each layer."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,10 +14,10 @@ from ..errors import CallOrderError
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import calls_weakly, has_other_hooks
 from .attached_graphs import detach_graphs
-from .layers import decoder_layers, has_forward_of, language_layers, layer_name, why_not_graphable
-from .model import PassGraphs
+from .layers import decoder_layers, has_forward_of, language_layers, why_not_graphable
+from .model import ModelGraphs
 from .sample_inputs import attention_mask_type
-from .stage import Chunk, Layers, Stage
+from .stage import Chunk, Stage
 from .training_calls import TrainingCalls
 
 
@@ -35,17 +35,15 @@ class Holds(Enum):
     """The part of a model captured in one graph."""
 
     MODEL = "the model"
-    DECODER = "all layers of its decoder"
     LAYER = "a layer"
 
 
-def blocker(stage: Stage, holds: Holds) -> str:
-    """Return why this rank cannot capture the model, or its decoder, in one graph; empty if it can.
+def blocker(stage: Stage) -> str:
+    """Return why this rank cannot capture the whole model; empty if it can.
 
     In a pipeline, each chunk and micro-batch has its own graph.
     """
-    blockers = _model_blockers if holds is Holds.MODEL else _decoder_blockers
-    return next((reason for chunk in stage.chunks for reason in blockers(stage, chunk) if reason), "")
+    return next((reason for chunk in stage.chunks for reason in _model_blockers(stage, chunk) if reason), "")
 
 
 def _model_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
@@ -60,38 +58,7 @@ def _model_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
     repeated = {*language_layers(model)} - {*chunk.every_layer}
     captured = {*chunk.every_layer} <= {*chunk.layers} and not any(why_not_graphable(each, config) for each in repeated)
     if not (decoder_layers(model) and captured):
-        yield _NOT_ALL_LAYERS
-    yield from _common_blockers(stage, chunk)
-    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
-        yield "TransformerEngine's cross entropy reads values on the host: use --cross-entropy-fusion-impl native"
-    # Hooks inside a layer are recorded with it, as when the layer is captured individually.
-    inside = {child for layer in language_layers(model) for child in layer.modules() if child is not layer}
-    yield _hooked((name, module) for name, module in model.named_modules() if name and module not in inside)
-    yield chunk.fsdp.graphs.whole_model_blocker()
-
-
-def _decoder_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
-    """Yield reasons why the layers of the decoder cannot be captured together; see ``_model_blockers``."""
-    layers = decoder_layers(chunk.model)
-    if not stage.one_graph_serves_all:
-        yield "several micro-batches are in flight at a time"
-    if chunk.fsdp is None:
-        yield "the model is not under Megatron-FSDP"
-    yield _other_decoder(getattr(chunk.model, "decoder", None))
-    if len(layers) < 2 or not {*layers} <= {*chunk.layers}:
-        yield _NOT_ALL_LAYERS
-    yield from _common_blockers(stage, chunk)
-    if Options(stage.config).recomputes_layers and not {*chunk.layers} <= {*layers}:
-        yield "layers of multi-token prediction are recomputed (--recompute-granularity full)"
-    yield _hooked((layer_name(layer, index), layer) for index, layer in enumerate(layers))
-    yield chunk.fsdp.graphs.recording_blocker(layers)
-
-
-_NOT_ALL_LAYERS = "not all layers can be captured"
-
-
-def _common_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
-    config = stage.config
+        yield "not all layers can be captured"
     if len({*map(attention_mask_type, language_layers(chunk.model))} - {None}) > 1:
         yield "layers have different attention masks"
     if config.cuda_graph_modules:
@@ -100,6 +67,12 @@ def _common_blockers(stage: Stage, chunk: Chunk) -> Iterator[str]:
         yield "FP4, or an --fp8-recipe other than delayed or tensorwise, is used"
     if config.cuda_graph_retain_backward_graph:
         yield "the backward pass keeps autograd's graph (cuda_graph_retain_backward_graph)"
+    if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
+        yield "TransformerEngine's cross entropy reads values on the host: use --cross-entropy-fusion-impl native"
+    # Hooks inside a layer are recorded with it, as when the layer is captured individually.
+    inside = {child for layer in language_layers(model) for child in layer.modules() if child is not layer}
+    yield _hooked((name, module) for name, module in model.named_modules() if name and module not in inside)
+    yield chunk.fsdp.graphs.whole_model_blocker()
 
 
 def known_class(model: Any) -> type | None:
@@ -126,15 +99,6 @@ def other_method(model: Any) -> str:
     return ""
 
 
-def _other_decoder(decoder: Any) -> str:
-    from megatron.core.models.hybrid.hybrid_block import HybridStack  # these import cuda_graphs
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
-    if has_forward_of(decoder, TransformerBlock) or has_forward_of(decoder, HybridStack):
-        return ""
-    return f"{type(decoder).__name__} is not an unmodified TransformerBlock or HybridStack"
-
-
 def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
     names = (name for name, module in modules if has_other_hooks(module))
     return next((f"{name} has hooks, which do not run in replays" for name in names), "")
@@ -142,91 +106,58 @@ def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
 
 @dataclass(frozen=True)
 class CaptureScope:
-    """The part of the model in each graph of a pipeline stage, and why larger parts are not captured.
+    """The part of the model in each graph of a pipeline stage, and why not more is captured.
 
     Attributes:
         holds: The captured part; None if nothing is captured.
-        not_model: Why the whole model is not captured; empty if it is captured, or was not requested.
-        not_decoder: Why the decoder layers are not captured together; empty if they, or the whole model, are.
+        not_model: Why the whole model is not captured; empty if it is.
         why_nothing: Why nothing is captured; empty if something is.
     """
 
     holds: Holds | None
     not_model: str = ""
-    not_decoder: str = ""
     why_nothing: str = ""
 
 
-def largest_scope(stage: Stage, blocker_of: Callable[[Holds], str]) -> CaptureScope:
-    """Return the scope of the largest graphs that ``stage`` and ``--cuda-graph-layers-per-graph`` allow.
-
-    Args:
-        blocker_of: Returns why a part cannot be captured in one graph; empty if it can.
-    """
-    wanted, not_model = layers_per_graph(stage.config), ""
-    if wanted in (None, WHOLE_MODEL):
-        not_model = blocker_of(Holds.MODEL)
-        if not not_model:
-            return CaptureScope(Holds.MODEL)
-    not_decoder = f"{LAYERS_FLAG} is 1" if wanted == 1 else blocker_of(Holds.DECODER)
-    if not not_decoder:
-        return CaptureScope(Holds.DECODER, not_model)
-    if not Options(stage.config).recomputes_layers:
-        return CaptureScope(Holds.LAYER, not_model, not_decoder)
-    why_nothing = f"layers are recomputed in their backward pass, and {not_decoder}"
-    return CaptureScope(None, not_model, not_decoder, why_nothing)
+def largest_scope(stage: Stage, not_model: str) -> CaptureScope:
+    """Return the scope of the largest graphs of ``stage``; ``not_model`` is a reason not to capture the whole model."""
+    if layers_per_graph(stage.config) == 1:
+        not_model = f"{LAYERS_FLAG} is 1"
+    if not not_model:
+        return CaptureScope(Holds.MODEL)
+    if Options(stage.config).recomputes_layers:
+        return CaptureScope(None, not_model, f"layers are recomputed in their backward pass, and {not_model}")
+    return CaptureScope(Holds.LAYER, not_model)
 
 
 class CaptureState:
     """Chooses the parts of a pipeline stage to capture, and owns the graphs of one capture.
 
     Args:
-        calls: Observes training calls until the first capture.
         status: The initial status.
         not_model: Why the whole model must not be captured by default; empty if it may be.
 
     Attributes:
+        calls: Observes training calls until the first capture.
         scope: The captured part of the model; empty before ``select_scope``.
         status: Whether graphs exist.
-        whole: The whole-pass graphs: one object per model chunk, or one for the decoder's layers.
+        models: The graphs of each chunk of the model; empty if the model was not captured as a whole.
         microbatches: The required number of micro-batches per step; None for any number.
     """
 
     def __init__(self, stage: Stage, calls: TrainingCalls, status: Status = Status.BEFORE_CAPTURE, not_model: str = ""):
-        self._stage, self._calls, self.not_model = stage, calls, not_model
+        self._stage, self.calls, self.not_model = stage, calls, not_model
         self.scope = CaptureScope(None)
         self.status = status
-        self.whole: Sequence[PassGraphs] = ()
+        self.models: Sequence[ModelGraphs] = ()
         self.microbatches: int | None = None
         self._rng_states: GraphStates | None = None
         self._rng_hooks: Sequence[Any] = ()
 
-    @property
-    def models(self) -> Sequence[Any]:
-        """The graphs of each chunk of the model; empty if the model was not captured as a whole."""
-        return self.whole if self.scope.holds is Holds.MODEL else ()
-
-    @property
-    def decoder(self) -> Any:
-        """The graphs of all decoder layers together; None if the whole model or single layers were captured."""
-        return next(iter(self.whole), None) if self.scope.holds is Holds.DECODER else None
-
-    @property
-    def layers_apart(self) -> list[Layers]:
-        """The layers of each chunk that are, or will be, captured individually."""
-        together = {*(() if self.decoder is None else self.decoder.module.layers)}
-        return [[layer for layer in chunk.layers if layer not in together] for chunk in self._stage.chunks]
-
-    @property
-    def masked(self) -> bool:
-        """Whether whole passes are captured with a mask: calls had one, or a model of unknown class may create one."""
-        return self._calls.masked or any(known_class(chunk.model) is None for chunk in self._stage.chunks)
-
     def has_graphs_of_others(self) -> bool:
         """Return whether another helper has captured part of the stage. Call this before this helper captures."""
-        models = [chunk.model for chunk in self._stage.chunks]
-        parts = [*models, *(getattr(model, "decoder", None) for model in models)]
-        whole = any(isinstance(getattr(part, "forward", None), PassGraphs) for part in parts)
+        forwards = (getattr(chunk.model, "forward", None) for chunk in self._stage.chunks)
+        whole = any(isinstance(forward, ModelGraphs) for forward in forwards)
         return whole or any(layer.cuda_graphs for layer in self._stage.layers)
 
     def select_scope(self, agreement: CaptureAgreement) -> None:
@@ -237,47 +168,43 @@ class CaptureState:
         Raises:
             CallOrderError: A model is in evaluation mode.
         """
-        stage, wanted = self._stage, layers_per_graph(self._stage.config)
+        stage = self._stage
         if any(chunk.model is not None and not chunk.model.training for chunk in stage.chunks):
             raise CallOrderError("the model is in evaluation mode: call model.train(), then create_cudagraphs()")
-        self._calls.stop()
-        candidates = {Holds.MODEL: wanted in (None, WHOLE_MODEL), Holds.DECODER: wanted != 1}
-        own = {holds.name: self._blocker(holds) if candidate else "" for holds, candidate in candidates.items()}
-        agreed = agreement.blockers({"INTERLEAVED": self._interleaved(), **own})
-        if reason := agreed["INTERLEAVED"]:
+        self.calls.stop()
+        agreed = agreement.blockers({"interleaved": self._interleaved(), "model": self._blocker()})
+        if reason := agreed["interleaved"]:
             scope = CaptureScope(None, why_nothing=reason)
         else:
-            scope = largest_scope(stage, lambda holds: agreed[holds.name])
+            scope = largest_scope(stage, agreed["model"])
         self.scope = scope
-        if scope.not_model:
-            level = logging.INFO if wanted is None else logging.WARNING
+        if scope.not_model and scope.holds:
+            level = logging.WARNING if layers_per_graph(stage.config) == WHOLE_MODEL else logging.INFO
             stage.log(level, f"Layers are captured instead of the whole model, because {scope.not_model}")
         if reason := scope.why_nothing:
             stage.log(logging.WARNING, f"no CUDA graphs are captured, and training continues eagerly, because {reason}")
-        elif scope.holds is Holds.LAYER and wanted != 1 and scope.not_decoder != scope.not_model:
-            stage.log(logging.INFO, f"Each layer is captured separately, because {scope.not_decoder}")
 
     def captures_layers_instead(self) -> bool:
         """Return whether the whole model was chosen by default, so that layers are captured if its capture fails."""
         return self.scope.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
 
     def _interleaved(self) -> str:
-        if not (self._stage.one_graph_serves_all and self._calls.interleaved):
+        if not (self._stage.one_graph_serves_all and self.calls.interleaved):
             return ""
         return (
             "training ran two forward passes before their backward passes, and a graph serves one forward pass at a "
             "time: run each backward pass before the next forward pass"
         )
 
-    def _blocker(self, holds: Holds) -> str:
-        reason = blocker(self._stage, holds)
-        if reason or layers_per_graph(self._stage.config) is not None or holds is not Holds.MODEL:
+    def _blocker(self) -> str:
+        reason = blocker(self._stage)
+        if reason or layers_per_graph(self._stage.config) is not None:
             return reason
         if self.not_model:
             return self.not_model
         for method in filter(None, (other_method(chunk.model) for chunk in self._stage.chunks)):
             return f"{method}, and may compute a different result in every step"
-        return self._calls.blocker
+        return self.calls.blocker
 
     def follow_rng_tracker(self) -> None:
         """Register hooks that call ``GraphStates.adopt`` before each forward pass of a model."""
@@ -295,6 +222,6 @@ class CaptureState:
         """Free all graphs, if any. No other method may be called afterwards."""
         for hook in self._rng_hooks:
             hook.remove()
-        for graphs in self.whole:
+        for graphs in self.models:
             graphs.reset()
         detach_graphs(self._stage.chunks)

@@ -9,7 +9,7 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.utils import get_attr_wrapped_model
 
 from ..errors import UnsupportedError
-from ..flags.options import LAYERS_FLAG
+from ..flags.options import LAYERS_FLAG, WHOLE_MODEL
 
 
 def language_model_of(chunk: torch.nn.Module) -> Any | None:
@@ -111,5 +111,5 @@ def refuse_skipped_forward(layer: torch.nn.Module, name: str) -> None:
     if captures and not has_forward_of(layer, TransformerLayer):
         raise UnsupportedError(
             f"{name} replaces forward, but a graph of a single layer would skip it: override _te_cuda_graph_capture "
-            f"instead or, under Megatron-FSDP, capture several layers in one graph ({LAYERS_FLAG})"
+            f"instead or, under Megatron-FSDP, capture the whole model ({LAYERS_FLAG} {WHOLE_MODEL})"
         )

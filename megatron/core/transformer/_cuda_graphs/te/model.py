@@ -1,4 +1,4 @@
-"""Graphs of whole passes of a language model, a pipeline chunk, or all decoder layers.
+"""Graphs of whole passes of a language model or a pipeline chunk.
 
 Forward and backward pass are separate graphs, each including its collectives. In a pipeline, each micro-batch of a
 step has its own graphs.
@@ -8,8 +8,7 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,12 +16,11 @@ from typing import Any
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
 
 from ..agreement import CaptureAgreement, warn_of_failure
-from ..engine.captured import GraphedCallable, GraphOwner, capture_passes
+from ..engine.captured import GraphedCallable, capture_passes
 from ..engine.plan import Plan, unordered_plan
 from ..engine.quantization import RecordedQuantization
 from ..errors import CaptureFailedError
@@ -30,7 +28,7 @@ from ..evaluation_mode import may_replay_evaluation
 from ..flags.options import FACTOR_FLAG
 from ..hooks import has_other_hooks
 from ..inputs import ADVICE, OFFSETS, DefaultInputs, from_static_offsets, unpack
-from ..layer_graph import ANOTHER_SHAPE, ATTENTION_INPUTS
+from ..layer_graph import ANOTHER_SHAPE
 from ..replacements import TakenForward
 from ..snapshot import InputSignature, Snapshot, module_aspects, named, quantized_aspect, refuse_changed_attributes
 from .capture_arguments import WARMUP_ITERATIONS, recorded_quantization
@@ -39,6 +37,7 @@ from .sample_inputs import LayerInputs, captures_attention, sample_arguments
 from .stage import Chunk, Stage
 from .training_calls import (
     HIDDEN_STATES,
+    OPTIONAL,
     arguments_by_name,
     call_blocker,
     expected_inputs,
@@ -53,18 +52,17 @@ _MASK = "attention_mask"
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
-class PassGraphs:
-    """Replaces ``module.forward`` while graphs of all or part of the module's passes exist.
+class ModelGraphs:
+    """Replaces the ``forward`` of a language model or a pipeline chunk while graphs of its passes exist.
 
-    A call replays if its tensors have the captured shapes and dtypes, it has no additional arguments, and no state that
-    the graphs depend on has changed. Other calls run eagerly. If a call has no attention mask, the graphs read the
-    captured mask.
+    A call replays if it has the captured arguments with the captured shapes and dtypes, its step has as many
+    micro-batches as at capture, and no state that the graphs depend on has changed. Other calls run eagerly. If a call
+    has no attention mask, the graphs read the captured mask.
 
     Args:
         slots: The captured graphs: one pair in total, or one per micro-batch of a step. Static inputs are named after
             the arguments of ``forward``.
         snapshot: State that the graphs depend on.
-        unused: Arguments that the captured passes do not read.
         kept: Tensors that the graphs read and that must be kept alive.
         training: Whether the graphs replace ``forward``. Evaluation graphs do not: the training graphs call them.
 
@@ -72,7 +70,7 @@ class PassGraphs:
         evaluation: The graph of the evaluation forward pass; None if there is none.
     """
 
-    evaluation: "PassGraphs | None" = None
+    evaluation: "ModelGraphs | None" = None
 
     def __init__(
         self,
@@ -80,7 +78,6 @@ class PassGraphs:
         slots: Sequence[GraphedCallable],
         snapshot: Snapshot,
         *,
-        unused: Collection[str] = (),
         kept: Sequence[Any] = (),
         training: bool = True,
     ):
@@ -90,11 +87,10 @@ class PassGraphs:
         self._order = list(inspect.signature(type(module).forward).parameters)[1:]
         inputs = slots[0].kwargs
         self._names = list(inputs)
+        unused = unused_by(module) | (set() if any(map(captures_attention, language_layers(module))) else {_MASK})
         self._known = frozenset((*inputs, *unused))
         self._defaults = DefaultInputs()
         self._expected = InputSignature(type(module).__name__, list(inputs.values()), self._names.__getitem__)
-        self._tokens = self.tokens_of(inputs)
-        self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
         self._taken = TakenForward(module, self) if training else None
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +99,7 @@ class PassGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with a replay if possible."""
-        graphs: PassGraphs | None = None
+        graphs: ModelGraphs | None = None
         if is_training(self.module):
             graphs = self
         elif self.evaluation is not None and not self.module.training and _may_replay_evaluation():
@@ -113,7 +109,7 @@ class PassGraphs:
             slot = graphs._slot_of(given)
             inputs = None if slot is None else graphs.inputs_of(given, slot)
             if slot is not None and inputs is not None:
-                return graphs._replay(slot, inputs, args, kwargs)
+                return slot.replay(inputs)
         if graphs is not None or torch.is_grad_enabled():
             (graphs or self).before_eager_forward()
         return type(self.module).forward(self.module, *args, **kwargs)
@@ -122,17 +118,22 @@ class PassGraphs:
         """Call the owner's ``before_eager_forward``; other ranks may replay the pass."""
         self.slots[0].owner.before_eager_forward()
 
-    def tokens_of(self, given: Mapping[str, Any]) -> int:
-        """Return the sequence length of a call on this rank, given its arguments by name."""
-        raise NotImplementedError
-
     def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
-        """Return the graphs for a call, or None to run eagerly. Overrides may modify the arguments ``given``."""
-        return self.slots[0]
+        """Return the graphs of the current micro-batch; None if the number of micro-batches differs from capture.
 
-    def _replay(self, slot: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Replay ``slot``, and return the output of the call."""
-        return slot.replay(inputs)
+        Add the hidden states of the previous pipeline stage to ``given``. All micro-batches share one evaluation graph
+        because no backward pass reads its output.
+        """
+        model = self.module
+        if HIDDEN_STATES in self.slots[0].kwargs:
+            given[HIDDEN_STATES] = model.decoder.input_tensor
+        if not model.training or (is_first(model) and is_last(model)):
+            return self.slots[0]
+        number = getattr(decoder_layers(model)[0], "current_microbatch", None)
+        if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
+            self._log_eager_pass(f"captured for steps of {len(self.slots)} micro-batches in a pipeline schedule")
+            return None
+        return self.slots[number]
 
     def inputs_of(self, given: dict[str, Any], slot: GraphedCallable) -> list[torch.Tensor] | None:
         """Return the inputs of a replay in the order of the static inputs; None if the call does not match the graphs.
@@ -143,8 +144,8 @@ class PassGraphs:
             given: The arguments of the call, keyed by name. Packed sequences are replaced by their offsets in place.
         """
         packed_otherwise = ""
-        if self._packed_tokens:
-            packed_otherwise = unpack(given, self._packed_tokens * self.tokens_of(given) // self._tokens)
+        if OFFSETS[0] in slot.kwargs and (shape := shape_of(self.module, given)) is not None:
+            packed_otherwise = unpack(given, shape[0] * self.module.config.context_parallel_size)
         mask = slot.kwargs.get(_MASK)
         unmasked = given.get(_MASK) is None
         inputs: list[Any] = [mask if unmasked and name == _MASK else given.get(name) for name in self._names]
@@ -199,158 +200,71 @@ def _may_replay_evaluation() -> bool:
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 
-class ModelGraphs(PassGraphs):
-    """Graphs of a language model or a pipeline chunk, from tokens or hidden states to losses or hidden states.
-
-    A call matches if it has labels (where the model computes losses) and its step has as many micro-batches as at
-    capture.
-    """
-
-    def __init__(self, model: Any, slots: Sequence[GraphedCallable], *more: Any, **options: Any):
-        unused = unused_by(model) | (set() if any(map(captures_attention, language_layers(model))) else {_MASK})
-        super().__init__(model, slots, *more, unused=unused, **options)
-
-    def tokens_of(self, given: Mapping[str, Any]) -> int:
-        shape = shape_of(self.module, given)
-        assert shape is not None
-        return shape[0]
-
-    def _slot_of(self, given: dict[str, Any]) -> GraphedCallable | None:
-        """Return the graphs of the current micro-batch; None if the number of micro-batches differs from capture.
-
-        All micro-batches share one evaluation graph because no backward pass reads its output.
-        """
-        model = self.module
-        if HIDDEN_STATES in self.slots[0].kwargs:
-            given[HIDDEN_STATES] = model.decoder.input_tensor
-        if shape_of(model, given) is None:
-            return None
-        if not model.training or (is_first(model) and is_last(model)):
-            return self.slots[0]
-        number = getattr(decoder_layers(model)[0], "current_microbatch", None)
-        if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
-            micro_batches = f"{len(self.slots)} micro-batches in a pipeline schedule"
-            self._log_eager_pass(f"captured for steps of {micro_batches}")
-            return None
-        return self.slots[number]
-
-
-class DecoderGraphs(PassGraphs):
-    """Graphs of all layers of a decoder. The decoder's ``forward`` runs eagerly and calls them."""
-
-    def tokens_of(self, given: Mapping[str, Any]) -> int:
-        return len(given["hidden_states"])
-
-    def _slot_of(self, given: dict[str, Any]) -> GraphedCallable:
-        if not given.get("extract_layer_indices"):
-            given.pop("extract_layer_indices", None)
-        return self.slots[0]
-
-    def _replay(self, slot: GraphedCallable, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        own, config = self.module.__dict__, self.module.config
-        own["layers"] = (_ReplayedLayers(slot, inputs[1:]),)  # takes precedence over the registered submodule
-        if config.recompute_granularity == "full":  # the graphs recompute
-            own["config"] = copy(config)
-            own["config"].recompute_granularity = None
-        try:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        finally:
-            own["config"] = config
-            del own["layers"]
-
-
-class _ReplayedLayers:
-    """Stands in for all layers in the loop of a decoder's ``forward``, and replays their graph.
-
-    Attributes:
-        layer_number: The number of the first layer; the decoder's ``forward`` reads this attribute.
-    """
-
-    layer_number = 1
-
-    def __init__(self, slot: GraphedCallable, inputs: Sequence[torch.Tensor]):
-        self._slot, self._inputs = slot, inputs
-
-    def __call__(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        return self._slot.replay([hidden_states, *self._inputs]), None
-
-
-def _graphed(
-    name: str,
-    func: Callable[..., torch.Tensor],
-    inputs: dict[str, torch.Tensor],
-    module: torch.nn.Module,
-    owner: GraphOwner,
-    quantized: RecordedQuantization | None,
-    copies_results: bool = True,
-) -> GraphedCallable:
-    """Return a ``GraphedCallable``, not captured yet, for the passes of ``func`` and the hooks of ``module``.
-
-    Args:
-        inputs: Static inputs, keyed by name. Inputs that require grad must be leaves.
-    """
-    return GraphedCallable(
-        name,
-        func,
-        (),
-        inputs,
-        module=module,
-        owner=owner,
-        quantization=quantized,
-        holds_hooks=True,
-        copies_results=copies_results,
-        allow_unused_input=True,
-    )
-
-
-def _capture(
-    kind: type[PassGraphs],
-    slots: Mapping[torch.nn.Module, Sequence[GraphedCallable]],
+def capture_models(
+    models: Sequence[Any],
     owners: Sequence[Any],
     plan: Plan,
+    shape: tuple[int, int],
     num_warmup_iters: int,
-    around: AbstractContextManager[None],
+    quantized: Sequence[RecordedQuantization | None],
+    *,
+    given: Collection[str],
     training: bool = True,
-    **options: Any,
-) -> list[Any]:
-    """Capture passes, and return the graphs of each module; free all graphs on an exception.
+) -> list[ModelGraphs]:
+    """Capture the passes of ``models``; with ``training``, later calls replay them. On an exception, free all graphs.
 
     Args:
-        kind: The class of the returned graphs; its constructor receives ``training`` and ``options``.
-        slots: The callables to capture for each module, in the order of the plan's slots.
-        owners: Megatron-FSDP's ``RecordedPasses`` of the modules.
+        models: The language model, or its chunks in a pipeline stage: the callables of ``plan``.
+        owners: Megatron-FSDP's ``RecordedPasses`` of each model.
+        shape: Sequence length before any sharding, and micro-batch size.
         num_warmup_iters: Iterations of the whole plan before the capture.
-        around: Context manager for warm-up and capture.
+        quantized: The quantization of each model, or None.
+        given: The arguments that calls have, of those in ``OPTIONAL``.
+        training: Whether to capture backward passes. Otherwise models must be in evaluation mode.
     """
+    slots: defaultdict[Any, list[GraphedCallable]] = defaultdict(list)
+    for index, inputs in zip(plan.callable_of_slot, inputs_of_slots(models, plan, *shape, given), strict=True):
+        model, own = models[index], slots[models[index]]
+        name = type(model).__name__ + ("" if training else " in evaluation")
+        if len(plan.slots_of_callables[index]) > 1:
+            name += f" (chunk {index}, micro-batch {len(own)})"
+        graphed = GraphedCallable(
+            name,
+            partial(_forward, model, shape[0]),
+            (),
+            inputs,
+            module=model,
+            owner=owners[index],
+            quantization=quantized[index],
+            holds_hooks=True,
+            allow_unused_input=True,
+        )
+        own.append(graphed)
     every = [slot for own in slots.values() for slot in own]
-    quantized = dict.fromkeys(
-        each.quantization for each in every if isinstance(each.quantization, RecordedQuantization)
-    )
-    graphs: list[PassGraphs] = []
+    kept: list[Any] = []
+    graphs: list[ModelGraphs] = []
     try:
         with ExitStack() as capturing:
             for owner in owners:
                 capturing.enter_context(owner.capture())
-            with refuse_changed_attributes(slots), around:
+            with refuse_changed_attributes(models), _around_passes(models, kept):
                 capture_passes(
                     plan,
                     every,
                     num_warmup_iters=num_warmup_iters,
                     shares_memory=True,
-                    contexts=[each.preserved() for each in quantized],
+                    contexts=[each.preserved() for each in quantized if each is not None],
                 )
             snapshots = []
-            for module, (slot, *_) in slots.items():
-                recorded = slot.quantization if isinstance(slot.quantization, RecordedQuantization) else None
-                modules = named(module, parts=None if slot.module in (None, module) else [slot.module])
+            for model, recorded in zip(models, quantized, strict=True):
                 snapshot = Snapshot(
                     "replays resume once it is changed back",
-                    *module_aspects(modules, around=module, replaced=module),
+                    *module_aspects(named(model), around=model, replaced=model),
                     *(() if recorded is None else [quantized_aspect(recorded.tensors)]),
                 )
                 snapshots.append(snapshot)
-        for (module, own), snapshot in zip(slots.items(), snapshots, strict=True):
-            graphs.append(kind(module, own, snapshot, training=training, **options))
+        for (model, own), snapshot in zip(slots.items(), snapshots, strict=True):
+            graphs.append(ModelGraphs(model, own, snapshot, training=training, kept=kept))
     except BaseException:
         for made in graphs:
             made.reset()
@@ -360,62 +274,32 @@ def _capture(
     return graphs
 
 
-def capture_models(
-    models: Sequence[Any],
-    owners: Sequence[Any],
-    plan: Plan,
-    shape: tuple[int, int],
-    num_warmup_iters: int,
-    quantized: Sequence[RecordedQuantization | None],
-    *,
-    masked: bool,
-    training: bool = True,
-) -> list[ModelGraphs]:
-    """Capture the passes of ``models``; with ``training``, later calls replay them. See ``_capture``.
-
-    Args:
-        models: The language model, or its chunks in a pipeline stage: the callables of ``plan``.
-        shape: Sequence length before any sharding, and micro-batch size.
-        quantized: The quantization of each model, or None.
-        masked: Whether calls have an attention mask.
-        training: Whether to capture backward passes. Otherwise models must be in evaluation mode.
-    """
-    slots: defaultdict[Any, list[GraphedCallable]] = defaultdict(list)
-    for index, inputs in zip(plan.callable_of_slot, inputs_of_slots(models, plan, *shape, masked), strict=True):
-        model, own = models[index], slots[models[index]]
-        name = type(model).__name__ + ("" if training else " in evaluation")
-        if len(plan.slots_of_callables[index]) > 1:
-            name += f" (chunk {index}, micro-batch {len(own)})"
-        forward = partial(_forward, model, shape[0])
-        own.append(_graphed(name, forward, inputs, model, owners[index], quantized[index]))
-    kept: list[Any] = []
-    around = _around_passes(models, kept)
-    return _capture(ModelGraphs, slots, owners, plan, num_warmup_iters, around, training, kept=kept)
-
-
 def inputs_of_slots(
-    models: Sequence[Any], plan: Plan, seq_length: int, micro_batch_size: int, masked: bool
+    models: Sequence[Any], plan: Plan, seq_length: int, micro_batch_size: int, given: Collection[str]
 ) -> list[dict[str, torch.Tensor]]:
     """Return the static inputs of each slot of ``plan``, shared between slots that are not in use together."""
     samples = sample_arguments(
         plan,
-        lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size, masked)),
-        lambda index: index,  # models may differ in whether they get a mask
+        lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size, given)),
+        lambda index: index,  # models may differ in their inputs
     )
     return [inputs for _, inputs in samples]
 
 
-def sample_inputs(model: Any, seq_length: int, micro_batch_size: int, masked: bool) -> dict[str, torch.Tensor]:
+def sample_inputs(
+    model: Any, seq_length: int, micro_batch_size: int, given: Collection[str]
+) -> dict[str, torch.Tensor]:
     """Create static inputs of ``model``, keyed by name, including ``hidden_states`` from the previous stage.
 
-    Shapes and dtypes match ``expected_inputs`` and the first layer's hidden states. With ``masked``, the attention
-    mask is the layers' default mask; a model without attention has no mask.
+    Shapes and dtypes match ``expected_inputs`` and the first layer's hidden states. Arguments in ``OPTIONAL`` must be
+    ``given``. The attention mask is the layers' default mask; a model without attention has no mask.
     """
     of_layers = LayerInputs(model.config, seq_length, micro_batch_size)
     attention = next(filter(captures_attention, language_layers(model)), None)
-    _, of_attention = ((), {}) if attention is None else of_layers.make(attention, None, masked)
+    _, of_attention = ((), {}) if attention is None else of_layers.make(attention, None, _MASK in given)
     expected = expected_inputs(model, seq_length // model.config.context_parallel_size, micro_batch_size)
-    expected.pop(_MASK, None)
+    for name in {_MASK, *OPTIONAL.difference(given)}:
+        expected.pop(name, None)
     inputs = {name: torch.zeros(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in expected.items()}
     if "loss_mask" in inputs:
         inputs["loss_mask"].fill_(1)
@@ -452,57 +336,6 @@ def _forward(
         model.set_input_tensor(hidden_states)
     absent = dict.fromkeys(("input_ids", "position_ids", _MASK))
     return type(model).forward(model, **(absent | from_static_offsets(given, seq_length)))
-
-
-def capture_decoder(
-    decoder: Any,
-    owner: Any,
-    inputs: dict[str, torch.Tensor],
-    read: Sequence[Sequence[str]],
-    num_warmup_iters: int,
-    quantized: RecordedQuantization | None,
-) -> list[DecoderGraphs]:
-    """Capture the passes of all layers of ``decoder``; later calls replay them. See ``_capture``.
-
-    Args:
-        inputs: Static inputs, keyed by name, ``hidden_states`` first.
-        read: The inputs besides ``hidden_states`` that each layer reads.
-        quantized: The quantization of the layers, or None.
-    """
-    from megatron.core.fp8_utils import get_fp8_context  # imports cuda_graphs, which imports this module
-
-    def run(hidden_states: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
-        # Same as in the decoder, which also enters the delayed scaling context during replays and updates statistics.
-        config = decoder.config
-        at_once = quantized is not None and quantized.delayed
-        forked = get_cuda_rng_tracker().fork() if config.sequence_parallel else nullcontext()
-        with forked, quantized.autocast() if quantized is not None and at_once else nullcontext():
-            if config.recompute_granularity == "full":
-                return _recomputed(decoder, hidden_states, given, not at_once)
-            for layer, names in zip(decoder.layers, read, strict=True):
-                with nullcontext() if at_once else get_fp8_context(config, layer.layer_number - 1):
-                    output = layer(hidden_states, **{name: given[name] for name in names})
-                hidden_states = output[0] if isinstance(output, tuple) else output
-        return hidden_states
-
-    slot = _graphed(type(decoder).__name__, run, inputs, decoder.layers, owner, quantized, copies_results=False)
-    unused = () if any(map(captures_attention, decoder.layers)) else ATTENTION_INPUTS
-    of_slots, plan = {decoder: [slot]}, unordered_plan(1)
-    return _capture(DecoderGraphs, of_slots, [owner], plan, num_warmup_iters, nullcontext(), unused=unused)
-
-
-def _recomputed(
-    decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, torch.Tensor], quantizes: bool
-) -> torch.Tensor:
-    """Run all layers of ``decoder`` with full recomputation. With ``quantizes``, each layer enters its FP8 context."""
-    from megatron.core.recompute import checkpointed_forward  # imports cuda_graphs, which imports this module
-
-    given = from_static_offsets(dict(given), decoder.layers[0]._tokens(hidden_states))
-    unused = dict.fromkeys(("context", "context_mask", "attention_bias"))
-    read = {name: given.get(name) for name in (_MASK, "rotary_pos_emb", "packed_seq_params")}
-    return checkpointed_forward(
-        decoder, hidden_states=hidden_states, use_inner_quantization_context=quantizes, **read, **unused
-    )
 
 
 def capture_for_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args: tuple, kwargs: Any) -> None:
@@ -554,8 +387,8 @@ def _capture_evaluation(stage: Stage, chunk: Chunk, training: ModelGraphs, args:
         owner = chunk.fsdp.graphs.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
         quantized = [recorded_quantization(stage, model)]
         plan = unordered_plan(1).forward_only()
-        masked = given.get(_MASK) is not None
+        optional = [name for name in OPTIONAL if given.get(name) is not None]
         (training.evaluation,) = capture_models(
-            [model], [owner], plan, shape, WARMUP_ITERATIONS, quantized, masked=masked, training=False
+            [model], [owner], plan, shape, WARMUP_ITERATIONS, quantized, given=optional, training=False
         )
     return ""

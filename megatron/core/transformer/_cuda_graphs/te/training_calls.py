@@ -13,6 +13,7 @@ from ..inputs import OFFSETS, unpack
 
 # The input that ``set_input_tensor`` passes to a model chunk that follows a different pipeline stage.
 HIDDEN_STATES = "hidden_states"
+OPTIONAL = frozenset(("attention_mask", "labels"))  # arguments of ``expected_inputs`` that calls may omit
 _UNCALLED = "the model has not been called for training yet"
 
 
@@ -48,7 +49,7 @@ def is_first(model: Any) -> bool:
 
 
 def is_last(model: Any) -> bool:
-    """Return whether ``model`` returns losses instead of hidden states for the next pipeline stage."""
+    """Return whether ``model`` returns losses or logits instead of hidden states for the next pipeline stage."""
     return bool(getattr(model, "post_process", True))
 
 
@@ -64,10 +65,10 @@ def unused_by(model: Any) -> set[str]:
 
 def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the sequence length on this rank and the micro-batch size of a call of ``model``; None if unknown."""
-    if not is_first(model) and not is_last(model):
+    if not is_first(model):
         tokens, sequences, _ = given.get(HIDDEN_STATES, model.decoder.input_tensor).shape
         return tokens * (model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1), sequences
-    shown = given.get("labels" if is_last(model) else "input_ids")
+    shown = given.get("input_ids")
     return None if getattr(shown, "ndim", None) != 2 else tuple(shown.shape[::-1])  # type: ignore[union-attr]
 
 
@@ -90,14 +91,14 @@ class TrainingCalls:
     Attributes:
         interleaved: Whether a second forward pass has run before the backward pass of the first, as in pipelines. A
             single graph would then overwrite the activations of the first pass.
-        masked: Whether any call had an attention mask; True before the first call.
+        given: The optional arguments that any call had; all of them before the first call.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module]):
         self.interleaved = False
         self._blockers = dict.fromkeys(models, _UNCALLED)
         self._passes = 0
-        self.masked = True
+        self.given = set(OPTIONAL)
         self._orders = {model: list(inspect.signature(model.forward).parameters) for model in self._blockers}
         # A forward hook, because forward-pre hooks may change the arguments. This hook does not prevent a capture.
         observe = runs_outside_graphs(calls_weakly(self._observe))
@@ -117,7 +118,9 @@ class TrainingCalls:
         if not is_training(model):
             return
         given = arguments_by_name(self._orders[model], args, kwargs)
-        self.masked = given.get("attention_mask") is not None or (self.masked and self._passes > 0)
+        if not self._passes:
+            self.given.clear()
+        self.given.update(name for name in OPTIONAL if given.get(name) is not None)
         if self._blockers[model] in ("", _UNCALLED):  # one mismatch is enough
             self._blockers[model] = call_blocker(model, given)
         self._passes += 1
@@ -135,15 +138,16 @@ def call_blocker(model: Any, given: dict[str, Any]) -> str:
     """Return why no graph of ``model`` can match a call with the arguments ``given``; empty if one can."""
     shape_on_rank = shape_of(model, given)
     if shape_on_rank is None:
-        return f"the model was called without {'labels' if is_last(model) else 'tokens'}"
+        return "the model was called without tokens"
     expected = expected_inputs(model, *shape_on_rank)
     if OFFSETS[0] in expected and unpack(given, shape_on_rank[0] * model.config.context_parallel_size):
         return "the model's packed_seq_params are not padded by pad_packed_seq_params"
     others = [name for name in given if given[name] is not None and name not in (*expected, *unused_by(model))]
     if others:
         return f"the model was called with {', '.join(others)}"
-    if given.get("attention_mask") is None:
-        expected.pop("attention_mask", None)
+    for name in OPTIONAL:
+        if given.get(name) is None:
+            expected.pop(name, None)
     for name, (shape, dtype) in expected.items():
         tensor = given.get(name)
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype:

@@ -12,9 +12,8 @@ from ..fsdp_variants import run_backward
 
 pytestmark = pytest.mark.sampled
 
-MODEL, DECODER, LAYER = "model", "decoder", "layer"
-KINDS = pytest.mark.parametrize("kind", [MODEL, DECODER, LAYER])
-RECORDED = pytest.mark.parametrize("kind", [MODEL, DECODER])
+MODEL, LAYER = "model", "layer"
+KINDS = pytest.mark.parametrize("kind", [MODEL, LAYER])
 GATHER, SHARD, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 
 
@@ -109,9 +108,8 @@ def run_evaluation(training):
         run_backward(training.fsdp, training.case)
 
 
-@RECORDED
-def test_schedules_must_mark_the_last_replay(hybrid_ranks, kind):
-    with trained(kind, hybrid_ranks, "no_shard") as training:
+def test_schedules_must_mark_the_last_replay(hybrid_ranks):
+    with trained(MODEL, hybrid_ranks, "no_shard") as training:
         run(training, last=False)
         with pytest.raises(RuntimeError, match="--no-align-grad-reduce"):
             training.fsdp.start_grad_sync()
@@ -120,9 +118,8 @@ def test_schedules_must_mark_the_last_replay(hybrid_ranks, kind):
         training.fsdp.finish_grad_sync()
 
 
-@RECORDED
-def test_graphs_do_not_communicate_across_replicas(hybrid_ranks, kind):
-    with trained(kind, hybrid_ranks, "optim") as training:
+def test_graphs_do_not_communicate_across_replicas(hybrid_ranks):
+    with trained(MODEL, hybrid_ranks, "optim") as training:
         training.helper.delete_cuda_graphs()
         training.fsdp.all_gather_pipeline.gathered_across_replicas = False
         with sent_across_replicas(training.fsdp) as sent:

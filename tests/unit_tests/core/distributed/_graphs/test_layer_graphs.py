@@ -266,21 +266,6 @@ def test_gradients_completed_elsewhere_go_to_autograd(fsdp, mark):
     assert taken(fsdp) == everything - {FC1}
 
 
-@pytest.mark.parametrize(
-    ("mark", "reason"),
-    [
-        ("skip_backward_post_hook", "the weight gradient of {} is delayed"),
-        ("_is_shared", "the gradient of {} is complete only after backward"),
-    ],
-)
-def test_gradients_completed_elsewhere_block_recorded_layers(fsdp, mark, reason):
-    layers = list(fsdp.module.decoder.layers)
-    fsdp._replace_param_with_raw_if_needed()
-    assert fsdp.graphs.recording_blocker(layers) == ""
-    setattr(layers[1].get_parameter(FC1), mark, True)
-    assert fsdp.graphs.recording_blocker(layers) == reason.format(f"decoder.layers.1.{FC1}")
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_unused_parameters_get_zeros_in_graphs_of_layers(fsdp, whole):
     everything = {name for name, _ in fsdp.module.decoder.layers[0].named_parameters()}

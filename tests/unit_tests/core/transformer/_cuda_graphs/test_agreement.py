@@ -330,7 +330,7 @@ class TestBeforeEachCollective:
         assert join.call_count == 1
         assert group not in dist.distributed_c10d._world.pg_coalesce_state
 
-    @pytest.mark.parametrize("holds", ["decoder", "layer", "model"])
+    @pytest.mark.parametrize("holds", ["layer", "model"])
     def test_capture_votes_before_every_unrecorded_collective(self, ranks, holds):
         events = []
 

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("side_stream")
 
 SCOPES = {
     "model": graphed("model", dropout=0.1),
-    "all layers": graphed("decoder", dropout=0.1),
     "a layer": graphed("layer", dropout=0.1),
     "parts": graphed("layer", dropout=0.1, modules=("attn",)),
 }
@@ -85,7 +84,7 @@ def compare(case, change):
     graphed = changed_after(case, change, graphs=True)
     before, after = graphed.step_replays[1:3]
     outcome = "replays" if after == before else "some" if after else "eagerly"
-    return eagerly(replace(case, modules=(), holds="decoder"), change).differences(graphed), outcome
+    return eagerly(replace(case, modules=(), holds="model"), change).differences(graphed), outcome
 
 
 def model_of(training):
@@ -283,7 +282,7 @@ class HookedBefore(CapturedTraining):
 
 def test_parameter_hooks_from_before_capture_run(one_rank, scope):
     if scope is SCOPES["model"]:  # requested, but rejected because of its hooks
-        scope = SCOPES["all layers"]
+        scope = SCOPES["a layer"]
 
     def hook_eager_training(training):
         if training.helper is None and len(training.losses) == 1:
@@ -352,7 +351,7 @@ def with_a_buffer(model):
 @pytest.mark.parametrize("scope", [SCOPES["model"], SCOPES["a layer"]], ids=["model", "a layer"])
 def test_buffer_replaced_between_microbatches_is_noticed(one_rank, scope):
     def trace(graphs):
-        case = replace(scope, microbatches=2) if graphs else replace(scope, microbatches=2, holds="decoder")
+        case = replace(scope, microbatches=2) if graphs else replace(scope, microbatches=2, holds="model")
         training = CapturedTraining(case, graphs, Variant(case, change=with_a_buffer))
         mlp, losses, calls = middle(training).mlp, training._losses, itertools.count()
         buffers = mlp.shift, torch.ones(1, device="cuda")

@@ -113,7 +113,7 @@ _EXAMPLES = [
     ("--cuda-graph-warmup-steps below 0", "--cuda-graph-warmup-steps -1"),
     (
         "--cuda-graph-layers-per-graph with --cuda-graph-modules, or model without optim_grads_params",
-        "--cuda-graph-modules attn --cuda-graph-layers-per-graph all",
+        "--cuda-graph-modules attn --cuda-graph-layers-per-graph model",
     ),
     ("--optimizer-cpu-offload", "--optimizer-cpu-offload"),
     ("--fp4-format, --fp8-recipe mxfp8 or custom", "--fp8-format hybrid --fp8-recipe mxfp8"),
@@ -271,7 +271,6 @@ def test_full_iteration_is_refused_under_fsdp2_only(impl):
         (OPTIMIZER_GRAPH, "--optimizer-cuda-graph --cuda-graph-impl none", True),
         (OPTIMIZER_GRAPH, f"{UNSHARDED} --optimizer-cuda-graph", False),
         (RECOMPUTED_ALONE, FULL, False),
-        (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-layers-per-graph all", False),
         (RECOMPUTED_ALONE, f"{FULL} --cuda-graph-modules attn", True),
         (RECOMPUTED_ALONE, f"{FULL} --data-parallel-sharding-strategy optim", True),
         (RECOMPUTED_ALONE, f"{FULL} {UNSHARDED}", True),
@@ -281,7 +280,7 @@ def test_full_iteration_is_refused_under_fsdp2_only(impl):
         (OBSERVED, f"--log-max-attention-logit --cuda-graph-impl local {UNSHARDED}", False),
         (CHUNKED, f"{MOE} --cuda-graph-modules moe_router --mlp-chunks-for-training 2 {UNSHARDED}", True),
         (SAVED_TENSORS, f"{STAGES} --save-dgrads-interval 5", False),
-        (SAVED_TENSORS, f"{STAGES} --save-dgrads-interval 5 --cuda-graph-layers-per-graph all", True),
+        (SAVED_TENSORS, f"{STAGES} --save-dgrads-interval 5 --cuda-graph-layers-per-graph 1", True),
         (SAVED_TENSORS, "--save-activations-interval 5 --cuda-graph-layers-per-graph 1", False),
         (SAVED_TENSORS, "--save-activations-interval 5 --cuda-graph-layers-per-graph 1 --fp8-format hybrid", True),
         (SAVED_TENSORS, "--save-activations-interval 5 --fp8-format hybrid --fp8-recipe blockwise", True),
@@ -341,7 +340,7 @@ def test_error_for_unknown_module_names_the_flag(capsys):
     ("flags", "words"),
     [
         ("--cuda-graph-packed-sequences 0", "--cuda-graph-packed-sequences must be a positive number .* got 0"),
-        ("--cuda-graph-layers-per-graph 2", "--cuda-graph-layers-per-graph must be all, model or 1, got 2"),
+        ("--cuda-graph-layers-per-graph all", r"must be model or 1 \(all was removed: use model\), got all"),
         ("--moe-alltoall-capacity-factor nan", "--moe-alltoall-capacity-factor must be above 0, .* got nan"),
         ("--cuda-graph-impl none --cuda-graph-fallback eager", "--cuda-graph-fallback eager needs .* got none"),
         ("!use-megatron-fsdp --cuda-graph-layers-per-graph 1", "--cuda-graph-layers-per-graph needs --use-megatron"),
@@ -356,7 +355,7 @@ def test_packed_sequences_work_without_graphs():
     assert refusal(parsed(f"--cuda-graph-impl none {PACKED}")) == []
 
 
-@pytest.mark.parametrize("given", ["all", "model", "1", 1])
+@pytest.mark.parametrize("given", ["model", "1", 1])
 def test_layers_per_graph_accepts_words_and_numbers(given):
     assert str(layers_per_graph(SimpleNamespace(cuda_graph_layers_per_graph=given))) == str(given)
 

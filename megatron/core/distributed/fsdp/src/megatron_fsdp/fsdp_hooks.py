@@ -194,7 +194,7 @@ class FsdpHooks:
         if runner is not None:
             runner.collect(param)
             return
-        if self.graphs.model_passes is not None and self.graphs.captured is None:
+        if self.graphs.whole_passes is not None and self.graphs.captured is None:
             self.backward.note_beside_graphs(param)
         self.graphs.gradients.handle([param])
 
@@ -260,7 +260,7 @@ class FsdpHooks:
                 self._refuse_at_capture(module, "forward_hooks", BACKWARD_PRE_HANDLER)
                 return None
             call = partial(call, runner=runner)
-        elif (passes := self.graphs.model_passes) is not None and passes.replayed:
+        elif (passes := self.graphs.whole_passes) is not None and passes.replayed:
             return None  # the replay starts the backward pass
         return call_before_backward(call, output)
 

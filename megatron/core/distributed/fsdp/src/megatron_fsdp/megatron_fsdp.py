@@ -90,8 +90,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         gathers = self.ddp_config.fsdp_all_gather_in_start_param_sync
         if gathers and not force_sync and self.ddp_config.overlap_param_gather:
             self._replace_param_with_raw_if_needed()
-            if self.graphs.model_passes is not None:
-                self.graphs.model_passes.start_gather()
+            if self.graphs.whole_passes is not None:
+                self.graphs.whole_passes.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
                 if self.graphs.has_graphs:
                     self.all_gather_pipeline.gather_across_replicas()
@@ -121,7 +121,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         reduces gradients, so it is not called if a backward pass has already reduced them.
         """
         gradients = self.graphs.gradients
-        if gradients.progress is Progress.REPLAYED and self.graphs.model_passes is not None:
+        if gradients.progress is Progress.REPLAYED and self.graphs.whole_passes is not None:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             return
         if self.ddp_config.overlap_grad_reduce or gradients.progress < Progress.REDUCED:

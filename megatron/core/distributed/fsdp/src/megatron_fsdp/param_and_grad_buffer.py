@@ -7,8 +7,8 @@
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -252,19 +252,6 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         if any(status not in TO_GATHER for status in self.bucket_status.values()):
             self.settle()
             self.reset()
-
-    @contextmanager
-    def only(self, buckets: Collection[int]) -> Iterator[None]:
-        """Context manager that limits gathers and prefetches to ``buckets``, by marking all others as gathered."""
-        self.recycle_unused_buckets()
-        others = {
-            key: status for key, status in self.bucket_status.items() if key[0] not in buckets and status in TO_GATHER
-        }
-        self.bucket_status.update(dict.fromkeys(others, _upstream.BucketStatus.READY_TO_USE))
-        try:
-            yield
-        finally:
-            self.bucket_status.update(others)
 
     def start_gather(self, bucket: int) -> None:
         """Start gathering a bucket and its group, unless already gathered; replay a recorded all-gather if possible."""

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable, capture_passes
 from megatron.core.transformer._cuda_graphs.engine.plan import unordered_plan
-from megatron.core.transformer._cuda_graphs.engine.quantization import Quantization, RecordedQuantization
+from megatron.core.transformer._cuda_graphs.engine.quantization import RecordedQuantization
 from tests.support.layers import small_transformer_engine
 from tests.support.layers.small_transformer_engine import QuantizedProduct, State, autocast
 
@@ -44,43 +44,29 @@ class Layer(torch.nn.Module, QuantizedProduct):
 
 
 class Model:
-    """Two layers under FP8 autocast.
+    """Two layers under FP8 autocast."""
 
-    If ``around``, autocast is part of the graph. Otherwise, it surrounds each replay.
-    """
-
-    def __init__(self, recipe="recipe", around=True, caches=True):
+    def __init__(self, recipe="recipe", caches=True):
         torch.manual_seed(4)
         self.layers = torch.nn.Sequential(Layer(), Layer())
-        self.recipe, self.around, self.caches = recipe, around, caches
-        self.recorded: RecordedQuantization | None = None
+        self.recipe, self.caches = recipe, caches
 
     def capture(self, engine):
-        quantization = Quantization(
-            engine,
-            enabled=True,
-            calibrating=False,
-            recipe=self.recipe,
-            amax_reduction_group=None,
-            caches_params=self.caches,
-        )
-        self.recorded = RecordedQuantization(quantization, self.layers, self.recipe != "tensorwise")
+        manager, delayed = engine.FP8GlobalStateManager, self.recipe != "tensorwise"
+        recorded = RecordedQuantization(manager, self.layers, delayed, self.caches)
         passes = GraphedCallable(
             *("model", self.losses, (), {"x": device_tensor(4, 6).detach()}),
             module=self.layers,
-            quantization=self.recorded,
+            quantization=recorded,
             holds_hooks=True,
-            copies_results=True,
         )
-        around = [self.recorded.preserved()]
-        capture_passes(unordered_plan(1), [passes], num_warmup_iters=2, contexts=around)
+        capture_passes(unordered_plan(1), [passes], num_warmup_iters=2, contexts=[recorded.preserved()])
         for layer in self.layers:
             layer.total.zero_()
         return passes
 
     def losses(self, x):
-        context = autocast(recipe=self.recipe) if self.around or self.recorded is None else self.recorded.autocast()
-        with context:
+        with autocast(recipe=self.recipe):
             return self.layers(x).square().mean(-1)
 
     def begin_step(self):
@@ -114,13 +100,7 @@ def train(engine, model, captured_after=None):
         model.begin_step()
         for microbatch in range(3):
             x = device_tensor(4, 6, seed=3 * step + microbatch).detach()
-            if passes is None:
-                losses = model.losses(x)
-            elif model.around:
-                losses = passes.replay([x])
-            else:
-                with autocast(recipe=model.recipe):
-                    losses = passes.replay([x])
+            losses = model.losses(x) if passes is None else passes.replay([x])
             losses.sum().backward()
             numbers += copies([losses])
         numbers += model.numbers()
@@ -129,12 +109,11 @@ def train(engine, model, captured_after=None):
 
 
 @pytest.mark.parametrize("recipe", ["recipe", "tensorwise"])
-@pytest.mark.parametrize("around", [True, False], ids=["autocast inside", "autocast outside"])
 @pytest.mark.parametrize("captured_after", [0, 2])
-def test_training_is_bit_identical_to_eager(engine, recipe, around, captured_after):
+def test_training_is_bit_identical_to_eager(engine, recipe, captured_after):
     expected = train(engine, Model(recipe))
     State.reset()
-    assert_same_bits(train(engine, Model(recipe, around), captured_after), expected)
+    assert_same_bits(train(engine, Model(recipe), captured_after), expected)
 
 
 def test_replays_update_statistics_without_the_host(engine):

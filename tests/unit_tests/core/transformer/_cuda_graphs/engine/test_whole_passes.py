@@ -53,7 +53,6 @@ def whole(name, func, module, inputs, owner):
         module=module,
         owner=owner,
         holds_hooks=True,
-        copies_results=True,
         allow_unused_input=True,
     )
 

@@ -95,7 +95,7 @@ def capture(stage, order, engine=capture_session.make_graphed_callables):  # typ
     """Capture the layers of ``stage`` for one micro-batch, in the order of passes ``order``."""
     graphs = CaptureState(stage, TrainingCalls(()))
     graphs.scope = CaptureScope(Holds.LAYER)
-    arguments = CaptureArguments(stage, graphs.layers_apart, 2, 1)
+    arguments = CaptureArguments(stage, [chunk.layers for chunk in stage.chunks], 2, 1)
 
     def input_data():
         passes = PassOrder(order, [len(chunk.layers) for chunk in stage.chunks], 1)
@@ -143,7 +143,7 @@ class CountingChunk(torch.nn.Module):
 def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options):
     """Return a helper for simple layers; instead of capturing graphs, the helper calls ``capture``."""
     chunk = CountingChunk([MaskedLayer() for _ in range(layers)])
-    real = models.transformer_config(Case(layers=2), True)
+    real = models.transformer_config(Case(layers=2, holds="layer"), True)
     vars(real).update(options)
     made = kind([chunk], real, 32, 1)
     made._capture = using(engine(capture))(made._capture)

@@ -71,12 +71,12 @@ def test_report_lists_why_the_model_is_not_captured():
 @pytest.mark.usefixtures("one_rank", "side_stream")
 @pytest.mark.parametrize(
     ("holds", "pairs", "what"),
-    [("decoder", 1, "3 layers"), ("layer", 3, "3 layers"), ("model", 1, "the whole model")],
+    [("layer", 3, "3 layers"), ("model", 1, "the whole model")],
 )
 def test_report_counts_pairs_and_their_memory(caplog, holds, pairs, what):
     with caplog.at_level("INFO"):
         CapturedTraining(graphed(holds)).delete()
-    pattern = rf"Captured {what} in [\d.]+ s: {pairs} pairs of CUDA graphs, ([\d.]+) MiB"
+    pattern = rf"Captured {what} in [\d.]+ s: {pairs} pairs of CUDA graphs, ([\d.]+) MiB(\n.*)?"
     (found,) = filter(None, (re.fullmatch(pattern, message) for message in caplog.messages))
     assert float(found[1]) > 0
 

@@ -146,7 +146,7 @@ def test_hook_inside_a_layer_runs_in_evaluation(one_rank):
     training.delete()
 
 
-def losses_without_labels(training, step):
+def logits(training, step):
     batch = next(training._batches(step))
     model = training.chunks[0].eval()
     with torch.cuda.stream(training.stream), torch.no_grad():
@@ -155,15 +155,16 @@ def losses_without_labels(training, step):
     return output
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_evaluation_without_labels_runs_eagerly(one_rank, captured):
+@pytest.mark.parametrize("labels_first", [True, False])
+def test_first_evaluation_fixes_whether_calls_have_labels(one_rank, labels_first):
     case = graphed(MODEL)
     eager, training = CapturedTraining(case, graphs=False), CapturedTraining(case)
-    if captured:
+    if labels_first:
         training.evaluate()
     for _ in range(2):
-        assert torch.equal(losses_without_labels(eager, 7), losses_without_labels(training, 7))
-    assert (training.helper.model_graphs.evaluation is not None) is captured
+        assert torch.equal(logits(eager, 7), logits(training, 7))
+    training.evaluate()
+    assert training.evaluation_replays == ([1, 1] if labels_first else [0])
     training.delete()
 
 

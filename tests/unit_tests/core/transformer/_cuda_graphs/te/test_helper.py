@@ -16,7 +16,7 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
-from megatron.core.transformer._cuda_graphs.te.capture_state import Holds, blocker
+from megatron.core.transformer._cuda_graphs.te.capture_state import blocker
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from tests.support.replaced import replaced
@@ -272,7 +272,7 @@ def test_model_with_parameters_outside_is_not_captured_whole():
     fsdp.module = torch.nn.ModuleDict({"language_model": torch.nn.Linear(1, 1), "head": torch.nn.Linear(1, 1)})
     stage = stage_of([], modules=[fsdp])
     chunks = [replace(stage.chunks[0], model=fsdp.module["language_model"])]
-    assert blocker(replace(stage, chunks=chunks), Holds.MODEL) == "there are parameters outside of Linear"
+    assert blocker(replace(stage, chunks=chunks)) == "there are parameters outside of Linear"
 
 
 @pytest.mark.parametrize(

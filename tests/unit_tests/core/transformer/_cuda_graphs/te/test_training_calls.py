@@ -29,8 +29,9 @@ def calls(model):
     return TrainingCalls([model])
 
 
-def test_calls_with_labels_match_graphs(model, calls):
+def test_calls_with_and_without_labels_match_graphs(model, calls):
     model(*FITTING, loss_mask=TOKENS)
+    model(*FITTING[:3])
     model(TOKENS, position_ids=TOKENS, attention_mask=MASK, labels=TOKENS, packed_seq_params=None)
     assert calls.blocker == ""
 
@@ -39,20 +40,21 @@ def test_no_call_is_a_blocker(calls):
     assert calls.blocker == "the model has not been called for training yet"
 
 
-def test_masks_of_calls_are_noted(model, calls):
-    assert calls.masked  # not called so far
+def test_optional_arguments_of_calls_are_noted(model, calls):
+    assert calls.given == {"attention_mask", "labels"}  # not called so far
+    model(*FITTING[:3])
+    assert calls.given == set()
     model(*FITTING)
-    assert not calls.masked
-    model(TOKENS, TOKENS, MASK, TOKENS)
-    model(*FITTING)
-    assert calls.masked
+    assert calls.given == {"labels"}
+    model(TOKENS, TOKENS, MASK)
+    assert calls.given == {"attention_mask", "labels"}
 
 
 @pytest.mark.parametrize("unfit_is_first", [True, False])
 @pytest.mark.parametrize(
     ("args", "kwargs", "reason"),
     [
-        (FITTING[:3], {}, "the model was called without labels"),
+        ((None, TOKENS, None, TOKENS), {}, "the model was called without tokens"),
         (FITTING, {"packed_seq_params": object()}, "the model was called with packed_seq_params"),
         (
             (TOKENS, None, None, TOKENS),
@@ -166,7 +168,7 @@ def test_stop_removes_hooks(model, calls):
     model(*FITTING)
     calls.stop()
     assert not model._forward_hooks
-    model(*FITTING[:3])
+    model(None, *FITTING[1:])
     assert calls.blocker == ""
 
 
@@ -263,7 +265,12 @@ FIRST, BETWEEN, LAST = ((True, False), (False, False), (False, True))
             "the model's attention_mask must have shape [2, 1, 4, 4] and dtype torch.bool, got [1, 1, 4, 4] torch.bool",
         ),
         (LAST, (None, None, None, TOKENS), ""),
-        (LAST, (TOKENS, TOKENS, None), "the model was called without labels"),
+        (LAST, (TOKENS, TOKENS, None), ""),
+        (
+            LAST,
+            (None, None, None, TOKENS[:1]),
+            "the model's labels must have shape [2, 4] and dtype torch.int64, got [1, 4] torch.int64",
+        ),
     ],
 )
 def test_chunk_blocker_checks_what_the_chunk_reads(place, args, reason):

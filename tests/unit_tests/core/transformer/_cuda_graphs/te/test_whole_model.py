@@ -1,4 +1,4 @@
-"""Test which calls ModelGraphs and DecoderGraphs replay, and their static inputs."""
+"""Test which calls ModelGraphs replays, and its static inputs."""
 
 import copy
 import logging
@@ -12,7 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
 from megatron.core.transformer._cuda_graphs.te import model as te_model
-from megatron.core.transformer._cuda_graphs.te.model import DecoderGraphs, ModelGraphs, sample_inputs
+from megatron.core.transformer._cuda_graphs.te.model import ModelGraphs, sample_inputs
+from megatron.core.transformer._cuda_graphs.te.training_calls import OPTIONAL
 from megatron.core.transformer.enums import AttnMaskType
 
 from .stages import MaskedLayer, config
@@ -28,6 +29,7 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(()))
+        self.config = SimpleNamespace(sequence_parallel=False, context_parallel_size=1)
         self.calls = 0
 
     def forward(
@@ -69,13 +71,14 @@ def mask(size=SHAPE[1]):
     return torch.zeros(SHAPE[0], 1, size, size, dtype=torch.bool)
 
 
-def graphed(with_mask=True, more=None):
-    """Return a model, its stand-in graphs, and their static inputs; ``more`` contains additional inputs by name."""
+def graphed(without=(), more=None):
+    """Return a model, its stand-in graphs, and their static inputs.
+
+    ``without`` contains the names of missing inputs, ``more`` additional inputs by name.
+    """
     model = Model()
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
-    if not with_mask:
-        del static["attention_mask"]
-    static |= more or {}
+    static = {name: tensor for name, tensor in static.items() if name not in without} | (more or {})
     graphs = ModelGraphs(model, [cast(Any, Passes(static))], Snapshot(""))
     return model, graphs, static
 
@@ -115,7 +118,7 @@ def test_eager_call_keeps_overwritten_mask():
 
 
 def test_model_without_attention_ignores_mask():
-    model, _, _ = graphed(with_mask=False)
+    model, _, _ = graphed(without=["attention_mask"])
     assert replays(model, ids(), ids(), None, labels=ids())
     assert replays(model, ids(), ids(), mask(), labels=ids())
 
@@ -142,14 +145,17 @@ def test_call_with_other_arguments_runs_eagerly(changed):
     assert replays(model, **arguments)
 
 
-def test_mismatched_training_calls_are_logged_once(caplog):
-    model, _, _ = graphed()
+@pytest.mark.parametrize(("without", "other"), [((), "decoder_input"), (["labels"], "labels")])
+def test_mismatched_training_calls_are_logged_once(caplog, without, other):
+    model, *_ = graphed(without)
+    labels = {} if without else {"labels": ids()}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            model(ids(), ids(), mask(), torch.zeros(8, 2, 4), ids())
+            assert replays(model, ids(), ids(), mask(), **labels)
+            assert not replays(model, ids(), ids(), mask(), **labels | {other: ids()})
     (record,) = caplog.records
     assert "Model runs eagerly because its CUDA graphs do not fit the call" in record.message
-    assert "captured without decoder_input" in record.message
+    assert f"captured without {other}" in record.message
 
 
 def test_copied_model_runs_eagerly():
@@ -185,7 +191,7 @@ def packed(*ends, **changed):
 
 
 def graphed_for_packed():
-    return graphed(with_mask=False, more=dict.fromkeys(OFFSETS, offsets(8, 8)))
+    return graphed(without=["attention_mask"], more=dict.fromkeys(OFFSETS, offsets(8, 8)))
 
 
 def test_packed_sequences_become_offsets():
@@ -227,7 +233,7 @@ def language_model(*layers, positions="rope", predicts=False, **options):
 
 
 def shapes(model, sequences=1):
-    inputs = sample_inputs(model, 8, sequences, masked=True)
+    inputs = sample_inputs(model, 8, sequences, OPTIONAL)
     return {name: (list(tensor.shape), tensor.dtype) for name, tensor in inputs.items()}
 
 
@@ -256,10 +262,10 @@ class NoAttention(MaskedLayer):
 def test_static_mask_follows_first_attention_layer():
     assert "attention_mask" not in shapes(language_model(NoAttention()))
     unmasked = language_model(NoAttention(), MaskedLayer(AttnMaskType.padding))
-    assert sample_inputs(unmasked, 8, 1, masked=True)["attention_mask"].tolist() == [0.0]
+    assert sample_inputs(unmasked, 8, 1, OPTIONAL)["attention_mask"].tolist() == [0.0]
     model = language_model(MaskedLayer())
-    assert sample_inputs(model, 8, 1, masked=True)["attention_mask"].tolist() == [1.0]
-    assert "attention_mask" not in sample_inputs(model, 8, 1, masked=False)
+    assert sample_inputs(model, 8, 1, OPTIONAL)["attention_mask"].tolist() == [1.0]
+    assert [*sample_inputs(model, 8, 1, ())] == ["input_ids", "position_ids"]
 
 
 class Chunk(Model):
@@ -277,7 +283,6 @@ class Chunk(Model):
         self.decoder = torch.nn.Module()
         self.decoder.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
         self.decoder.input_tensor = None
-        self.config = SimpleNamespace(sequence_parallel=False, context_parallel_size=1)
 
     def forward(self, input_ids, position_ids, attention_mask, *args, **kwargs):
         self.calls += 1
@@ -322,16 +327,3 @@ def test_other_micro_batch_count_runs_eagerly(chunk, caplog, microbatch, microba
         assert not any(call(chunk, microbatch, hidden()) for _ in range(2))
     (record,) = caplog.records
     assert "captured for steps of 2 micro-batches" in record.message
-
-
-def test_decoder_without_packed_sequences_runs_eagerly():
-    class Decoder(torch.nn.Module):
-        def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
-            return hidden_states
-
-    decoder = Decoder()
-    passes = Passes({"hidden_states": torch.zeros(8, 1, 4)} | dict.fromkeys(OFFSETS, offsets(8, 8)))
-    graphs = DecoderGraphs(decoder, [cast(Any, passes)], Snapshot(""))
-    assert graphs.inputs_of({"hidden_states": torch.zeros(8, 1, 4)}, graphs.slots[0]) is None
-    given = {"hidden_states": torch.zeros(8, 1, 4), "packed_seq_params": packed(3, 8)}
-    assert graphs.inputs_of(given, graphs.slots[0]) is not None

@@ -236,7 +236,7 @@ class BackwardPass:
         return RuntimeError(
             f"{self._fsdp.param_to_name[param]} gets a gradient that the CUDA graphs of the whole model do not "
             "reduce: the loss uses it outside of the model's forward pass (in a penalty, for example). Set "
-            "--cuda-graph-layers-per-graph all: embedding, final norm and output layer then run eagerly"
+            "--cuda-graph-layers-per-graph 1: embedding, final norm and output layer then run eagerly"
         )
 
     def _expect_gradients(self) -> None:
@@ -247,8 +247,8 @@ class BackwardPass:
                 if group.fsdp_unit_id is not None:
                     gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, bwd=False)] = True
         self._graphs.gradients.expect(self.trainable)
-        if self._graphs.model_passes is not None:
-            self._graphs.model_passes.gather_first_unit("backward")  # as on ranks that replay this pass
+        if self._graphs.whole_passes is not None:
+            self._graphs.whole_passes.gather_first_unit("backward")  # as on ranks that replay this pass
 
     def begin(self, modules: Iterable[torch.nn.Module], runner: object) -> None:
         """Record that the backward pass of ``modules`` begins; ``runner`` ran their forward pass.

@@ -1,7 +1,7 @@
 """Own the CUDA graphs and runners of one ``MegatronFSDP``, and check whether its passes can be captured."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,15 +26,6 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
-# Conditions on a parameter that rule out a graph, with reasons. The last one does not apply to whole-model graphs,
-# which complete these gradients themselves.
-_OF_PARAMETERS: Sequence[tuple[Any, str]] = (
-    (has_gradient_hooks, "parameter {} has hooks, or several modules share it"),
-    (lambda param: getattr(param, "skip_backward_post_hook", False), "the weight gradient of {} is delayed"),
-    (lambda param: getattr(param, "_is_shared", False), "the gradient of {} is complete only after backward"),
-)
-
-
 class FsdpGraphs:
     """Owns the graphs of one ``MegatronFSDP``, and the state shared by its hooks and captures.
 
@@ -45,7 +36,7 @@ class FsdpGraphs:
         eager: The eager runner of each module; filled during hook registration.
         units: The eager runner of each FSDP unit, in forward order; filled during hook registration.
         layers: The runners of modules that have their own training graphs.
-        whole_passes: The owner of graphs of the whole model or of several layers; set from the start of their capture.
+        whole_passes: The owner of graphs of the whole model; set from the start of their capture.
         captured: The runners of modules whose own graphs are being captured; empty during a capture of whole passes,
             None outside of captures.
         before_evaluation: Callback ``(args, kwargs)`` that captures the evaluation graph. It is called once, before the
@@ -75,18 +66,13 @@ class FsdpGraphs:
         return replayed or self.eager.get(module) or EagerRunner(self, module)
 
     @property
-    def model_passes(self) -> RecordedPasses | None:
-        """The owner of the whole-model graphs; None if there are none."""
-        return self.whole_passes if self.whole_passes is not None and self.whole_passes.holds_model else None
-
-    @property
     def has_graphs(self) -> bool:
         """Whether training graphs exist or a capture is in progress."""
         return bool(self.layers) or self.whole_passes is not None or self.captured is not None
 
     def hold(self, module: torch.nn.Module) -> bool:
         """Return whether training graphs contain the unit ``module``."""
-        return module in self.layers or (self.whole_passes is not None and module in self.whole_passes.units)
+        return module in self.layers or (self.whole_passes is not None and module in self.units)
 
     @contextmanager
     def capturing(self, runners: Mapping[torch.nn.Module, ReplayedRunner]) -> Iterator[None]:
@@ -103,26 +89,17 @@ class FsdpGraphs:
         free_gradients(self.fsdp, self.fsdp.grad_reduce_pipeline.bucket_status)
         self.fsdp.param_and_grad_buffer.free_buckets()
 
-    def recording_blocker(self, modules: Iterable[torch.nn.Module]) -> str:
-        """Return why the passes of ``modules`` cannot be recorded with their collectives, or an empty string."""
-        units = [self.units.get(module) for module in modules]
-        return self._blocker(units, [param for unit in units if unit for param in unit.params], _OF_PARAMETERS)
-
     def whole_model_blocker(self) -> str:
         """Return why the passes of the whole model cannot be captured, or an empty string."""
         if self.fsdp.model_auto_sync:
             return "Megatron-FSDP synchronizes the model in every micro-batch"
-        return self._blocker([*self.units.values()] or [None], self.backward.trainable, _OF_PARAMETERS[:-1])
-
-    def _blocker(
-        self, units: Iterable[EagerRunner | None], params: Iterable[torch.nn.Parameter], reasons: Sequence[Any]
-    ) -> str:
-        if not all(unit is not None and self._collectives_can_be_recorded(unit) for unit in units):
+        if not (self.units and all(map(self._collectives_can_be_recorded, self.units.values()))):
             return COLLECTIVES_STAY_OUTSIDE
-        for param in params:
-            for applies, reason in reasons:
-                if applies(param):
-                    return str(reason.format(self.fsdp.param_to_name[param]))
+        for param in self.backward.trainable:
+            if has_gradient_hooks(param):
+                return f"parameter {self.fsdp.param_to_name[param]} has hooks, or several modules share it"
+            if getattr(param, "skip_backward_post_hook", False):
+                return f"the weight gradient of {self.fsdp.param_to_name[param]} is delayed"
         return ""
 
     def _collectives_can_be_recorded(self, unit: EagerRunner) -> bool:
@@ -135,12 +112,9 @@ class FsdpGraphs:
         groups = [fsdp.param_and_grad_buffer.parameter_groups[bucket] for bucket in unit.buckets]
         return all(group.fsdp_unit_id is not None and group.transpose_weight_buffer is None for group in groups)
 
-    def recorded_passes(
-        self, begin: Callable[[str], object], layers: Sequence[torch.nn.Module] | None = None
-    ) -> RecordedPasses:
-        """Create the owner of the graphs of the model, or of consecutive ``layers``; see ``RecordedPasses``."""
-        units = self.units if layers is None else {layer: self.units[layer] for layer in layers}
-        return RecordedPasses(self, units, begin, holds_model=layers is None)
+    def recorded_passes(self, begin: Callable[[str], object]) -> RecordedPasses:
+        """Create the owner of the training graphs of the whole model; see ``RecordedPasses``."""
+        return RecordedPasses(self, begin)
 
     def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:
         """Create the owner of the evaluation graph of a whole model that already has training graphs.
@@ -148,7 +122,7 @@ class FsdpGraphs:
         Args:
             begin: Called with the name of each part of the capture; see ``RecordedPasses``.
         """
-        return EvaluatedModel(self, self.units, begin, holds_model=True)
+        return EvaluatedModel(self, begin)
 
     @contextmanager
     def layer_capture(

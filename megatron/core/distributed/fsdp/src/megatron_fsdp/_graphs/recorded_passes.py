@@ -1,7 +1,7 @@
-"""Record the passes of several FSDP units, including their collectives, in one graph per direction."""
+"""Record the passes of a whole model, including its collectives, in one graph per direction."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -19,22 +19,20 @@ from .runners import EagerRunner
 
 
 class RecordedPasses(GraphOwner):
-    """Owns the graphs of consecutive FSDP units, or of a whole model.
+    """Owns the graphs of a whole model.
 
     During recording, the hooks of all modules and parameters run as in training: they gather, prefetch, reduce and
     release on their usual streams, and the graphs contain all of this work. Every unit is released before and after a
     replay. Prefetches do not cross the boundary of the graphs: with the double buffer, megatron-core prefetches only
     from unit to unit.
 
-    A whole model's parameters outside of units (embedding, final norm and output layer) stay gathered for a step, so
-    they are gathered before a replay.
+    Parameters outside of units (embedding, final norm and output layer) stay gathered for a step, so they are gathered
+    before a replay.
 
     Args:
         graphs: The ``FsdpGraphs`` that owns this object.
-        units: The runner of each unit, by module, in forward order.
         begin: Called with the name of each part of the capture: ``before forward``, then ``forward`` or ``backward``
             for each pass.
-        holds_model: Whether the units make up the whole model.
 
     Attributes:
         replayed: Whether the last forward pass with gradients was a replay.
@@ -43,25 +41,16 @@ class RecordedPasses(GraphOwner):
 
     _last: Direction = "backward"  # the last phase that is recorded
 
-    def __init__(
-        self,
-        graphs: Any,
-        units: Mapping[torch.nn.Module, EagerRunner],
-        begin: Callable[[str], object],
-        holds_model: bool,
-    ):
+    def __init__(self, graphs: Any, begin: Callable[[str], object]):
         self._graphs, self._fsdp = graphs, graphs.fsdp
         self._backward, self._gradients = graphs.backward, graphs.gradients
-        self._begin, self.holds_model, self.units = begin, holds_model, units
-        runners = list(units.values())
+        self._begin = begin
+        runners = list(graphs.units.values())
         self._first: dict[Direction, EagerRunner] = {"forward": runners[0], "backward": runners[-1]}
         groups = self._fsdp.param_and_grad_buffer.parameter_groups
         self._buckets = [bucket for runner in runners for bucket in runner.buckets]
-        in_units = {bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is not None}
-        self._holds_all_units = in_units == set(self._buckets)
-        self._outside = [bucket for bucket in range(len(groups)) if bucket not in in_units] if holds_model else []
-        self._all_buckets = [*self._buckets, *self._outside]  # the graphs read or write their shards
-        self._params = frozenset(param for bucket in self._all_buckets for param in groups[bucket].params)
+        self._outside = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
+        self._params = frozenset(param for group in groups for param in group.params)
         self._weights = self._grads = Snapshot(ADVICE)
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
         self.replayed = False
@@ -105,7 +94,7 @@ class RecordedPasses(GraphOwner):
         others = gathers.ag_stream, reductions.rs_stream
         backward, records = phase == "backward", torch.cuda.is_current_stream_capturing()
         optimizer_grads = self._fsdp.param_and_grad_buffer.optimizer_grads
-        shares_memory = records and self._holds_all_units and self._last == "backward" and optimizer_grads is not None
+        shares_memory = records and self._last == "backward" and optimizer_grads is not None
         with self._graphs.capturing({}):
             try:
                 for stream in others:
@@ -116,15 +105,15 @@ class RecordedPasses(GraphOwner):
                     reductions.marked = self._reduced
                     gathers.recording = not backward and index.hsdp_outer_dp_shard
                 if backward:
-                    self._backward.start(caller_ends_it=True)  # releases all units, so it runs before `only`
-                with gathers.only(self._all_buckets):
-                    self.gather_first_unit(phase)
-                    yield
-                    if backward:
-                        self._backward.finish_units()
-                        self._gradients.handle_rest(self._params)
-                        self._backward.close()
-                    gathers.settle()
+                    self._backward.start(caller_ends_it=True)  # releases all units
+                gathers.recycle_unused_buckets()
+                self.gather_first_unit(phase)
+                yield
+                if backward:
+                    self._backward.finish_units()
+                    self._gradients.handle_rest(self._params)
+                    self._backward.close()
+                gathers.settle()
                 if backward:
                     reductions.wait_for_previous_grad_reduce(0)
                 if phase == self._last:
@@ -147,21 +136,9 @@ class RecordedPasses(GraphOwner):
         names = [self._fsdp.param_to_name[param] for param in outside]
         self._weights = Snapshot(ADVICE, addresses(names, outside), *places(weights, None))
         if self._last == "backward":
-            with_grads = reductions.with_grads(self._all_buckets)
+            with_grads = reductions.with_grads([*self._buckets, *self._outside])
             grads = {f"the gradients of bucket {bucket}": reductions.get_fsdp_buffer(bucket) for bucket in with_grads}
             self._grads = Snapshot(ADVICE, *places(grads, reductions.buffer.mp_policy.grad_comm_dtype))
-
-    @contextmanager
-    def gathering(self, module: torch.nn.Module, direction: Direction) -> Iterator[None]:
-        """Context manager for an eager pass of ``module`` that gathers in the same order as replays on other ranks."""
-        if self.holds_model or module not in self.units:
-            yield
-            return
-        if module is self._first[direction].module:
-            self._release()
-            self.gather_first_unit(direction)
-        with self._fsdp.all_gather_pipeline.only(self._buckets):
-            yield
 
     def gather_first_unit(self, phase: Direction) -> None:
         """Start gathering the first unit of a pass early; that unit's hook would gather the second unit first."""
@@ -216,9 +193,8 @@ class RecordedPasses(GraphOwner):
             ChangedSinceCaptureError: An address changed since capture, or a double buffer is in use.
             RuntimeError: This backward pass also covers an eager forward pass of the same units.
         """
-        if self.holds_model:
-            self._backward.start(replayed=True)
-        self._backward.begin(self.units, self)
+        self._backward.start(replayed=True)
+        self._backward.begin(self._graphs.units, self)
         reductions = self._fsdp.grad_reduce_pipeline
         reductions.replayed = self._reduced
         groups = reductions.buffer.parameter_groups
@@ -229,13 +205,10 @@ class RecordedPasses(GraphOwner):
         self._grads.check()
 
     def after_backward(self) -> None:
-        """Stop awaiting the units' gradients, and set the units to idle.
-
-        Do nothing after a replay of the whole model, which leaves no awaited gradients.
-        """
-        if self._gradients.awaited or not self.holds_model:
+        """Stop awaiting the graphs' gradients, if any, and set the units to idle."""
+        if self._gradients.awaited:
             self._gradients.awaited.difference_update(self._params)
-            for unit in self.units.values():  # otherwise the next eager pass would be treated as a recomputation
+            for unit in self._graphs.units.values():  # so that the next pass is no recomputation
                 set_training_state(unit.submodules, TrainingState.IDLE)
 
     def forget(self) -> None:

@@ -74,17 +74,8 @@ class EagerRunner:
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
         """Gather the parameters and wait for them; optionally prefetch the next units' parameters."""
-        params, passes = self._gathered[direction], self._graphs.whole_passes
-        if not params:
-            return
-        alone = (
-            not prefetch or self._graphs.captured is not None or not (self._fsdp.training or direction == "backward")
-        )
-        if passes is None or alone:
+        if params := self._gathered[direction]:
             self._gather(params, direction, prefetch)
-        else:
-            with passes.gathering(self.module, direction):
-                self._gather(params, direction, prefetch)
 
     def _gather(self, params: list[torch.nn.Parameter], direction: Direction, prefetch: bool) -> None:
         if self._fsdp.dist_index.hsdp_outer_dp_shard and self._graphs.has_graphs:
