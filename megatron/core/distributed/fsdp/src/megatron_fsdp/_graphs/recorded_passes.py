@@ -181,9 +181,9 @@ class RecordedPasses(GraphOwner):
         self.gather()
         self._release()
         self._weights.check()
-        storages = self._fsdp.param_and_grad_buffer.gradient_storages()
-        if storages is not None:
-            storages.preserve()
+        optimizer_grads = self._fsdp.param_and_grad_buffer.optimizer_grads
+        if optimizer_grads is not None and not optimizer_grads.in_place and self._last == "backward":
+            optimizer_grads.storages.preserve()
         self.replayed = True
 
     def before_backward(self) -> None:
