@@ -44,8 +44,9 @@ def scope_of(helper: TECudaGraphHelper, elsewhere: str) -> CaptureScope:
 
 def planned(helper: TECudaGraphHelper, scope: CaptureScope, given: Collection[str]) -> Planned:
     """Return the graphs that ``helper`` would capture with ``scope``; ``given`` are optional arguments of calls."""
-    if reason := _why_nothing(helper, scope):
-        return Planned(why_nothing=reason)
+    unnamed = "" if helper.flattened_callables else "no layer has a module named in --cuda-graph-modules"
+    if unnamed or scope.why_nothing:
+        return Planned(why_nothing=unnamed or scope.why_nothing)
     stage, shape = helper.stage, (helper.seq_length, helper.micro_batch_size)
     if scope.holds is Holds.MODEL:
         models = [chunk.model for chunk in stage.chunks]
@@ -59,10 +60,6 @@ def planned(helper: TECudaGraphHelper, scope: CaptureScope, given: Collection[st
     names = [f"{'MTP ' if is_mtp[layer] else ''}layer {layer.layer_number}" for layer in stage.layers]
     samples = arguments.samples(passes.order, passes.chunk_id_list)
     return Planned(_graphs(passes.plan, names), passes.order, samples)
-
-
-def _why_nothing(helper: TECudaGraphHelper, scope: CaptureScope) -> str:
-    return scope.why_nothing if helper.flattened_callables else "no layer has a module named in --cuda-graph-modules"
 
 
 def _graphs(plan: Plan, names: Sequence[str]) -> list[str]:

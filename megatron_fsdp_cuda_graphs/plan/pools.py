@@ -161,18 +161,12 @@ class Passes:
         kept += self._add(key)
         self._allocator.release(together)
         kept += self._add(query, 4 * self._tokens * config.num_attention_heads)
-        projected = self._add(self._width)
-        kept += self._add(self._width)
-        self._allocator.release(projected)
-        kept += self._add(self._width)
+        kept += self._add(self._width, self._width)
         if isinstance(layer.mlp, MoELayer):
             more, output = self._experts(layer.mlp)
             return kept + more, output
         kept += self._add(*self._hidden(config.ffn_hidden_size, self._tokens))
-        before = self._add(self._width)
-        output = self._add(self._width)
-        self._allocator.release(before)
-        return kept, output
+        return kept, self._add(self._width)
 
     def _hidden(self, ffn: int, rows: int) -> list[int]:
         """Return the sizes of the output and the activation of an MLP's first linear layer."""
@@ -226,8 +220,6 @@ class Passes:
             self._allocator.release(computed + received)
             computed = []
         until_end += computed + self._add(self._width)
-        if config.moe_shared_expert_intermediate_size:
-            until_end += self._add(self._width)
         output = self._add(self._width)
         self._allocator.release(until_end)
         return kept, output
@@ -252,12 +244,7 @@ class Passes:
             if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0":
                 sequence = self._args.seq_length // self._args.context_parallel_size
                 self._drop((_BYTES * sequence + 4) * self._tokens * config.num_attention_heads)
-            self._allocator.release(blocks)
-            together = self._query + 2 * self._key
-            temporary = self._add(self._query, together)
-            width = config.hidden_size / self._tokens
-            weights += self._weights(width * self._query, width * together)
-            self._allocator.release(temporary + weights)
+            self._allocator.release(blocks + weights)
         if chunk.pre_process:
             self._drop(vocabulary)
             self._allocator.release(grad + shared)
@@ -273,29 +260,17 @@ class Passes:
         ffn = config.moe_ffn_hidden_size if is_moe else config.ffn_hidden_size
         outer, inner = self._hidden(ffn, rows)
         first, second = (experts * each for each in self._hidden(ffn, config.hidden_size))
-        sent = config.moe_router_topk * self._width if self._exchanges else size
-        grad = self._add(sent if is_moe else self._width)
+        grad = self._add(size)
         if is_moe and config.expert_model_parallel_size > 1:
-            buffers = self._add(size)
-            received = self._add(size)
-            self._allocator.release(buffers)
-            ordered = self._add(size)
-            self._allocator.release(received + grad)
-            grad = ordered
+            self._drop(size, size)  # exchanged and reordered
         hidden = self._add(inner)
         weights = weight(second)
         self._allocator.release(grad)
-        if is_moe and not config.gated_linear_unit:
-            self._drop(inner)
         activation = self._add(outer)
         self._allocator.release(hidden)
         grad = self._add(size)
         weights += weight(first)
-        self._allocator.release(activation)
-        if is_moe and self._exchanges:
-            self._drop(size, size)
-        self._drop(self._width)
-        self._allocator.release(grad)
+        self._allocator.release(activation + grad)
         return weights
 
 
