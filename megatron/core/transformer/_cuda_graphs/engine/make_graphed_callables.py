@@ -49,7 +49,7 @@ def make_graphed_callables(
         modules: A module or a function of tensors, or a tuple of them.
         sample_args: Positional inputs: one tuple of tensors, possibly nested, per callable, or with ``_order`` one per
             callable and micro-batch, sorted by model chunk, then micro-batch, then layer. They become the graphs'
-            static inputs. An input that requires grad is copied if entries in use at the same time share it.
+            static inputs. An input is copied if entries in use at the same time share it.
         num_warmup_iters: Number of runs before capture. With 0, graphs include the one-time setup of a first call.
         allow_unused_input: Whether inputs that require grad may have no gradient.
         sample_kwargs: Keyword inputs: one dict of tensors, possibly nested, per entry of ``sample_args``.

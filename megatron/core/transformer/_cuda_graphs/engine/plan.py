@@ -185,9 +185,9 @@ def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list
     """Return the ``inputs`` of each slot, with copies of aliased tensors that must not share memory in replays.
 
     A tensor that aliases another input of its slot is copied, because a replay may receive two different tensors. A
-    tensor that requires grad is also copied if it aliases an input of another slot in use: the forward pass of one slot
-    would overwrite the activations of the other. Inputs without grad (masks, position embeddings) may stay shared
-    between slots. Expanded tensors become dense.
+    tensor that aliases an input of another slot in use is also copied, because the forward pass of one slot would
+    overwrite what the backward pass of the other reads, unless its attribute ``constant`` promises equal values.
+    Expanded tensors become dense.
     """
     last_steps = plan.last_steps()
     apart = list(inputs)
@@ -199,14 +199,15 @@ def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list
 
             def separated(tensor: torch.Tensor, own: set[int] = own, others: set[int] = others) -> torch.Tensor:
                 address = storage_address(tensor)
-                if address in own or (tensor.requires_grad and address in others) or _is_expanded(tensor):
+                shared = address in others and not getattr(tensor, "constant", False)
+                if address in own or shared or _is_expanded(tensor):
                     dense = tensor.detach().clone(memory_format=torch.contiguous_format)
                     return dense.requires_grad_(tensor.requires_grad)
                 own.add(address)
                 return tensor
 
             apart[step.slot] = tree_map(separated, inputs[step.slot])
-            in_use[step.slot] = {storage_address(each) for each in tree_leaves(apart[step.slot]) if each.requires_grad}
+            in_use[step.slot] = {*map(storage_address, tree_leaves(apart[step.slot]))}
         elif step in last_steps:
             del in_use[step.slot]
     return apart

@@ -148,5 +148,7 @@ class LayerInputs:
             length = rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None)
             made = forward(rotary, length, packed_seq=self._packed is not None)
             # yarn also returns a scale, which is not a layer input
-            self._rotary[id(model)] = made[0] if isinstance(made, tuple) else made
+            made = made[0] if isinstance(made, tuple) else made
+            made.constant = True  # layers share it
+            self._rotary[id(model)] = made
         return self._rotary[id(model)]

@@ -117,9 +117,9 @@ def test_tensor_captured_twice_may_be_two_in_a_replay():
     assert (a.grad[0], b.grad[0]) == (2, 3)
 
 
-def run_two(calls, backwards) -> list:
+def run_two(calls, backwards, grad=True) -> list:
     """Call two callables, run their backward passes in the order ``backwards``, and return outputs and gradients."""
-    inputs = [device_tensor(4, 6, seed=seed) for seed in (1, 2)]
+    inputs = [device_tensor(4, 6, seed=seed, grad=grad) for seed in (1, 2)]
     outputs = [call(x) for call, x in zip(calls, inputs, strict=True)]
     numbers = copies(outputs)
     for index in backwards:
@@ -140,12 +140,15 @@ def gated(linear, x):
     ],
     ids=["unordered", "layers that share", "micro-batches"],
 )
-def test_sample_given_twice_is_not_shared(layers, options):
-    x, modules = device_tensor(4, 6), tuple(Forward(gated) for _ in range(layers))
-    calls = [copy.deepcopy(modules[index % layers]) for index in range(2)]
+@pytest.mark.parametrize("grad", [True, False])
+def test_sample_given_twice_is_not_shared(layers, options, grad):
+    x, modules = device_tensor(4, 6, grad=grad), tuple(Forward(gated) for _ in range(layers))
+    copied = copy.deepcopy(modules)
     backwards = [1, 0] if layers == 2 else [0, 1]  # as in capture
     graphed = make_graphed_callables(modules, ((x,), (x,)), **options)
-    assert_same_bits(run_two(graphed, backwards), run_two(calls, backwards))
+    assert_same_bits(run_two(graphed, backwards, grad), run_two([copied[0], copied[-1]], backwards, grad))
+    for module, eager in zip(modules, copied, strict=True):
+        assert_same_bits(*([param.grad for param in each.parameters()] for each in (module, eager)))
 
 
 def test_module_in_other_mode_runs_eagerly():
