@@ -7,7 +7,6 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-from ._graphs.backward_pass import Progress
 from ._graphs.fsdp_graphs import FsdpGraphs
 from ._graphs.pipelines import TrainingState  # noqa: F401
 from .fsdp_hooks import FsdpHooks
@@ -121,14 +120,14 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         reduces gradients, so it is not called if a backward pass has already reduced them.
         """
         gradients = self.graphs.gradients
-        if gradients.progress is Progress.REPLAYED and self.graphs.whole_passes is not None:
+        if self.graphs.whole_passes is not None and gradients.reduced is None:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             return
-        if self.ddp_config.overlap_grad_reduce or gradients.progress < Progress.REDUCED:
+        if self.ddp_config.overlap_grad_reduce or not gradients.reduced:
             super().synchronize_gradient_reduce()
         else:
             self.grad_reduce_pipeline.reset()
-        gradients.progress = Progress.REPLAYED
+        gradients.reduced = None
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start reducing gradients, unless backward passes do so; see megatron-core.

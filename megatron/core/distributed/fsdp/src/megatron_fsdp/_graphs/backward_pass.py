@@ -3,7 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
-from enum import Enum, IntEnum, auto
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -13,27 +13,20 @@ from ..unsharded_gradients import REDUCES_EVERY_BACKWARD
 from .pipelines import TrainingState, drop_collectives, release_captured, set_training_state, shown_in_profiles
 
 
-class Progress(IntEnum):
-    """Stage in the processing of a step's gradients."""
-
-    REPLAYED = 0  # whole-model graphs have handled all gradients
-    ACCUMULATED = 1
-    REDUCED = 2  # a backward pass has reduced them
-
-
 class Gradients:
     """Accumulates and reduces the gradients of one model.
 
     Attributes:
         awaited: Parameters whose gradients the current backward pass has not accumulated yet.
-        progress: The furthest stage that a backward pass has reached since the previous step.
+        reduced: Whether the latest backward pass outside of whole-model graphs has reduced its gradients; None if there
+            was no such pass since the previous step.
         final: Whether the latest backward pass was marked as the last of its step, and thus has reduced all gradients.
     """
 
     def __init__(self, graphs: Any):
         self._graphs, self._fsdp = graphs, graphs.fsdp
         self.awaited: set[torch.nn.Parameter] = set()
-        self.progress = Progress.ACCUMULATED
+        self.reduced: bool | None = None
         self.final = False
 
     def reduce_across_replicas(self) -> None:
@@ -96,8 +89,7 @@ class Gradients:
         """Accumulate gradients. If this backward pass reduces gradients, reduce them and return True."""
         fsdp = self._fsdp
         self.final = self._is_final()
-        reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
-        self.progress = max(Progress.REDUCED if reduces else Progress.ACCUMULATED, self.progress)
+        self.reduced = reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
         self.accumulate(params)
         if reduces:
             across_replicas = fsdp.dist_index.use_hybrid_fsdp and self.final and self._graphs.whole_passes is None
