@@ -70,9 +70,10 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             ValueError: A parameter was unfrozen after the model was wrapped. Megatron-FSDP would not train it.
         """
         self.graphs.backward.drop_unfinished()
-        distributed = dict(self.param_and_grad_buffer.optimizer_named_parameters)
-        params = distributed if self.is_param_fsdp_distributed else self.raw_param
-        trained = [param for param in params.values() if param.requires_grad]
+        named = self.raw_param.items()
+        if self.is_param_fsdp_distributed:
+            named = self.param_and_grad_buffer.optimizer_named_parameters
+        trained = [param for _, param in named if param.requires_grad]
         for param in trained:
             param.grad_added_to_main_grad = False
         if len(trained) > len(trainable := self.graphs.backward.trainable):
