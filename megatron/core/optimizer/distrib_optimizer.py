@@ -28,7 +28,6 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
     _local_shards: LocalShards | None = None
     _kept: KeptGradients | None = None
-    _clipping: RepeatedWork | None = None
     _on_host: tuple[tuple[dict[str, Any], str], ...] = ()  # offloaded states, each with its name
 
     def get_loss_scale(self) -> torch.Tensor:
@@ -71,15 +70,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         self._kept = kept = None if passes is None else self._kept_gradients()
         if kept is None:
             return clip(clip_grad)
-        if self._clipping is None:
-            self._clipping = RepeatedWork("Gradient clipping")
-            passes.on_forget.append(self._free_clipping)  # before its communicators are destroyed
-        return self._clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
-
-    def _free_clipping(self) -> None:
-        if self._clipping is not None:
-            self._clipping.reset()
-        self._clipping = None
+        clipping = passes.repeated.setdefault(self, RepeatedWork("Gradient clipping"))
+        return clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
 
     def _whole_model_passes(self) -> Any:
         """Return the graphs of the whole model if clipping can be captured, else None.

@@ -396,7 +396,8 @@ class Training:
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = len(local_runners(self.layers)) if self.case.local else _layer_graphs(self.layers)
         of_evaluations = self.evaluations, self.evaluation_replays
-        clipping = sum(each._clipping.replays for each in distributed_optimizers(self.optimizer) if each._clipping)
+        passes = [chunk.module.graphs.whole_passes for chunk in self.chunks if hasattr(chunk.module, "graphs")]
+        clipping = sum(work.replays for each in filter(None, passes) for work in each.repeated.values())
         return Trace(
             self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations, clipping, self.logged
         )
@@ -404,7 +405,7 @@ class Training:
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
     """Return the distributed optimizers in ``optimizer``, which may be chained."""
-    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(each, "_clipping")]
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(each, "_kept")]
 
 
 def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:

@@ -36,7 +36,7 @@ class RecordedPasses(GraphOwner):
 
     Attributes:
         replayed: Whether the last forward pass with gradients was a replay.
-        on_forget: Callbacks from owners of related graphs, called once when the graphs are freed.
+        repeated: The ``RepeatedWork`` of each optimizer; freed with the graphs, before its communicators are destroyed.
     """
 
     _last: Direction = "backward"  # the last phase that is recorded
@@ -54,7 +54,7 @@ class RecordedPasses(GraphOwner):
         self._weights = self._grads = Snapshot(ADVICE)
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
         self.replayed = False
-        self.on_forget: list[Callable[[], None]] = []
+        self.repeated: dict[Any, Any] = {}
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -213,9 +213,9 @@ class RecordedPasses(GraphOwner):
 
     def forget(self) -> None:
         """Run the units eagerly from now on, and free the related graphs."""
-        for free in self.on_forget:
-            free()
-        self.on_forget.clear()
+        for work in self.repeated.values():
+            work.reset()
+        self.repeated.clear()
         if self._graphs.whole_passes is self:
             self._graphs.whole_passes = None
             collectives.forget(self._fsdp, self._outside)
