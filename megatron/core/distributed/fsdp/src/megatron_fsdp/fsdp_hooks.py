@@ -63,7 +63,6 @@ class FsdpHooks:
         self.module_names = self.backward.module_names  # for profiles
         self.forward_failed = False
         self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
-        self._has_float8_params = False
 
     def __deepcopy__(self, memo: dict) -> "FsdpHooks":
         """Return this object, so that copied modules keep their hooks and the wrapper is not copied."""
@@ -97,12 +96,11 @@ class FsdpHooks:
                 attach = partial(self.attach_after_backward, self.release_after_backward)
                 setattr(attach, BACKWARD_HANDLER, self.release_after_backward)
                 module.register_forward_pre_hook(attach, with_kwargs=True)
-            elif self.graphs.shards_params and not fsdp.ddp_config.keep_fp8_transpose_cache:
+            elif runner.float8_params and self.graphs.shards_params and not fsdp.ddp_config.keep_fp8_transpose_cache:
                 module.register_forward_hook(self.release_transpose_cache)
             self._register_gradients(module.parameters(recurse=runner.is_unit))
         self._register_root(root, last)
         groups = fsdp.param_and_grad_buffer.parameter_groups
-        self._has_float8_params = any(is_float8tensor(param) for group in groups for param in group.params)
         trainable = dict.fromkeys(param for group in groups if group.requires_grad for param in group.params)
         self.backward.trainable.update(trainable)
         layers = [module for module in self.module_names if isinstance(module, LAYERS)]
@@ -179,10 +177,9 @@ class FsdpHooks:
     @runs_outside_graphs
     def release_transpose_cache(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
         """Discard the FP8 transposes that the direct parameters of ``module`` cached in forward."""
-        if self._has_float8_params:
-            for param in module.parameters(recurse=False):
-                if is_float8tensor(param):
-                    fp8_discard_transpose_cache(param)
+        for param in module.parameters(recurse=False):
+            if is_float8tensor(param):
+                fp8_discard_transpose_cache(param)
 
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
         """Accumulate the complete ``param.grad`` and reduce full buckets, or queue ``param`` in its module's runner."""
