@@ -158,6 +158,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         if not self.ddp_config.use_megatron_fsdp:
             super().offload_to_cpu()
             return
+        torch.cuda.synchronize()  # the caller's stream may not be the training stream
         for state in () if self.is_stub_optimizer else self.optimizer.state.values():
             self._on_host += tuple((state, name) for name, value in state.items() if getattr(value, "is_cuda", False))
         for state, name in self._on_host:
@@ -176,6 +177,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         self._on_host = ()
         for chunk in self.model_chunks:
             chunk.param_and_grad_buffer.restore_main_weights()
+        torch.cuda.synchronize()
 
     def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
         """Return the parameters' states and groups, both keyed by parameter name, and the loss scale.

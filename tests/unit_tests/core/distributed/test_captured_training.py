@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import tee
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -404,7 +405,9 @@ def test_offloading_frees_optimizer_states_and_weights(one_rank):
     groups = training.fsdp.param_and_grad_buffer.parameter_groups
     params = [param._local_tensor for group in training.optimizer.param_groups for param in group["params"]]
     weights = [param.clone() for param in params]
-    training.optimizer.offload_to_cpu()
+    with mock.patch.object(torch.cuda, "synchronize") as synchronize:
+        training.optimizer.offload_to_cpu()
+    assert synchronize.called
     assert on_device and [state() for state in on_device] == [None] * len(on_device)
     assert {group.main_weight_buffer.data.untyped_storage().nbytes() for group in groups} == {0}
     training.optimizer.restore_from_cpu()

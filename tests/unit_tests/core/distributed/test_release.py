@@ -1,9 +1,12 @@
 """Test that ``release`` frees all memory of graphs and communication buffers of this rank."""
 
+import gc
+
 import pytest
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
+from megatron.core.tensor_parallel.random import get_all_rng_states, model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.errors import CallOrderError, CaptureFailedError
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
@@ -39,6 +42,8 @@ def test_release_frees_graphs_and_buffers(ranks, side_stream, holds):
 
 def test_buffers_of_eager_passes_are_freed_again(ranks, side_stream):
     model = CapturedModel(graphed("model"))
+    replaced = model.fsdp.module.forward
+    model.fsdp.module.forward = lambda *args, **kwargs: replaced(*args, **kwargs)  # outlives the graphs
     model.helper.release()
     model.step()
     assert communication_buffers(model.fsdp)
@@ -48,6 +53,17 @@ def test_buffers_of_eager_passes_are_freed_again(ranks, side_stream):
     assert model.helper.graphs_created()
     model.step()
     model.helper.delete_cuda_graphs()
+
+
+def test_new_seeds_reach_graphs_without_their_helper(ranks, side_stream):
+    model = CapturedModel(graphed("model"))
+    states = get_all_rng_states()
+    model.helper = None
+    gc.collect()
+    model_parallel_cuda_manual_seed(5, use_cudagraphable_rng=True, force_reset_rng=True)
+    assert get_all_rng_states() != states
+    model.step()
+    assert get_all_rng_states() == states
 
 
 def test_release_before_the_capture_leaves_it_to_the_caller(ranks, side_stream):

@@ -198,7 +198,7 @@ class GraphedCallable:
         """
         graph = capture.new_graph()
         versions = list(map(version_of, self.inputs))
-        self._hooks.run("forward_pre_hooks", self.func, self.args, self.kwargs)
+        self._hooks.run("forward_pre_hooks", self.func, self.args, dict(self.kwargs))  # a hook may change it
         with (
             self._note_modules_that_run(),
             capture.recording(graph),

@@ -12,7 +12,7 @@ from ..agreement import CaptureAgreement
 from ..engine.rng import GraphStates
 from ..errors import CallOrderError
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
-from ..hooks import calls_weakly, has_other_hooks
+from ..hooks import has_other_hooks
 from .attached_graphs import detach_graphs
 from .layers import decoder_layers, has_forward_of, language_layers, why_not_graphable
 from .model import ModelGraphs
@@ -208,10 +208,9 @@ class CaptureState:
 
     def follow_rng_tracker(self) -> None:
         """Register hooks that call ``GraphStates.adopt`` before each forward pass of a model."""
-        self._rng_states = GraphStates()
-        adopt = calls_weakly(self._rng_states.adopt)
+        self._rng_states = states = GraphStates()
         models = [chunk.model for chunk in self._stage.chunks if chunk.layers and chunk.model is not None]
-        self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
+        self._rng_hooks = [model.register_forward_pre_hook(lambda *call: states.adopt()) for model in models]
 
     def adopt_rng_states(self) -> None:
         """Call ``GraphStates.adopt``, for schedules that call layers and thus skip the models' hooks."""

@@ -99,6 +99,8 @@ class ModelGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, with a replay if possible."""
+        if self._taken is None:  # called by a wrapper of ``module.forward`` that outlives the graphs
+            return type(self.module).forward(self.module, *args, **kwargs)
         graphs: ModelGraphs | None = None
         if is_training(self.module):
             graphs = self

@@ -125,6 +125,7 @@ def test_hooks_get_module_arguments_and_raw_output():
         func, args, output = calls["forward_hooks"][iteration]
         assert func is scaled and args[0] is x and output["scaled"].grad_fn is not None and output["nothing"] == [None]
         assert calls["backward_pre_hooks"][iteration] == calls["backward_hooks"][iteration] == (scaled,)
+    assert calls["forward_pre_hooks"][0][2] is not calls["forward_pre_hooks"][1][2]  # hooks may change them
 
 
 @pytest.mark.parametrize(
