@@ -182,17 +182,17 @@ CHANGES = {
 
 
 # Outcome per scope after a change: everything runs eagerly, some layers replay, or all graphs replay.
-EAGERLY, ALWAYS = ("eagerly",) * 4, ("replays",) * 4
-OUTCOMES = dict.fromkeys(CHANGES, ("eagerly", "eagerly", "some", "some")) | {
-    "hook of a layer": ("eagerly", "eagerly", "replays", "replays"),
-    "forward of a part": ("eagerly", "eagerly", "some", "replays"),
+EAGERLY, ALWAYS = ("eagerly",) * 3, ("replays",) * 3
+OUTCOMES = dict.fromkeys(CHANGES, ("eagerly", "some", "some")) | {
+    "hook of a layer": ("eagerly", "replays", "replays"),
+    "forward of a part": ("eagerly", "some", "replays"),
     "hook of all modules": EAGERLY,
     "hook before all modules": EAGERLY,
     "autocast": EAGERLY,
     "hooks of saved tensors": EAGERLY,
-    "activation function": ("eagerly", "eagerly", "some", "replays"),
-    "hook of the output layer": ("eagerly", "replays", "replays", "replays"),
-    "mode of the embedding": ("eagerly", "replays", "replays", "replays"),
+    "activation function": ("eagerly", "some", "replays"),
+    "hook of the output layer": ("eagerly", "replays", "replays"),
+    "mode of the embedding": ("eagerly", "replays", "replays"),
     "another optimizer": ALWAYS,
     "other weights": ALWAYS,
 }
