@@ -82,7 +82,7 @@ def make_graphed_callables(
         capture_time_hooks: For each callable, None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
             ``forward_hooks``, ``backward_pre_hooks`` and ``backward_hooks``. The hooks run around the callable's passes
             in every warm-up iteration and in capture, outside the graph, and are not replayed. ``CaptureTimeHooks``
-            documents their arguments. Each must return None.
+            documents their arguments; TransformerEngine 2.20 passes only the module. Each must return None.
         owners: For each callable, None or the ``GraphOwner`` that consumes the gradients of its parameters.
 
     Returns:
