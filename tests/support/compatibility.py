@@ -277,7 +277,9 @@ FAILING = (
         "--num-distributed-optimizer-instances without --overlap-grad-reduce",
         "gradients are never reduced across HSDP replicas",
     ),
-    Failing("--outer-dp-sharding-strategy optim with one HSDP replica, or without optim_grads_params"),
+    Failing(
+        "--outer-dp-sharding-strategy optim with one HSDP replica or replicas of one rank, or without optim_grads_params"
+    ),
     Failing("--recompute-modules mlp without --disable-bias-linear", "the backward pass never ends"),
     Failing("--distribute-saved-activations, --non-persistent-save-interval, --optimizer sgd"),
     Failing("--defer-embedding-wgrad-compute, --freeze-all-layers"),
