@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.plan import Plan
 from megatron.core.transformer._cuda_graphs.flags.options import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
-from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
+from megatron.core.transformer._cuda_graphs.te.capture_arguments import layer_samples, pass_order
 from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, Holds, blocker, largest_scope
 from megatron.core.transformer._cuda_graphs.te.model import inputs_of_slots
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -18,7 +18,7 @@ class Planned:
 
     Attributes:
         graphs: A description of each graph, in the order of capture.
-        order: Order of the passes over model chunks; see ``te.order``.
+        order: Order of the passes over model chunks; see ``PassOrder``.
         static_inputs: Static inputs of the graphs; may contain duplicates.
         why_nothing: Reason why there are no graphs; empty if there are.
     """
@@ -50,16 +50,14 @@ def planned(helper: TECudaGraphHelper, scope: CaptureScope, given: Collection[st
     stage, shape = helper.stage, (helper.seq_length, helper.micro_batch_size)
     if scope.holds is Holds.MODEL:
         models = [chunk.model for chunk in stage.chunks]
-        passes = CaptureArguments(stage, [[model] for model in models], *shape).order()
+        passes = pass_order(stage, [1] * len(models))
         names = [f"chunk {number} as a whole" for number in range(1, len(models) + 1)]
         graphs = _graphs(passes.plan, ["the whole model"] if stage.one_graph_serves_all else names)
         return Planned(graphs, passes.order, inputs_of_slots(models, passes.plan, *shape, given))
-    arguments = CaptureArguments(stage, [chunk.layers for chunk in stage.chunks], *shape)
-    passes = arguments.order()
+    passes = pass_order(stage, [len(chunk.layers) for chunk in stage.chunks])
     is_mtp = dict(zip(helper.flattened_callables, helper.flattened_callables_is_mtp, strict=True))
     names = [f"{'MTP ' if is_mtp[layer] else ''}layer {layer.layer_number}" for layer in stage.layers]
-    samples = arguments.samples(passes.order, passes.chunk_id_list)
-    return Planned(_graphs(passes.plan, names), passes.order, samples)
+    return Planned(_graphs(passes.plan, names), passes.order, layer_samples(stage, passes.plan, *shape))
 
 
 def _graphs(plan: Plan, names: Sequence[str]) -> list[str]:

@@ -29,10 +29,9 @@ from ._cuda_graphs.engine.memory import release_cached_memory, reuse_across_stre
 from ._cuda_graphs.errors import CallOrderError, CaptureFailedError, OptionsError
 from ._cuda_graphs.flags.options import MEGATRON_FSDP, TORCH_FSDP, Options, goes_on_eagerly
 from ._cuda_graphs.flags.table import allocator_problem, check
-from ._cuda_graphs.te.capture_arguments import CaptureArguments
+from ._cuda_graphs.te.capture_arguments import PassOrder, engine_arguments, layer_samples, pass_order
 from ._cuda_graphs.te.capture_report import report_capture
-from ._cuda_graphs.te.capture_session import CaptureSession, InputData
-from ._cuda_graphs.te.capture_state import CaptureState, Status
+from ._cuda_graphs.te.capture_state import CaptureState, InputData, Status
 from ._cuda_graphs.te.layers import (
     fsdp_of,
     mtp_layers,
@@ -42,7 +41,6 @@ from ._cuda_graphs.te.layers import (
     vision_model_of,
 )
 from ._cuda_graphs.te.model import ModelGraphs
-from ._cuda_graphs.te.order import PassOrder
 from ._cuda_graphs.te.stage import Chunk, Role, Stage
 from ._cuda_graphs.te.training_calls import TrainingCalls
 
@@ -369,7 +367,6 @@ class TECudaGraphHelper:
         agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language)
         grad = torch.inference_mode(False)  # also enables grad inside torch.no_grad
         with grad, agreement.together(self._drop_graphs), self._capture_mode() as start_time:
-            shape = self.seq_length, self.micro_batch_size
             graphs.select_scope(agreement)  # stages without layers also vote
             graphs.status = Status.EAGER
             if not stage.layers:
@@ -379,8 +376,8 @@ class TECudaGraphHelper:
                     "decoder with layers that --cuda-graph-modules selects"
                 )
             elif graphs.scope.holds:
-                session = CaptureSession(stage, graphs, agreement, shape)
-                session.capture(self._get_cuda_graph_input_data)
+                shape = self.seq_length, self.micro_batch_size
+                graphs.capture(agreement, shape, self._get_cuda_graph_input_data)
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
         if self.graphs_created():
@@ -439,12 +436,8 @@ class TECudaGraphHelper:
         release_cached_memory()
         report_capture(self.stage, self._state, start_time)
 
-    def _arguments(self) -> CaptureArguments:
-        layers = [chunk.layers for chunk in self.stage.chunks]
-        return CaptureArguments(self.stage, layers, self.seq_length, self.micro_batch_size)
-
     def _order(self) -> PassOrder:
-        return self._arguments().order()
+        return pass_order(self.stage, [len(chunk.layers) for chunk in self.stage.chunks])
 
     def _get_cuda_graph_input_data(self) -> InputData:
         """Return the positional inputs and keyword arguments for ``make_graphed_callables``.
@@ -455,13 +448,14 @@ class TECudaGraphHelper:
         self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
         self.num_microbatches = passes.num_microbatches
         sample_args, sample_kwargs = self._get_sample_arguments(passes.order, passes.chunk_id_list)
-        return sample_args, self._arguments().of_engine(passes, sample_kwargs)
+        return sample_args, engine_arguments(self.stage, passes, sample_kwargs)
 
     def _get_sample_arguments(
         self, order: Sequence[float], chunk_id_list: list | None = None
     ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
-        """Create the static inputs of each layer and micro-batch; see ``CaptureArguments.samples``."""
-        samples = self._arguments().samples(order, chunk_id_list)
+        """Create the static inputs of each layer and micro-batch; ``num_layers_per_chunk`` must match ``order``."""
+        plan = PassOrder([*order], self.num_layers_per_chunk).plan
+        samples = layer_samples(self.stage, plan, self.seq_length, self.micro_batch_size)
         return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 
     def cuda_graph_set_manual_hooks(self) -> None:

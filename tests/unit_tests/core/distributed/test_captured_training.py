@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.optimizer.local_shards import local_tensor
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
-from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_session
+from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_state
 from tests.support.sample import each_once
 from tests.support.trainings.training import train
 
@@ -233,7 +233,7 @@ def test_layers_are_captured_if_the_model_cannot_be(one_rank, monkeypatch, caplo
     def fails(*args, **kwargs):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(capture_session, "capture_models", fails)
+    monkeypatch.setattr(capture_state, "capture_models", fails)
     case = replace(graphed(None, dropout=0.1), warmup=1, steps=3)
     eager, graphs = train(case, False), train(case, True)
     assert eager.differences(graphs) == []

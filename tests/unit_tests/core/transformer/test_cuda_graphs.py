@@ -14,7 +14,7 @@ import torch
 import megatron.core
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer._cuda_graphs import agreement
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_report, capture_session
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_report, capture_state
 from tests.support.sample import asked, mostly_long
 
 
@@ -137,7 +137,7 @@ def test_pool_reuses_free_tensors():
 PATCHED: dict[str, tuple[str, list[ModuleType]]] = {
     "function of megatron-core": ("is_graph_capturing", []),
     "imported function": ("get_num_microbatches", [capture_arguments]),
-    "function of several files": ("make_graphed_callables", [capture_session]),
+    "function of several files": ("make_graphed_callables", [capture_state]),
     "class": ("_CudaGraphRunner", []),
     "logger": ("logger", [agreement]),
     "module": ("time", [capture_report]),

@@ -3,6 +3,8 @@
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,11 +12,10 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.enums import CudaGraphModule
 
-from ..engine.plan import ordered_plan
+from ..engine.plan import Plan, ordered_plan
 from ..engine.quantization import RecordedQuantization
 from ..errors import ArgumentError
 from .layers import mtp_layers
-from .order import PassOrder
 from .sample_inputs import LayerInputs, SampleArguments, attention_mask_type, sample_arguments
 from .stage import Layers, Stage
 
@@ -23,84 +24,95 @@ from .stage import Layers, Stage
 WARMUP_ITERATIONS = 3
 
 
-class CaptureArguments:
-    """Creates the arguments for a capture of ``layers``, the callables of each chunk."""
+@dataclass(frozen=True)
+class PassOrder:
+    """The passes of a pipeline stage in capture order.
 
-    def __init__(self, stage: Stage, layers: Sequence[Layers], seq_length: int, micro_batch_size: int):
-        self.stage, self.layers = stage, layers
-        self._inputs = LayerInputs(stage.config, seq_length, micro_batch_size)
+    Attributes:
+        order: As in ``make_graphed_callables``: ``c`` for the forward pass of model chunk ``c`` (1-based), ``-c`` for
+            its backward pass, ``-c - 0.5`` for its delayed weight gradients.
+        num_layers_per_chunk: The number of captured layers in each chunk of ``order``.
+        chunk_id_list: If each chunk of ``order`` is one layer, 0-based ``[model chunk, layer]`` for each forward pass
+            and None for every other pass; otherwise None.
+    """
 
-    def order(self) -> PassOrder:
-        """Return the order of passes of this pipeline stage."""
-        from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
-        from megatron.core.transformer.cuda_graphs import (  # imports this module
-            convert_schedule_table_to_order,
-            get_overlap_moe_expert_parallel_comm_order,
+    order: list[float]
+    num_layers_per_chunk: list[int]
+    chunk_id_list: list[list[int] | None] | None = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of forward passes of each chunk."""
+        return self.order.count(1)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The engine's plan, with the captured layers as callables."""
+        return ordered_plan(self.order, self.num_layers_per_chunk, sum(self.num_layers_per_chunk))
+
+
+def pass_order(stage: Stage, num_layers_per_chunk: list[int]) -> PassOrder:
+    """Return the order of passes of ``stage``; ``num_layers_per_chunk`` is the number of callables of each chunk."""
+    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+    from megatron.core.transformer.cuda_graphs import (  # imports this module
+        convert_schedule_table_to_order,
+        get_overlap_moe_expert_parallel_comm_order,
+    )
+
+    config = stage.config
+    num_chunks = len(stage.chunks)
+    num_microbatches = 1 if stage.one_graph_serves_all else get_num_microbatches()
+    group_size = config.microbatch_group_size_per_vp_stage
+    _, _, num_warmup_microbatches, _ = get_pp_rank_microbatches(
+        num_microbatches,
+        num_chunks,
+        group_size,
+        forward_only=False,
+        p2p_communicator=stage.p2p_communicator,
+    )
+    table = get_schedule_table(num_microbatches, num_chunks, group_size)
+    chunks = convert_schedule_table_to_order(num_warmup_microbatches, num_chunks, table)
+    passes = PassOrder([*chunks], num_layers_per_chunk)
+    if config.overlap_moe_expert_parallel_comm:
+        # Layers of two chunks interleave, so every layer becomes a separate chunk.
+        every = [chunk.every_layer for chunk in stage.chunks]
+        overlapped = get_overlap_moe_expert_parallel_comm_order(
+            chunks, [len(own) for own in every], config.delay_wgrad_compute and _captures_weight_gradients(config)
         )
+        order, chunk_id_list = captured_passes(overlapped, every, [chunk.layers for chunk in stage.chunks])
+        passes = PassOrder(order, [1] * sum(num_layers_per_chunk), chunk_id_list)
+    stage.log(logging.DEBUG, f"order of passes {passes.order}")
+    return passes
 
-        stage, config = self.stage, self.stage.config
-        num_chunks = len(stage.chunks)
-        num_microbatches = 1 if stage.one_graph_serves_all else get_num_microbatches()
-        group_size = config.microbatch_group_size_per_vp_stage
-        _, _, num_warmup_microbatches, _ = get_pp_rank_microbatches(
-            num_microbatches,
-            num_chunks,
-            group_size,
-            forward_only=False,
-            p2p_communicator=stage.p2p_communicator,
-        )
-        table = get_schedule_table(num_microbatches, num_chunks, group_size)
-        chunks = convert_schedule_table_to_order(num_warmup_microbatches, num_chunks, table)
-        num_layers = [len(layers) for layers in self.layers]
-        passes = PassOrder([*chunks], num_layers, num_microbatches)
-        if config.overlap_moe_expert_parallel_comm:
-            # Layers of two chunks interleave, so every layer becomes a separate chunk.
-            every = [chunk.every_layer for chunk in stage.chunks]
-            overlapped = get_overlap_moe_expert_parallel_comm_order(
-                chunks, [len(own) for own in every], config.delay_wgrad_compute and _captures_weight_gradients(config)
-            )
-            order, chunk_id_list = captured_passes(overlapped, every, self.layers)
-            passes = PassOrder(order, [1] * sum(num_layers), order.count(1), chunk_id_list)
-        stage.log(logging.DEBUG, f"order of passes {passes.order}")
-        return passes
 
-    def samples(self, order: Sequence[float], chunk_id_list: list | None = None) -> list[SampleArguments]:
-        """Create the static inputs of each layer and micro-batch; see ``sample_inputs.sample_arguments``.
+def layer_samples(stage: Stage, plan: Plan, seq_length: int, micro_batch_size: int) -> list[SampleArguments]:
+    """Create the positional and keyword inputs of every slot of ``plan``; see ``sample_inputs.sample_arguments``."""
+    inputs = LayerInputs(stage.config, seq_length, micro_batch_size)
+    layers = [(layer, chunk.model if stage.role.language else None) for chunk in stage.chunks for layer in chunk.layers]
+    return sample_arguments(
+        plan, lambda index: inputs.make(*layers[index]), lambda index: attention_mask_type(layers[index][0])
+    )
 
-        Args:
-            order: The order of passes: of model chunks, or of layers if ``chunk_id_list`` is given (see ``PassOrder``).
 
-        Returns:
-            Positional and keyword inputs, sorted by chunk, then micro-batch, then layer.
-        """
-        layers = [
-            (layer, chunk.model) for chunk, own in zip(self.stage.chunks, self.layers, strict=True) for layer in own
-        ]
-        per_chunk = [len(own) for own in self.layers] if chunk_id_list is None else [1] * len(layers)
-        return sample_arguments(
-            ordered_plan(order, per_chunk, len(layers)),
-            lambda index: self._inputs.make(layers[index][0], layers[index][1] if self.stage.role.language else None),
-            lambda index: attention_mask_type(layers[index][0]),
-        )
-
-    def of_engine(self, passes: PassOrder, sample_kwargs: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
-        """Return the keyword arguments of ``make_graphed_callables``, except hooks and gradient owners."""
-        stage, config = self.stage, self.stage.config
-        arguments = {
-            "sample_kwargs": sample_kwargs,
-            "allow_unused_input": True,
-            "_order": passes.order,
-            "_num_layers_per_chunk": passes.num_layers_per_chunk,
-            "_reuse_graph_input_output_buffers": True,
-            "retain_graph_in_backward": config.cuda_graph_retain_backward_graph,
-            "num_warmup_iters": num_warmup_iterations(config, passes.num_microbatches),
-        }
-        if all(chunk.fsdp is not None and not _shares_parameters(chunk.fsdp) for chunk in stage.chunks):
-            # Megatron-FSDP copies each gradient to its bucket before the next replay, unless autograd keeps it to
-            # accumulate the gradient of a second module.
-            arguments["clone_param_grads_on_return"] = False
-        arguments |= quantization_arguments(stage, [layer for own in self.layers for layer in own])
-        return arguments
+def engine_arguments(
+    stage: Stage, passes: PassOrder, sample_kwargs: Sequence[dict[str, torch.Tensor]]
+) -> dict[str, Any]:
+    """Return the keyword arguments of ``make_graphed_callables``, except hooks and gradient owners."""
+    config = stage.config
+    arguments = {
+        "sample_kwargs": sample_kwargs,
+        "allow_unused_input": True,
+        "_order": passes.order,
+        "_num_layers_per_chunk": passes.num_layers_per_chunk,
+        "_reuse_graph_input_output_buffers": True,
+        "retain_graph_in_backward": config.cuda_graph_retain_backward_graph,
+        "num_warmup_iters": num_warmup_iterations(config, passes.num_microbatches),
+    }
+    if all(chunk.fsdp is not None and not _shares_parameters(chunk.fsdp) for chunk in stage.chunks):
+        # Megatron-FSDP copies each gradient to its bucket before the next replay, unless autograd keeps it to
+        # accumulate the gradient of a second module.
+        arguments["clone_param_grads_on_return"] = False
+    return arguments | quantization_arguments(stage, stage.layers)
 
 
 def _shares_parameters(model: torch.nn.Module) -> bool:

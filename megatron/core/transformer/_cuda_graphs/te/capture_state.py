@@ -1,24 +1,43 @@
-"""Select and own the graphs of a pipeline stage: of the whole model, or of each layer."""
+"""Select, capture and own the graphs of a pipeline stage: of the whole model, or of each layer."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
 from ..agreement import CaptureAgreement
-from ..engine.rng import GraphStates
+from ..engine.graph import preserve_buffers
+from ..engine.make_graphed_callables import make_graphed_callables
+from ..engine.memory import release_cached_memory
+from ..engine.rng import GraphStates, preserve_rng
 from ..errors import CallOrderError
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
-from ..hooks import has_other_hooks
-from .attached_graphs import detach_graphs
-from .layers import decoder_layers, has_forward_of, language_layers, why_not_graphable
-from .model import ModelGraphs
+from ..hooks import extracted_hooks, has_other_hooks, has_own_hooks
+from ..replacements import between
+from ..snapshot import Snapshot, module_aspects, named, refuse_changed_attributes
+from .attached_graphs import attach_graphs, detach_graphs
+from .capture_arguments import PassOrder, num_warmup_iterations, pass_order, recorded_quantization
+from .layers import (
+    decoder_layers,
+    has_forward_of,
+    language_layers,
+    layer_name,
+    refuse_skipped_forward,
+    why_not_graphable,
+)
+from .model import ModelGraphs, capture_for_evaluation, capture_models
 from .sample_inputs import attention_mask_type
 from .stage import Chunk, Stage
 from .training_calls import TrainingCalls
+
+InputData = tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]
 
 
 class Status(Enum):
@@ -131,7 +150,7 @@ def largest_scope(stage: Stage, not_model: str) -> CaptureScope:
 
 
 class CaptureState:
-    """Chooses the parts of a pipeline stage to capture, and owns the graphs of one capture.
+    """Chooses the parts of a pipeline stage to capture, captures them, and owns the graphs.
 
     Args:
         status: The initial status.
@@ -184,6 +203,113 @@ class CaptureState:
         if reason := scope.why_nothing:
             stage.log(logging.WARNING, f"no CUDA graphs are captured, and training continues eagerly, because {reason}")
 
+    def capture(self, agreement: CaptureAgreement, shape: tuple[int, int], input_data: Callable[[], InputData]) -> None:
+        """Capture the graphs selected by ``scope``. If the capture fails, ``delete`` undoes it completely.
+
+        Args:
+            agreement: Stores the name of the current pass for error messages.
+            shape: Sequence length before any sharding, and micro-batch size.
+            input_data: Returns inputs and arguments of ``make_graphed_callables`` for individually captured layers.
+        """
+        for chunk in self._stage.chunks:
+            if chunk.fsdp is not None and self._stage.role.language:
+                chunk.fsdp.zero_grad_buffer()  # frees the optimizer's gradients
+        release_cached_memory()
+        if self.scope.holds is Holds.MODEL:
+            self._capture_model(agreement, shape)
+        else:
+            self._capture_layers(agreement, *input_data())
+        self._follow_rng_tracker()
+        self.status = Status.CAPTURED
+
+    def _capture_model(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> None:
+        """Capture each chunk of the model as a whole."""
+        from megatron.core.transformer.cuda_graphs import _set_capture_end, _set_capture_start  # imports this module
+
+        stage, chunks = self._stage, self._stage.chunks
+        models = [chunk.model for chunk in chunks]
+        names = ["the whole model"] if stage.one_graph_serves_all else [f"chunk {i}" for i in range(len(chunks))]
+        order = pass_order(stage, [1] * len(models))
+        warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches)
+        owners = [
+            chunk.fsdp.graphs.recorded_passes(partial(agreement.begin, name))
+            for chunk, name in zip(chunks, names, strict=True)
+        ]
+        quantized = [recorded_quantization(stage, model) for model in models]
+        # A failed capture may not restore generators and buffers. Capture mode would disable the layers' hooks.
+        outside = between(_set_capture_end, _set_capture_start)
+        with outside, preserve_rng(), preserve_buffers([chunk.module for chunk in chunks]):
+            self.models = capture_models(
+                models,
+                owners,
+                order.plan,
+                shape,
+                warmup_iters,
+                quantized,
+                given=self.calls.given,
+            )
+        # The first evaluation is captured when it begins.
+        for chunk, graphs in zip(chunks, self.models, strict=True):
+            chunk.fsdp.graphs.before_evaluation = partial(capture_for_evaluation, stage, chunk, graphs)
+        self._warn_of_hooks((model, named(model)) for model in models)
+
+    def _warn_of_hooks(self, captured: Iterable[tuple[torch.nn.Module, dict[torch.nn.Module, str]]]) -> None:
+        """Warn about third-party hooks in graphs, given each captured module and the names of its submodules.
+
+        Hooks of the captured modules themselves run around replays.
+        """
+        hooked = (
+            name
+            for root, modules in captured
+            for module, name in modules.items()
+            if module is not root and has_own_hooks(module)
+        )
+        if names := ", ".join(hooked):
+            self._stage.log(
+                logging.WARNING,
+                f"hooks of {names} are part of CUDA graphs: replays repeat their work on the GPU but do not call them. "
+                "Hooks registered after the capture are called, as their layers then run eagerly",
+            )
+
+    def _capture_layers(
+        self, agreement: CaptureAgreement, sample_args: list[tuple[torch.Tensor, ...]], arguments: dict[str, Any]
+    ) -> None:
+        """Capture each layer individually."""
+        stage = self._stage
+        layers = tuple(stage.layers)
+        names = [layer_name(layer, index) for index, layer in enumerate(layers)]
+        for layer, name in zip(layers, names, strict=True):
+            refuse_skipped_forward(layer, name)
+        plan = PassOrder(arguments["_order"], arguments["_num_layers_per_chunk"]).plan
+        # Same as in the decoder under sequence parallelism.
+        rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
+        owners: list[Any] = []  # of the layers' gradients, under Megatron-FSDP
+        with preserve_rng(), preserve_buffers(layers), ExitStack() as stack:
+            for chunk in stage.chunks:
+                if chunk.fsdp is not None:
+                    whole = not stage.config.cuda_graph_modules
+                    owners += stack.enter_context(chunk.fsdp.graphs.layer_capture(chunk.layers, whole))
+            with refuse_changed_attributes(layers), extracted_hooks(layers) as hooks, rng:
+                arguments["capture_time_hooks"] = [
+                    agreement.naming(own, name) for own, name in zip(hooks, names, strict=True)
+                ]
+                arguments["owners"] = owners or None
+                graphs = make_graphed_callables(layers, sample_args, **arguments)
+            held = [
+                named(layer, name, layer._get_submodules_under_cudagraphs())
+                for layer, name in zip(layers, names, strict=True)
+            ]
+            snapshots = [
+                Snapshot(
+                    "change it back, or capture again with delete_cuda_graphs() and create_cudagraphs()",
+                    *module_aspects(modules, around=layer),
+                )
+                for layer, modules in zip(layers, held, strict=True)
+            ]
+        self._warn_of_hooks(zip(layers, held, strict=True))
+        samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
+        attach_graphs(stage, plan, graphs, samples, snapshots)
+
     def captures_layers_instead(self) -> bool:
         """Return whether the whole model was chosen by default, so that layers are captured if its capture fails."""
         return self.scope.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
@@ -206,7 +332,7 @@ class CaptureState:
             return f"{method}, and may compute a different result in every step"
         return self.calls.blocker
 
-    def follow_rng_tracker(self) -> None:
+    def _follow_rng_tracker(self) -> None:
         """Register hooks that call ``GraphStates.adopt`` before each forward pass of a model."""
         self._rng_states = states = GraphStates()
         models = [chunk.model for chunk in self._stage.chunks if chunk.layers and chunk.model is not None]

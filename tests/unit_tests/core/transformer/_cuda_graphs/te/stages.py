@@ -11,11 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session
-from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
-from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_state
+from megatron.core.transformer._cuda_graphs.te.capture_arguments import PassOrder, engine_arguments, layer_samples
 from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureScope, CaptureState, Holds
-from megatron.core.transformer._cuda_graphs.te.order import PassOrder
 from megatron.core.transformer._cuda_graphs.te.stage import Chunk, Role, Stage
 from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -91,20 +89,18 @@ def stage_of(*layers, modules=None, stages=1, **options):
     return Stage(config(**options), groups, None, chunks, Role())
 
 
-def capture(stage, order, engine=capture_session.make_graphed_callables):  # type: ignore[attr-defined]
+def capture(stage, order, engine=capture_state.make_graphed_callables):  # type: ignore[attr-defined]
     """Capture the layers of ``stage`` for one micro-batch, in the order of passes ``order``."""
     graphs = CaptureState(stage, TrainingCalls(()))
     graphs.scope = CaptureScope(Holds.LAYER)
-    arguments = CaptureArguments(stage, [chunk.layers for chunk in stage.chunks], 2, 1)
+    passes = PassOrder(order, [len(chunk.layers) for chunk in stage.chunks])
 
     def input_data():
-        passes = PassOrder(order, [len(chunk.layers) for chunk in stage.chunks], 1)
-        args, kwargs = zip(*arguments.samples(order), strict=True)
-        return list(args), arguments.of_engine(passes, kwargs)
+        args, kwargs = zip(*layer_samples(stage, passes.plan, 2, 1), strict=True)
+        return list(args), engine_arguments(stage, passes, kwargs)
 
-    session = CaptureSession(stage, graphs, Alone(), (2, 1))
     with mock.patch.object(capture_arguments, "get_num_microbatches", return_value=1), using(engine):
-        session.capture(input_data)
+        graphs.capture(Alone(), (2, 1), input_data)
     return graphs
 
 
@@ -121,7 +117,7 @@ def engine(capture=lambda: None):
 
 def using(engine):
     """Return a patch that captures layers with ``engine``."""
-    return mock.patch.object(capture_session, "make_graphed_callables", engine)
+    return mock.patch.object(capture_state, "make_graphed_callables", engine)
 
 
 class CountingChunk(torch.nn.Module):

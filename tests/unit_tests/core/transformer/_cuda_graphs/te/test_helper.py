@@ -15,7 +15,7 @@ from megatron.core.token_bounds import TokenBounds, token_bounds
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer._cuda_graphs.errors import ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
-from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
+from megatron.core.transformer._cuda_graphs.te.capture_arguments import PassOrder, layer_samples
 from megatron.core.transformer._cuda_graphs.te.capture_state import blocker
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
@@ -152,8 +152,8 @@ def test_first_and_last_layers_stay_in_bf16(monkeypatch):
 class TestMasks:
     def test_layers_with_different_masks_share_no_inputs(self):
         layers = [MaskedLayer(kind) for kind in (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.causal)]
-        arguments = CaptureArguments(stage_of(*([layer] for layer in layers)), [[layer] for layer in layers], 2, 1)
-        samples = arguments.samples([1, -1, 2, -2, 3, -3])
+        plan = PassOrder([1, -1, 2, -2, 3, -3], [1, 1, 1]).plan
+        samples = layer_samples(stage_of(*([layer] for layer in layers)), plan, 2, 1)
         assert [kwargs["attention_mask"].item() for _, kwargs in samples] == [1, 0, 1]
         assert samples[0][0][0] is samples[2][0][0]
 
