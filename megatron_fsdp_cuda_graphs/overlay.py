@@ -1,4 +1,4 @@
-"""Overlay megatron-core with this project's ``megatron/`` tree, whose files replace, extend or add modules.
+"""Overlay megatron-core with this project's ``megatron/`` tree, whose files extend or add modules.
 
 torch calls ``activate`` at the end of ``import torch``, through its ``torch.backends`` entry points. megatron-core
 imports torch first, so the patch is on before any module that it changes. ``activate`` registers one finder on
@@ -40,6 +40,8 @@ REMEDY = (
 ARGUMENTS = "megatron.training.arguments"  # imported when a training run starts
 
 _logger = logging.getLogger(__name__)
+# Namespaces of extended modules after running megatron-core's file; None until then.
+_originals: dict[str, SimpleNamespace | None] = {}
 
 
 class Core(NamedTuple):
@@ -47,6 +49,11 @@ class Core(NamedTuple):
 
     version: str | None
     origin: str
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether ``tools/patch.py`` patched its files."""
+        return Path(self.origin).with_name("transformer").joinpath("_cuda_graphs").is_dir()
 
 
 def tree_file(name: str) -> Path | None:
@@ -64,25 +71,21 @@ def module_file(base: Path) -> Path | None:
 
 
 def patched_modules() -> list[str]:
-    """Return the sorted names of all modules that this tree replaces, extends or adds."""
+    """Return the sorted names of all modules that this tree extends or adds."""
     files = (file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     names = (file.parent if file.name == "__init__.py" else file.with_suffix("") for file in files)
     return sorted(".".join(("megatron", *name.parts)) for name in names)
 
 
-@functools.cache
-def is_extension(file: Path) -> bool:
-    """Return whether ``file`` extends megatron-core's file: it imports ``extend`` from this module."""
-    return any(
-        isinstance(node, ast.ImportFrom) and node.module == __name__ and "extend" in {each.name for each in node.names}
-        for node in ast.parse(file.read_bytes()).body
-    )
-
-
 def ordinary_spec(name: str, path: Any) -> ModuleSpec | None:
     """Find the module ``name`` on ``path``, its parent's ``__path__``, ignoring this patch."""
-    finders = (finder for finder in list(sys.meta_path) if not isinstance(finder, OverlayFinder))
-    return next(filter(None, (finder.find_spec(name, path) for finder in finders)), None)
+    finders = (finder for finder in list(sys.meta_path) if hasattr(finder, "find_spec") and not _is_ours(finder))
+    return next(filter(None, (finder.find_spec(name, path, None) for finder in finders)), None)
+
+
+def _is_ours(finder: Any) -> bool:
+    """Return whether ``finder`` is this patch's, even if this module was reloaded."""
+    return type(finder).__name__ == OverlayFinder.__name__
 
 
 def find_core() -> Core | None:
@@ -90,7 +93,7 @@ def find_core() -> Core | None:
     if "megatron.core" in sys.modules:
         spec = getattr(sys.modules["megatron.core"], "__spec__", None)  # tests may have a stub
     elif "megatron" in sys.modules:
-        spec = ordinary_spec("megatron.core", sys.modules["megatron"].__path__)
+        spec = ordinary_spec("megatron.core", getattr(sys.modules["megatron"], "__path__", None))
     else:
         namespace = importlib.util.find_spec("megatron")
         spec = namespace and ordinary_spec("megatron.core", namespace.submodule_search_locations)
@@ -100,10 +103,10 @@ def find_core() -> Core | None:
 @functools.cache
 def _read_version(origin: str) -> str | None:
     file = Path(origin).with_name("package_info.py")
-    return version_in(file.read_text()) if file.is_file() else None
+    return version_in(file.read_bytes()) if file.is_file() else None
 
 
-def version_in(package_info: str) -> str | None:
+def version_in(package_info: str | bytes) -> str | None:
     """Return the version in the source of megatron-core's ``package_info``; None if there is none."""
     values = {
         target.id: str(node.value.value)
@@ -130,35 +133,27 @@ def untested_core() -> str | None:
 
 
 class OverlayFinder(MetaPathFinder):
-    """Finds the modules that this tree replaces, extends or adds, unless megatron-core is untested."""
+    """Finds the modules that this tree extends or adds, unless megatron-core is untested or already patched."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not fullname.startswith("megatron.") or fullname.split(".")[1] not in PACKAGES:
-            return None
         file = tree_file(fullname)
-        if file is None and fullname != ARGUMENTS:
+        core = find_core() if file else None
+        if file is None or (core is not None and core.is_patched):
             return None
+        spec = copy.copy(ordinary_spec(fullname, path))
         problem = untested_core()
-        if problem is not None and switch() == "untested":
+        if problem is not None and switch() != "untested":
+            if spec is None or fullname != ARGUMENTS:
+                return None
+            spec.loader = RefusingLoader(spec.loader, problem)
+            return spec
+        if problem is not None:
             _warn_of_patching(problem)
-        elif problem is not None:
-            return _spec_of(fullname, path, RefusingLoader, problem) if fullname == ARGUMENTS else None
-        if file is None:
-            return None
-        if is_extension(file):
-            return _spec_of(fullname, path, ExtensionLoader, file)
-        locations = [str(file.parent)] if file.name == "__init__.py" else None
-        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=locations)
-
-
-def _spec_of(name: str, path: Any, kind: "type[_CoreLoader]", what: Any) -> ModuleSpec | None:
-    """Return megatron-core's spec of ``name``, its loader replaced by ``kind(loader, what)``; None if not found."""
-    spec = copy.copy(ordinary_spec(name, path))
-    if spec is None and kind is ExtensionLoader:
-        raise ImportError(f"{what} extends {name}, which megatron-core lacks: remove its call of extend()", name=name)
-    if spec is not None:
-        spec.loader = kind(spec.loader, what)
-    return spec
+        if spec is None:
+            return importlib.util.spec_from_file_location(fullname, file)
+        if spec.origin != str(file):  # else a module of a package that this tree adds
+            spec.loader = ExtensionLoader(spec.loader, file)
+        return spec
 
 
 class _CoreLoader(Loader):
@@ -201,37 +196,15 @@ class RefusingLoader(_CoreLoader):
 
 
 class ExtensionLoader(_CoreLoader):
-    """Runs megatron-core's file, then this tree's file ``what`` in the same namespace.
-
-    Attributes:
-        originals: Namespace of the module after running megatron-core's file; None before that.
-    """
-
-    originals: SimpleNamespace | None = None
+    """Runs megatron-core's file, then this tree's file ``what`` in the same namespace."""
 
     def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        _originals[name] = None
         super().exec_module(module)
-        self.originals = SimpleNamespace(**vars(module))
-        exec(SourceFileLoader(module.__name__, str(self.what)).get_code(module.__name__) or "", vars(module))
-        self._refuse_stale_names(module)
-
-    def _refuse_stale_names(self, module: ModuleType) -> None:
-        """Raise ImportError if a circular import bound a definition that this tree's file later replaced."""
-        now = vars(module)
-        replaced = {id(value) for name, value in vars(self.originals).items() if now.get(name, value) is not value}
-        stale = [
-            f"{other}.{name}"
-            for other, holder in list(sys.modules.items())
-            if other.startswith("megatron.") and holder is not module
-            for name, value in list(vars(holder).items())
-            if id(value) in replaced and getattr(value, "__module__", "") == module.__name__
-        ]
-        if stale:
-            raise ImportError(
-                f"{', '.join(stale)} is not the patch's definition, because of a circular import: define it in "
-                f"{self.what} above the import that leads back to {module.__name__}",
-                name=module.__name__,
-            )
+        if _originals[name] is None:  # else another import hook found this loader, which ran both files
+            _originals[name] = SimpleNamespace(**vars(module))
+            exec(SourceFileLoader(name, str(self.what)).get_code(name) or "", vars(module))
 
 
 def extend(name: str) -> Any:
@@ -243,36 +216,33 @@ def extend(name: str) -> Any:
     Raises:
         ImportError: ``name`` is not an extended module, or megatron-core's file is still running.
     """
-    loader = _extension(sys.modules.get(name))
-    if loader is None:
+    if name not in _originals:
         raise ImportError(
-            f"{name} was not loaded through the patch: call {__name__}.activate() before anything imports megatron",
+            f"{name} was not loaded through the patch: call {__name__}.activate() before anything imports megatron, "
+            "and remove the call of extend() if megatron-core lacks this module",
             name=name,
         )
-    if loader.originals is None:
+    originals = _originals[name]
+    if originals is None:
         raise ImportError(
             f"{name} is not fully imported yet, because of a circular import: call {__name__}.upstream in functions "
             "that use its definitions, not at import",
             name=name,
         )
-    return loader.originals
+    return originals
 
 
 def upstream(name: str) -> Any:
     """Return megatron-core's own definitions of the module ``name``: the module itself unless this tree extends it."""
     module = importlib.import_module(name)
-    return module if _extension(module) is None else extend(name)
-
-
-def _extension(module: ModuleType | None) -> ExtensionLoader | None:
-    """Return the loader of ``module`` if this tree extends it."""
-    loader = getattr(getattr(module, "__spec__", None), "loader", None)
-    return loader if isinstance(loader, ExtensionLoader) else None
+    return extend(name) if name in _originals else module
 
 
 def is_patched(module: Any) -> bool:
-    """Return whether ``module`` was loaded from this tree."""
-    return _extension(module) is not None or getattr(module, "__file__", "") == str(tree_file(module.__name__))
+    """Return whether ``module`` was loaded from this tree or a patched megatron-core."""
+    core = find_core()
+    ours = hasattr(module, "_upstream") or module.__file__ == str(tree_file(module.__name__))
+    return ours or (core is not None and core.is_patched)
 
 
 def switch() -> Literal["on", "off", "untested"]:
@@ -282,8 +252,7 @@ def switch() -> Literal["on", "off", "untested"]:
 
 def is_active() -> bool:
     """Return whether the patch is on in this process."""
-    registered = any(isinstance(finder, OverlayFinder) for finder in sys.meta_path)
-    return registered and (switch() == "untested" or untested_core() is None)
+    return any(map(_is_ours, sys.meta_path)) and (switch() == "untested" or untested_core() is None)
 
 
 def activate() -> None:
@@ -292,7 +261,7 @@ def activate() -> None:
     Never raises. Warns if a module to patch is already imported, in which case the patch stays off, or if the
     environment variable ``MEGATRON_FSDP_CUDA_GRAPHS`` has an unknown value.
     """
-    if any(isinstance(finder, OverlayFinder) for finder in sys.meta_path):
+    if any(map(_is_ours, sys.meta_path)):
         return
     value = os.environ.get(SWITCH, "")
     if value.strip().lower() not in _SETTINGS:

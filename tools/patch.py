@@ -2,7 +2,7 @@
 
     python -m tools.patch CHECKOUT | git -C CHECKOUT am
 
-The patch contains all files that this project adds or replaces. It appends each extending file to megatron-core's,
+The patch contains all files that this project adds. It appends each file that extends one of megatron-core's to it,
 after a line that saves the namespace as ``_upstream``, so the checkout runs the same code as the overlay, in the same
 order. This command does not change CHECKOUT. A patched checkout does not need this project.
 """
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_fsdp_cuda_graphs import __version__
-from megatron_fsdp_cuda_graphs.overlay import ROOT, TESTED_VERSIONS, is_extension, version_in
+from megatron_fsdp_cuda_graphs.overlay import ROOT, TESTED_VERSIONS, version_in
 
 TITLE = "CUDA graphs under Megatron-FSDP"
 BODY = f"Made from megatron-fsdp-cuda-graphs {__version__} by tools/patch.py."
@@ -48,7 +48,7 @@ def patched_files(checkout: Path) -> dict[str, str]:
     for file in sorted(ROOT.rglob("*")):
         if file.is_file() and file.suffix != ".pyc":
             path, text = f"megatron/{file.relative_to(ROOT)}", file.read_text()
-            if file.suffix == ".py" and is_extension(file):
+            if (checkout / path).is_file():
                 text = (checkout / path).read_text() + SEAM + _EXTEND.sub("", _IMPORT.sub("", text))
             if "megatron_fsdp_cuda_graphs.overlay" in text:
                 raise ValueError(

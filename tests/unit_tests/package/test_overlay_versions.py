@@ -32,6 +32,12 @@ class TestUntestedVersion:
         file.unlink() if source is None else file.write_text(source)
         assert sandbox.output(UNPATCHED) == "False False"
 
+    def test_version_in_a_file_that_is_not_ascii(self, sandbox):
+        with (sandbox.site / "megatron/core/package_info.py").open("a", encoding="utf-8") as file:
+            file.write("# é")
+        environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        assert sandbox.output(UNPATCHED, **environment) == "True True"
+
     def test_version_importing_torch_late_is_importable(self, sandbox):
         files = core_files("0.18.0") | {"megatron/core/__init__.py": "import megatron.core.layers\n"}
         write(sandbox.site, files | {"megatron/core/layers.py": LAYERS + "    import torch\n"})
@@ -70,6 +76,7 @@ class TestUntestedTraining:
     def sandbox(self, sandbox):
         arguments = {"megatron/training/__init__.py": "import torch", "megatron/training/arguments.py": self.ARGUMENTS}
         write(sandbox.site, core_files("0.20.0") | arguments)
+        write(sandbox.patch, {"training/arguments.py": ""})
         return sandbox
 
     @pytest.mark.parametrize(
@@ -109,6 +116,16 @@ class TestUntestedTraining:
 
 
 class TestCheckoutAheadOnThePath:
+    def test_patched_checkout_is_not_patched_again(self, sandbox):
+        files = {**core_files(), "megatron/core/transformer/_cuda_graphs/__init__.py": ""}
+        checkout = write(sandbox.folder / "Megatron-LM", files)
+        code = """
+            import megatron.core.layers as l
+            from megatron_fsdp_cuda_graphs import overlay
+            print(hasattr(l.Linear, "graphed"), overlay.is_patched(l))
+        """
+        assert sandbox.output(code, ahead=(checkout,)) == "False True"
+
     def test_untested_checkout_stays_unpatched(self, sandbox):
         checkout = write(sandbox.folder / "Megatron-LM", core_files("0.20.0rc0"))
         assert sandbox.output(UNPATCHED, ahead=(checkout,)) == "False False"
@@ -171,12 +188,17 @@ class TestSwitch:
 class TestActivate:
     def test_twice_registers_one_finder(self, sandbox):
         code = """
-            import sys, torch
+            import importlib, sys, torch
             from megatron_fsdp_cuda_graphs import overlay
-            overlay.activate()
-            print(sum(isinstance(finder, overlay.OverlayFinder) for finder in sys.meta_path))
+            importlib.reload(overlay).activate()
+            print([type(finder).__name__ for finder in sys.meta_path].count("OverlayFinder"))
         """
         assert sandbox.output(code) == "1"
+
+    @pytest.mark.parametrize("stub", ["None", "types.ModuleType('megatron')"])
+    def test_stubs_of_megatron_do_not_break_torch(self, sandbox, stub):
+        code = f"import sys, types; sys.modules['megatron'] = {stub}; sys.modules['megatron.core.layers'] = None"
+        assert sandbox.output(f"{code}; import torch; print('imported')") == "imported"
 
     def test_activation_after_an_import_warns(self, sandbox):
         write(sandbox.site, {"torch/__init__.py": ""})  # as if torch's autoload were turned off
