@@ -278,7 +278,7 @@ FAILING = (
         "gradients are never reduced across HSDP replicas",
     ),
     Failing(
-        "--outer-dp-sharding-strategy optim with one HSDP replica or replicas of one rank, or without optim_grads_params"
+        "--outer-dp-sharding-strategy optim with one HSDP replica or one-rank replicas, or without optim_grads_params"
     ),
     Failing("--recompute-modules mlp without --disable-bias-linear", "the backward pass never ends"),
     Failing("--distribute-saved-activations, --non-persistent-save-interval, --optimizer sgd"),
