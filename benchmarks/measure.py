@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -43,7 +44,7 @@ class Part:
     Attributes:
         name: Name of the part and prefix of its file.
         gpus: Numbers of GPUs, with one run for each.
-        arguments: Command line after ``python``, with placeholders ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS``.
+        arguments: Command line after ``python``, with placeholders ``GPUS``, ``FILE`` and ``SECONDS``.
         seconds: Approximate time on one H100; slightly longer on more GPUs.
     """
 
@@ -57,107 +58,84 @@ class Part:
         return folder / f"{self.name}_{gpus}gpu.json"
 
 
-_TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120 --no-profile"
+_TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120"
 _EQUALITY = "-m tests.support.trainings.on_gpus --seconds SECONDS --output FILE"
 _ON_FOUR_ONLY = "'two instances' 'TP2 with sequence parallelism' 'EP2 with ETP2' 'EP of all' PP2 'PP2 with VPP2'"
-_GROUPED = "eager native eager+grouped native+grouped full_iteration+grouped"
-_DENSE = "eager native full_iteration compute_alone"
-_CHECKED = "eager+checks native+checks"
-_UNTIED = "--untie-embeddings-and-output-weights"
-_FULL = "--recompute-granularity full --recompute-method"
-_RECOMPUTED = (
-    f"A:{_FULL} uniform --recompute-num-layers 1",
-    f"A:{_FULL} block --recompute-num-layers 8",
-    "A:--recompute-granularity selective --recompute-modules layernorm core_attn",
-)
-_FP8 = "A:--fp8-format hybrid --fp8-recipe"
+_ALL = ("eager", "native", "full_iteration", "compute_alone")
+_GROUPED = tuple(f"{name}+grouped" for name in _ALL)
+_EXPERTS = ("eager", "native", *_GROUPED[:3])  # ranks without collectives would exchange no tokens
+_PARTS = "native::--cuda-graph-modules attn mlp"
+_PER_LAYER = "native::--cuda-graph-layers-per-graph 1"
+_LLAMA = (*_ALL, _PARTS, "compute_alone+fused")
+_EP1 = "--expert-model-parallel-size 1"
+_LONG = "--seq-length 8192 --max-position-embeddings 8192"
+# Copy engines gather parameters, and gradients are averaged in the collective instead of a separate kernel.
+_SETTINGS = "+fused:NCCL_CTA_POLICY=2:--use-nccl-ub --ddp-average-in-collective"
 _KINDS = (
-    f"{_FP8} delayed",
-    f"{_FP8} tensorwise",
+    "A:--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather",
+    "A:--fp8-format hybrid --fp8-recipe tensorwise",
     "A:--mtp-num-layers 1",
     "A:--num-layers 8 --hybrid-layer-pattern *-*-*-*-*-*-*-*-",
 )
-_BY_COPY_ENGINES = "NCCL_CTA_POLICY=2:--use-nccl-ub"  # all-gathers
-_SHARDED = (*_DENSE.split(), f"native:{_BY_COPY_ENGINES}", f"full_iteration:{_BY_COPY_ENGINES}")
-_FUSED = "eager+fused native+fused full_iteration+fused"
-# Averages gradients in the collective instead of a separate kernel.
-_AVERAGED = "--ddp-average-in-collective"
-# Settings that speed up dense models on several GPUs, alone and combined; also valid for full iterations.
-_LEVERS = (
-    *("native", f"native:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone", "compute_alone+fused"),
-    *(*_FUSED.split(), f"native+fused::{_AVERAGED}", f"native+fused:{_BY_COPY_ENGINES}"),
-    *(f"{name}+fused:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native", "full_iteration")),
-)
-_ON_FOUR = (
-    *(*_DENSE.split(), "compute_alone+fused"),
-    *(f"{name}:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native+fused", "full_iteration+fused")),
-)
-# Each kind of graph that holds dropless experts.
-_KINDS_OF_GRAPHS = (
-    *("eager+grouped", "native+grouped", "full_iteration+grouped", "ddp+grouped", "ddp_graphs+grouped"),
-    *(f"ddp+grouped::--cuda-graph-impl {name}" for name in ("full_iteration", "local")),
-)
-# Token dispatchers; the last rows add settings that speed up dense models.
-_EXCHANGED = (
-    *("eager+grouped", "native+grouped", "native+grouped::--moe-alltoall-capacity-factor 1.5"),
-    *("native+grouped::--moe-token-dispatcher-type allgather", "eager+grouped+fused"),
-    f"native+grouped+fused:{_BY_COPY_ENGINES} {_AVERAGED}",
-)
-# Models of released sizes, which need the memory of an H200
-_SIZED = f"{_TIMES} --steps 20"
-_COLLECTIVES = f"native+fused:{_BY_COPY_ENGINES} {_AVERAGED}"
-_LLAMA = (*_DENSE.split(), _COLLECTIVES, "compute_alone+fused")
-_QWEN_EP1 = (
-    *("eager+grouped", "native+grouped", "compute_alone+grouped", "compute_alone+grouped+fused"),
-    _COLLECTIVES.replace("native", "native+grouped"),
-)
-# The most quoted parts come first.
+
+
+def _trained(*pairs: tuple[str, Sequence[str]], steps: int = 40) -> str:
+    """Return a command that trains configurations, each with its variants."""
+    trained = [f"--train {shlex.join([configuration, *variants])}" for configuration, variants in pairs]
+    return " ".join([_TIMES, f"--steps {steps}", *trained])
+
+
+# Large models come first in a launch, because processes keep some memory of earlier runs.
 PARTS = (
-    Part("step_time_a_b", (1,), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 240),
     Part(
-        "step_time_a_b",
+        "step_time_llama",
         (2,),
-        f"{_TIMES} --configurations A B --variants {shlex.join(_SHARDED)} --launches LAUNCHES",
-        390,
+        _trained(
+            ("llama-3.1-8b", _LLAMA),
+            (f"llama-3.1-8b:{_LONG}", ("eager", "native")),
+            ("llama-3.2-3b", _LLAMA),
+            ("llama-3.2-3b:--global-batch-size 16", ("eager", "native")),
+            steps=20,
+        ),
+        400,
     ),
     Part(
-        "step_time_kinds",
-        (1,),
-        f"{_TIMES} --configurations {shlex.join(_KINDS)} --variants eager native full_iteration",
-        180,
-    ),
-    Part(
-        "step_time_fp8_parameters",
-        (1,),
-        f"{_TIMES} --configurations '{_FP8} delayed --fp8-param-gather' --variants eager native full_iteration",
-        80,
-    ),
-    Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 80),
-    Part("step_time_levers", (2,), f"{_TIMES} --configurations A B --variants {shlex.join(_LEVERS)}", 300),
-    Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {shlex.join(_ON_FOUR)}", 180),
-    Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
-    Part(
-        "step_time_grouped",
+        "step_time_experts",
         (2,),
-        f"{_TIMES} --configurations C D 'C:--expert-model-parallel-size 1' --variants {shlex.join(_KINDS_OF_GRAPHS)}",
-        300,
+        _trained(
+            ("deepseek-v3", _EXPERTS),
+            ("qwen3-30b-a3b", _EXPERTS),
+            (f"qwen3-30b-a3b:{_EP1}", ("eager+grouped", "native+grouped", "compute_alone+grouped+fused")),
+            steps=20,
+        ),
+        400,
     ),
-    Part("step_time_exchange", (2,), f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)}", 120),
     Part(
-        "step_time_c",
-        (4,),
-        f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)} --expert-parallel 4",
-        120,
+        "step_time_settings",
+        (2,),
+        _trained(
+            ("llama-3.1-8b", [f"native{_SETTINGS}"]),
+            ("llama-3.2-3b", [f"native{_SETTINGS}"]),
+            (f"qwen3-30b-a3b:{_EP1}", [f"native+grouped{_SETTINGS}"]),
+            ("A", ("eager+fused", "native+fused", f"native{_SETTINGS}", f"full_iteration{_SETTINGS}")),
+            steps=20,
+        ),
+        250,
     ),
-    *(
-        Part(f"step_time_{name}", (2,), f"{_SIZED} --configurations {model} --variants {shlex.join(variants)}", 200)
-        for name, model, variants in (
-            ("llama_3b", "llama-3.2-3b", _LLAMA),
-            ("llama_8b", "llama-3.1-8b", _LLAMA),
-            ("qwen", "qwen3-30b-a3b", _GROUPED.split()),
-            ("qwen_ep1", "qwen3-30b-a3b --expert-parallel 1", _QWEN_EP1),
-            ("deepseek", "deepseek-v3", _GROUPED.split()),
-        )
+    Part(
+        "step_time_small",
+        (2,),
+        _trained(
+            ("A", (*_ALL, _PARTS)),
+            ("B", (*_ALL, _PARTS)),
+            ("B:--num-layers 64", ("eager", "native", _PER_LAYER)),
+            *((kind, ("eager", "native")) for kind in _KINDS),
+            (f"C:{_EP1}", _GROUPED),
+            (f"D:{_EP1}", _GROUPED),
+            ("C", (*_EXPERTS, "native+grouped::--moe-token-dispatcher-type allgather")),
+            ("D", _EXPERTS),
+        ),
+        400,
     ),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
     Part("equality", (1,), f"{_EQUALITY}", 450),
@@ -171,19 +149,6 @@ PARTS = (
         200,
     ),
     Part("soak", (2,), "benchmarks/soak.py --ranks 2 --configurations dense moe --steps 1000 --output FILE", 500),
-    Part(
-        "step_time_fsdp2",
-        (2,),
-        f"{_TIMES} --configurations 'A:{_UNTIED}' 'B:{_UNTIED}' --variants eager native fsdp2 fsdp2_graphs",
-        150,
-    ),
-    Part(
-        "recomputation",
-        (1,),
-        f"{_TIMES} --steps 20 --configurations {shlex.join(_RECOMPUTED)} --variants eager native full_iteration",
-        120,
-    ),
-    Part("scaling", (2,), "benchmarks/scaling.py --gpus GPUS --output FILE --no-profile", 300),
 )
 
 
@@ -204,7 +169,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=math.inf,
         help="time limit for all parts; skips parts longer than the remaining time",
     )
-    parser.add_argument("--launches", type=int, default=2, help="launches of dense models; times are medians over them")
     parser.add_argument("--list", action="store_true", help="list the parts, and measure nothing")
     return parser.parse_args(arguments)
 
@@ -233,16 +197,11 @@ def measured(file: Path) -> dict[str, Any]:
     return found
 
 
-def run(part: Part, file: Path, commit: str, seconds: float, **words: int) -> bool:
-    """Run ``part``, add ``commit`` to its results in ``file``, and return whether it succeeded.
-
-    Args:
-        seconds: Time limit.
-        words: Values for the placeholders in the arguments of the part, except ``FILE`` and ``SECONDS``.
-    """
+def run(part: Part, file: Path, commit: str, seconds: float, gpus: int) -> bool:
+    """Run ``part`` for at most ``seconds``, add ``commit`` to its results, and return whether it succeeded."""
     log = file.parent / "logs" / f"{file.stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    replaced = {"FILE": file, "SECONDS": int(seconds), **words}
+    replaced = {"FILE": file, "SECONDS": int(seconds), "GPUS": gpus}
     command = [sys.executable, *(str(replaced.get(word, word)) for word in shlex.split(part.arguments))]
     file.unlink(missing_ok=True)
     with log.open("w") as output:
@@ -302,7 +261,7 @@ def main() -> int:
             print(f"{what}: skipped: takes about {part.seconds} s", flush=True)
         else:
             print(f"{what}: about {part.seconds} s ...", flush=True)
-            done = run(part, file, commit, min(left, LONGEST), GPUS=gpus, LAUNCHES=args.launches)
+            done = run(part, file, commit, min(left, LONGEST), gpus)
             failed = failed or not done
             print(f"{what}: {'done' if done else 'FAILED'}, {time.monotonic() - begun:.0f} s", flush=True)
     return int(failed)

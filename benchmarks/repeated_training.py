@@ -85,14 +85,13 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=5, help="concurrent groups of processes")
     parser.add_argument("--runs", type=int, default=4, help="runs of each variant per launch")
     parser.add_argument("--steps", type=int, default=8, help="steps per run")
-    parser.add_argument("--expert-parallel", type=int, default=2, help="expert-parallel size")
     parser.add_argument("--stall-seconds", type=float, default=240, help="time limit of a run")
     parser.add_argument("--logs", type=Path, help="folder for logs of each launch")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
     args = parser.parse_args()
     ranks = args.gpus or torch.cuda.device_count() or 2
     on_cpu = not torch.cuda.is_available()
-    options = {"ranks": ranks, "steps": args.steps, "expert_parallel": args.expert_parallel, "on_cpu": on_cpu}
+    options = {"ranks": ranks, "steps": args.steps, "on_cpu": on_cpu}
     named = [(text, configurations.configuration(text, **options)) for text in args.configurations]
     pairs = [(each, variants.variant(name)) for _, each in named for name in args.variants]
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.launches) as pool:

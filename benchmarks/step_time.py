@@ -1,6 +1,6 @@
-"""Compare training step times: Megatron-FSDP eager, with graphs and with a full-iteration graph; DDP; FSDP2.
+"""Compare training step times: Megatron-FSDP eager, with graphs and with a full-iteration graph; FSDP2.
 
-    python benchmarks/step_time.py --gpus 2 --output step_time.json
+    python benchmarks/step_time.py --gpus 2 --train A eager native --train B --output step_time.json
 
 Configurations, trained by ``examples/pretrain_gpt.py`` in bf16 with micro-batches of one sequence:
     A  16 layers, hidden 2048, sequence 2048
@@ -12,6 +12,7 @@ Configurations, trained by ``examples/pretrain_gpt.py`` in bf16 with micro-batch
     qwen3-30b-a3b  8 of 48 layers, hidden 2048, sequence 4096, 128 experts, top-8
     deepseek-v3    4 of 61 layers, hidden 7168, sequence 4096, 64 of 256 experts, top-8; optimizer states in bf16
     A:--num-layers 32 --global-batch-size 8    a configuration with additional flags of megatron.training
+    C:--expert-model-parallel-size 1           MoE models use EP2 otherwise
 Variants:
     eager                      Megatron-FSDP without graphs
     native                     with this project's graphs: of the whole model, or of parts of MoE layers
@@ -20,7 +21,6 @@ Variants:
                                gradients, and the optimizer updates its usual shard. Ranks still exchange losses, the
                                gradient norm and rerun decisions. With several ranks, the trained model is useless. If
                                the GPU is the bottleneck, the excess of a variant over this time is the cost of sharding
-    ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
     fsdp2, fsdp2_graphs        torch's FSDP2, without and with a graph per layer; not in the default set
     eager+fused, ...           a variant with fused weight gradients; not in the default set
     eager+checks, ...          a variant that checks each micro-batch's loss, Megatron's default; not in the default set
@@ -29,11 +29,12 @@ Variants:
     native:NAME=VALUE,...:FLAGS    a variant with environment variables and flags; ~--flag removes a flag
 
 The same processes train all variants of configurations with the same rank layout sequentially, each with a fresh model,
-the same seed and the same data: first for timing, then for profiling. Variants with different ``NCCL_`` or ``CUDA_``
-variables run in separate processes. The loss and gradient norm of every step must be bit-identical to the reference;
-otherwise, or if a run fails, the exit code is 1. On a shared host, host-bound steps vary by a factor of up to 1.5
-between launches: compare several with ``--launches``. Every tenth step logs and synchronizes, so each time is a mean
-over ten steps. Without a GPU, tiny models train on the CPU backend, whose times are meaningless.
+the same seed and the same data: first for timing, then for profiling with ``--profile``. Variants with different
+``NCCL_`` or ``CUDA_`` variables run in separate processes. The loss and gradient norm of every step must be
+bit-identical to the reference; otherwise, or if a run fails, the exit code is 1. On a shared host, host-bound steps
+vary by a factor of up to 1.5 between launches: compare several with ``--launches``. Every tenth step logs and
+synchronizes, so each time is a mean over ten steps. Without a GPU, tiny models train on the CPU backend, whose times
+are meaningless.
 """
 
 import argparse
@@ -65,12 +66,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, help="number of ranks (default: all GPUs; 2 on the CPU backend)")
-    parser.add_argument("--configurations", nargs="+", default=["A", "B", "C"], metavar="NAME[:FLAGS]")
-    parser.add_argument("--variants", nargs="+", metavar="NAME[:VARIABLES[:FLAGS]]", help="default: all that can run")
+    parser.add_argument(
+        "--train",
+        nargs="+",
+        action="append",
+        metavar=("CONFIGURATION", "VARIANT"),
+        help="a configuration and its variants (default: all that can run); repeat for others (default: A, B and C)",
+    )
     parser.add_argument("--steps", type=int, default=40, help="steps of a run; times are from the second half")
-    parser.add_argument("--expert-parallel", type=int, default=2, help="expert-parallel size of C and D")
     parser.add_argument("--launches", type=int, default=1, help="number of launches; results are medians over them")
-    parser.add_argument("--no-profile", action="store_true", help="skip the profiled runs")
+    parser.add_argument("--profile", action="store_true", help="also profile a few steps of each run")
     parser.add_argument("--stall-seconds", type=float, default=240, help="time limit of a run")
     parser.add_argument("--logs", type=Path, help="folder for logs, traces and lists of functions")
     parser.add_argument("--output", type=Path, help="JSON file for the results")
@@ -79,6 +84,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--steps {args.steps}: pass at least {MIN_STEPS}")
     if args.launches < 1:
         parser.error(f"--launches {args.launches}: pass at least 1")
+    args.train = {name: own for name, *own in args.train or (["A"], ["B"], ["C"])}
     return args
 
 
@@ -93,10 +99,12 @@ class Benchmark:
     def __init__(self, args: argparse.Namespace, *, on_cpu: bool):
         self.args, self.on_cpu = args, on_cpu
         self.ranks: int = args.gpus or (2 if on_cpu else torch.cuda.device_count())
-        options = {"ranks": self.ranks, "steps": args.steps, "expert_parallel": args.expert_parallel, "on_cpu": on_cpu}
-        self.configurations = [configurations.configuration(text, **options) for text in args.configurations]
+        options = {"ranks": self.ranks, "steps": args.steps, "on_cpu": on_cpu}
+        self.configurations = [configurations.configuration(text, **options) for text in args.train]
         self.variants = {
-            each.name: [variants.variant(text) for text in args.variants or variants.default_names(each, on_cpu=on_cpu)]
+            each.name: [
+                variants.variant(text) for text in args.train[each.name] or variants.default_names(each, on_cpu=on_cpu)
+            ]
             for each in self.configurations
         }
         self.results = Results(self.variants)
@@ -104,7 +112,7 @@ class Benchmark:
 
     def run(self, logs: Path) -> None:
         """Train all runs of all launches."""
-        plans = [self._plans(profiled=number == 0 and not self.args.no_profile) for number in range(self.args.launches)]
+        plans = [self._plans(profiled=number == 0 and self.args.profile) for number in range(self.args.launches)]
         self._planned = sum(len(runs) for launch in plans for runs in launch)
         for number, launch in enumerate(plans):
             folder = logs
@@ -123,10 +131,10 @@ class Benchmark:
                 )
 
     def _plans(self, *, profiled: bool) -> list[list[Run]]:
-        """Return one list of runs per rank layout, that is, per expert-parallel size."""
-        by_layout = sorted(self.configurations, key=lambda each: each.expert_parallel)
+        """Return one list of runs per rank layout."""
+        by_layout = sorted(self.configurations, key=lambda each: sorted(each.layout.items()))
         plans = []
-        for _, group in groupby(by_layout, key=lambda each: each.expert_parallel):
+        for _, group in groupby(by_layout, key=lambda each: each.layout):
             trained = [(each, variant) for each in group for variant in self.variants[each.name]]
             plans.append(plan(trained, steps=self.args.steps, profiled=profiled))
         return plans

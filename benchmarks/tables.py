@@ -5,11 +5,11 @@
 
 The template holds placeholders for tables and figures, with files relative to ``benchmarks/results``:
 
-    {{launches: release/step_time_a_b_1gpu release/step_time_c_d_1gpu}}
-    {{.1f: release/step_time_a_b_1gpu configurations/A/native/ms}}
+    {{steps: release/step_time_small_2gpu}}
+    {{.1f: release/step_time_small_2gpu configurations/A/native/ms}}
 
-A table is named after a function in ``benchmarks/_tables``, and followed by files. A figure consists of a format, a
-file and the path of a value in it (see ``figure``).
+A table is named after a function in ``benchmarks/_tables``, and followed by files. A value consists of a format, a file
+and the path of a value in it (see ``value``).
 """
 
 import argparse
@@ -29,13 +29,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATE = ROOT / "benchmarks" / "_tables" / "results.md"
 PAGE = ROOT / "docs" / "results.md"
 PLACEHOLDER = re.compile(r"\{\{([.\w]+):(.*?)\}\}", re.DOTALL)
-TABLES = {
-    table.__name__: table
-    for table in (
-        *(steps.launches, steps.models, steps.levers, steps.memory, steps.recomputation, steps.growth, steps.kinds),
-        *(checks.equality, checks.faults, checks.soaks, checks.repeated),
-    )
-}
+_TABLES = steps.steps, steps.levers, checks.equality, checks.faults, checks.soaks, checks.repeated
+TABLES = {table.__name__: table for table in _TABLES}
 
 
 def page() -> str:
@@ -46,7 +41,7 @@ def page() -> str:
 def _filled(found: re.Match) -> str:
     kind, (first, *rest) = found[1], found[2].split()
     if kind not in TABLES:
-        return format(figure(first, " ".join(rest)), kind)
+        return format(value(first, " ".join(rest)), kind)
     header, *rows = TABLES[kind]([_read(name) for name in (first, *rest)])
     measured = [{*column} != {"-"} for column in zip(*rows, strict=True)]  # leave out other columns
     header, *rows = [tuple(compress(row, measured)) for row in (header, *rows)]
@@ -55,8 +50,8 @@ def _filled(found: re.Match) -> str:
     return "\n".join(lines)
 
 
-def figure(name: str, keys: str) -> float:
-    """Return a figure from a results file.
+def value(name: str, keys: str) -> Any:
+    """Return a value from a results file.
 
     Args:
         name: The file, relative to ``benchmarks/results`` and without extension.
@@ -70,7 +65,7 @@ def figure(name: str, keys: str) -> float:
             found = named[0] if named else found[int(key)]
         else:
             found = {name.replace("--", ""): each for name, each in found.items()}[key]
-    return float(found)
+    return found
 
 
 def _read(name: str) -> Any:

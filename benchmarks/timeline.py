@@ -1,6 +1,6 @@
 """Draw one step of several traces on one time scale as an SVG.
 
-    python benchmarks/step_time.py --configurations B --variants eager native --logs LOGS
+    python benchmarks/step_time.py --train B eager native --profile --logs LOGS
     python benchmarks/timeline.py docs/images/step_timeline.svg "eager=LOGS/EAGER.trace.json.gz" "graphs=LOGS/..."
 
 Each trace holds ``step_profile.STEPS`` steps. The second one is drawn in three lanes: CUDA API calls of the host, GPU

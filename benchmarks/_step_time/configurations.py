@@ -1,5 +1,6 @@
 """Define the models to train, as flags of ``megatron.training``."""
 
+import re
 from dataclasses import dataclass
 
 DENSE = "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"
@@ -68,7 +69,6 @@ class Configuration:
         name: Name on the command line.
         flags: Flags common to all variants.
         graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
-        expert_parallel: Expert-parallel size; 1 for a dense model.
         has_dynamic_shapes: Whether the model has experts. The host reads their token counts in each step, except
             in variants with ``--moe-use-grouped-tensor``.
     """
@@ -76,8 +76,13 @@ class Configuration:
     name: str
     flags: tuple[str, ...]
     graph_flags: tuple[str, ...] = ()
-    expert_parallel: int = 1
     has_dynamic_shapes: bool = False
+
+    @property
+    def layout(self) -> dict[str, str]:
+        """Flags that select process groups, with their values. Runs in the same processes need equal layouts."""
+        last = dict(zip(self.flags, self.flags[1:], strict=False))
+        return {flag: value for flag, value in last.items() if LAYOUT.fullmatch(flag) and value != "1"}
 
 
 GPU_MODELS = {
@@ -112,17 +117,17 @@ MODULES = {
     **dict.fromkeys(("D", "deepseek-v3"), ("attn", "mlp", "moe_router", "moe_preprocess")),
     "qwen3-30b-a3b": ("attn", "moe_router", "moe_preprocess"),
 }
+LAYOUT = re.compile(r"--([a-z]+-)+parallel-size|--num-distributed-optimizer-instances")
 MICRO_BATCHES = {"D": 2}  # per rank and step, if greater than 1
 
 
-def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on_cpu: bool) -> Configuration:
+def configuration(text: str, *, ranks: int, steps: int, on_cpu: bool) -> Configuration:
     """Return a configuration by name, for example ``A`` or ``A:--num-layers 32``.
 
     Args:
-        text: Name, and flags after a colon.
+        text: Name, and flags after a colon. MoE models with several ranks use EP2 unless flags set another size.
         ranks: Number of ranks.
         steps: Length of the learning rate schedule.
-        expert_parallel: Expert-parallel size of MoE models, capped at ``ranks``.
         on_cpu: Whether to return the tiny models for the CPU backend.
 
     Raises:
@@ -132,16 +137,15 @@ def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on
     models = CPU_MODELS if on_cpu else GPU_MODELS
     if name not in models:
         raise ValueError(
-            f"--configurations: unknown name {name!r}: choose from {', '.join(models)}, and append flags after a colon"
+            f"unknown configuration {name!r}: choose from {', '.join(models)}, and append flags after a colon"
         )
     experts = name in MODULES
-    parallel = min(expert_parallel, ranks) if experts else 1
     parts = [DENSE, ON_CPU if on_cpu else ON_GPUS, TRAINING, models[name]]
     parts.append(
         f"--global-batch-size {ranks * MICRO_BATCHES.get(name, 1)} --lr-decay-iters {steps} --train-iters {steps}"
     )
     if experts:
-        parts.append(f"--expert-model-parallel-size {parallel}")
+        parts.append(f"--expert-model-parallel-size {min(2, ranks)}")
     flags = tuple(" ".join([*parts, more]).split())
     graphs = ("--cuda-graph-modules", *MODULES[name]) if experts else ()
-    return Configuration(text, flags, graphs, parallel, has_dynamic_shapes=experts)
+    return Configuration(text, flags, graphs, has_dynamic_shapes=experts)

@@ -1,4 +1,4 @@
-"""Define the variants of a configuration: eager or with graphs, under Megatron-FSDP, FSDP2 or DDP."""
+"""Define the variants of a configuration: eager or with graphs, under Megatron-FSDP or FSDP2."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,6 @@ FSDP = (
     "--fsdp-double-buffer",
     "--fsdp-db-use-persist-buf-on-alloc-fail",
 )
-DDP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 # FSDP2 requires an untied output layer: compare it with configurations that have one.
 FSDP2 = ("--use-torch-fsdp2", "--ckpt-format", "torch_dcp", "--untie-embeddings-and-output-weights")
 WARMUP_STEPS = 3  # eager steps before capture
@@ -95,8 +94,6 @@ VARIANTS = {
         Variant("native", (*FSDP, *_graphs(TE_GRAPHS))),
         Variant("full_iteration", _FULL, one_graph=True),
         Variant("compute_alone", _RESIDENT, references=(), one_graph=True, communicates=False),
-        Variant("ddp", (*DDP, *_graphs("none")), references=("ddp",)),
-        Variant("ddp_graphs", (*DDP, *_graphs(TE_GRAPHS)), references=("ddp",)),
         Variant("fsdp2", (*FSDP2, *_graphs("none")), references=("fsdp2",)),
         Variant("fsdp2_graphs", (*FSDP2, *_graphs(TE_GRAPHS)), references=("fsdp2",)),
     )
@@ -126,7 +123,7 @@ def variant(text: str) -> Variant:
     name, variables, flags = parts(text)
     pairs = [pair.split("=", 1) for pair in variables]
     if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"--variants: a variable in {text!r} has no value: write NAME:VARIABLE=VALUE,...:FLAGS")
+        raise ValueError(f"a variable in {text!r} has no value: write NAME:VARIABLE=VALUE,...:FLAGS")
     first, *added = name.split("+")
     base = _choice(VARIANTS, first)
     for each in added:
@@ -145,7 +142,7 @@ def variant(text: str) -> Variant:
 
 def _choice(known: Mapping[str, Any], name: str) -> Any:
     if name not in known:
-        raise ValueError(f"--variants: unknown name {name!r}: choose from {', '.join(known)}")
+        raise ValueError(f"unknown variant {name!r}: choose from {', '.join(known)}")
     return known[name]
 
 

@@ -1,4 +1,4 @@
-"""Test short runs of repeated_training, scaling and soak on the CPU backend."""
+"""Test short runs of repeated_training, step_time and soak on the CPU backend."""
 
 import json
 import os
@@ -38,12 +38,13 @@ def test_repeated_runs_are_compared_across_launches(tmp_path):
 
 
 def test_models_of_several_sizes_train_in_one_launch(tmp_path):
-    arguments = f"--layers 1 --micro-batches 1 2 --steps 20 --no-profile --logs {tmp_path / 'logs'}"
-    done, found = run("scaling.py", tmp_path / "growth.json", arguments)
+    sizes = "B:--num-layers 1", "B:--num-layers 1 --global-batch-size 4"
+    arguments = f"--train {sizes[0]!r} eager native --train {sizes[1]!r} native --steps 20 --logs {tmp_path / 'logs'}"
+    done, found = run("step_time.py", tmp_path / "sizes.json", arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    trained = [(each["variant"], each["layers"], each["micro_batches"]) for each in found["models"]]
-    assert trained == [("eager", 1, 1), ("native", 1, 1), ("eager", 1, 2), ("native", 1, 2)]
-    assert [each["equal_steps"] for each in found["models"] if each["variant"] == "native"] == [20, 20]
+    rows = found["configurations"]
+    assert [[row["variant"] for row in rows[size]] for size in sizes] == [["eager", "native"], ["native"]]
+    assert [rows[size][-1]["equal_steps"] for size in sizes] == [20, None]
     assert len(list((tmp_path / "logs").glob("*.log"))) == 1
     assert found["note"] in done.stdout
 

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.long
 def trained(tmp_path_factory):
     """Return the finished benchmark of three variants (eager, native, native with another seed) and its folder."""
     folder = tmp_path_factory.mktemp("step_time")
-    return train(folder, "eager", "native", OTHER_SEED), folder
+    return train(folder, "eager", "native", OTHER_SEED, more=("--profile",)), folder
 
 
 def train(folder, *variants, more=()):
     """Run the benchmark for ``variants`` of configuration B, with arguments ``more``; return the finished process."""
-    chosen = ["--configurations", "B", "--variants", *variants, "--steps", str(STEPS), *more]
+    chosen = ["--train", "B", *variants, "--steps", str(STEPS), *more]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *chosen, "--output", str(folder / "it.json"), "--logs", str(folder / "logs")],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
@@ -73,7 +73,7 @@ def test_python_calls_do_not_depend_on_earlier_runs(rows):
 
 
 def test_compute_alone_matches_eager_on_one_rank(tmp_path):
-    done = train(tmp_path, "eager", "compute_alone", more=("--gpus", "1", "--no-profile"))
+    done = train(tmp_path, "eager", "compute_alone", more=("--gpus", "1"))
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "it.json").read_text())["numbers"]["B"]
     assert found["compute_alone"] == found["eager"]

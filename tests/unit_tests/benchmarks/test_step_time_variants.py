@@ -5,8 +5,8 @@ import pytest
 from benchmarks._step_time import configurations, variants
 
 
-def configuration(text: str, ranks: int = 4, expert_parallel: int = 2, on_cpu: bool = False):
-    return configurations.configuration(text, ranks=ranks, steps=40, expert_parallel=expert_parallel, on_cpu=on_cpu)
+def configuration(text: str, ranks: int = 4):
+    return configurations.configuration(text, ranks=ranks, steps=40, on_cpu=False)
 
 
 def value(flags, name: str) -> str:
@@ -21,11 +21,19 @@ def test_flags_after_a_configuration_override_it():
     assert value(found.flags, "--num-layers") == "3"
 
 
-@pytest.mark.parametrize(("asked", "ranks", "used"), [(2, 4, 2), (4, 2, 2), (4, 4, 4)])
-def test_expert_parallel_size_is_at_most_the_ranks(asked, ranks, used):
-    found = configuration("C", ranks=ranks, expert_parallel=asked)
-    assert found.expert_parallel == used
-    assert value(found.flags, "--expert-model-parallel-size") == str(used)
+@pytest.mark.parametrize(
+    ("text", "ranks", "layout"),
+    [
+        ("A", 4, {}),
+        ("C", 1, {}),
+        ("C", 4, {"--expert-model-parallel-size": "2"}),
+        ("C:--expert-model-parallel-size 4", 4, {"--expert-model-parallel-size": "4"}),
+        ("C:--expert-model-parallel-size 1", 4, {}),
+        ("B:--num-distributed-optimizer-instances 2", 4, {"--num-distributed-optimizer-instances": "2"}),
+    ],
+)
+def test_layout_lists_flags_that_select_groups(text, ranks, layout):
+    assert configuration(text, ranks).layout == layout
 
 
 def test_variables_and_flags_follow_the_variant():
@@ -50,7 +58,6 @@ def test_flags_of_variants_override_configurations():
         ("native+fused", ("eager+fused",)),
         ("native+checks", ("eager+checks", "eager")),
         ("native+fused+grouped:A=1:--seed 5", ("eager+fused+grouped",)),
-        ("ddp_graphs+grouped", ("ddp+grouped",)),
         ("compute_alone+fused", ()),
     ],
 )

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
+from benchmarks._tables import steps
 
 EAGER: dict[str, Any] = {"variant": "eager", "ms": 40.0, "reserved_mib": 2000, "max_allocated_mib": 1900}
 EAGER |= {"graph_pools_mib": 0, "capture_seconds": 0.0, "steps": 30, "equal_steps": None}
 GRAPHS: dict[str, Any] = {"variant": "native", "ms": 10.04, "reserved_mib": 2200, "max_allocated_mib": 1950}
 GRAPHS |= {"graph_pools_mib": 300, "capture_seconds": 0.512, "steps": 30, "equal_steps": 29}
-GRAPHS |= {"ratio_to_full_iteration": 1.25, "ratio_to_compute_alone": 1.5}
+GRAPHS |= {"tokens_per_second": 1000, "tflops": 98.94}
 WHOLE = GRAPHS | {"variant": "full_iteration", "ms": 8.0, "reserved_mib": 2100}
 ALONE = GRAPHS | {"variant": "compute_alone", "ms": 7.0}
 README = (tables.ROOT / "README.md").read_text()
@@ -28,22 +29,25 @@ def cells(table: str, *files: dict[str, Any]) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def test_graphs_are_compared_with_eager_runs_of_equal_flags():
+def test_grouped_experts_have_their_own_row():
     grouped = [row | {"variant": f"{row['variant']}+grouped", "ms": row["ms"] / 2} for row in (EAGER, GRAPHS)]
-    plain, flagged = cells("launches", results(EAGER, GRAPHS, *grouped, name="C"))
+    plain, flagged = cells("steps", results(EAGER, GRAPHS, *grouped, name="C"))
     assert (plain["eager (ms)"], flagged["eager (ms)"]) == ("40.0", "20.0")
     assert flagged["model"] == f"{plain['model']}, `--moe-use-grouped-tensor`"
 
 
-def test_launches_show_median_and_range():
-    several = [{"ms": ms, "ratio_to_full_iteration": ms / 8} for ms in (9.0, 10.04, 12.0)]
-    (row,) = cells("launches", results(EAGER, GRAPHS | {"launches": several}, WHOLE, ALONE))
-    assert row["eager (ms)"] == "40.0"
-    assert row["graphs (ms)"] == "10.0 (9.0 to 12.0)"
-    assert row["full iteration (ms)"] == "8.0"
-    assert row["compute alone (ms)"] == "7.0"
-    assert row["graphs / full iteration"] == "1.25 (1.12 to 1.50)"
-    assert row["graphs / compute alone"] == "1.50"
+def test_steps_compare_graphs_with_other_variants():
+    fused = ALONE | {"variant": "compute_alone+fused", "ms": 5.02}
+    (row,) = cells("steps", results(EAGER, GRAPHS, GRAPHS | {"variant": steps.PARTS, "ms": 20.0}, WHOLE, ALONE, fused))
+    times = ("40.0", "10.0", "20.0", "8.0", "5.0")
+    assert tuple(row.values())[1:6] == times
+    assert (row["graphs / full iteration"], row["graphs / compute alone"]) == ("1.25", "2.00")
+    assert (row["MFU"], row["memory, eager"], row["equal steps"]) == ("10%", "2000", "29 of 30")
+
+
+def test_a_failed_variant_leaves_its_cells_empty():
+    (row,) = cells("steps", results(EAGER, GRAPHS, {"variant": "full_iteration", "error": "out of memory"}))
+    assert (row["full iteration (ms)"], row["graphs / full iteration"]) == ("-", "-")
 
 
 def test_equality_counts_each_case_once():
@@ -72,7 +76,7 @@ def project(tmp_path, monkeypatch):
     """Write a results file and a template; return the path of the results page that tables.py will write."""
     (tmp_path / "one.json").write_text(json.dumps(results(EAGER, GRAPHS, name="A")))
     (tmp_path / "template").write_text(
-        "# Results\n\n{{launches: one}}\n\nIt takes {{.1f: one configurations/A/native/ms}} ms.\n"
+        "# Results\n\n{{steps: one}}\n\nIt takes {{.1f: one configurations/A/native/ms}} ms.\n"
     )
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "TEMPLATE", tmp_path / "template")
@@ -84,8 +88,8 @@ def test_page_is_written_from_template_and_results(project):
     assert tables.main([]) == 0
     title, header, _, row, text = filter(None, project.read_text().splitlines())
     assert title == "# Results"
-    assert header.startswith("| model | GPUs |")
-    assert row.startswith("| A | 2 x H100 | 40.0 | 10.0 |")
+    assert header.startswith("| model | eager (ms) |")
+    assert row.startswith("| A | 40.0 | 10.0 |")
     assert text == "It takes 10.0 ms."
 
 
@@ -102,48 +106,40 @@ def test_results_page_matches_its_files():
     assert tables.main(["--check"]) == 0
 
 
-STEPS = "release/step_time_{}_2gpu configurations/{}/{}/{}"
-GROUPED = STEPS.format("c_d", "{}", "{}+grouped", "{}")
-LLAMA_3B = "release/step_time_llama_3b_2gpu configurations/llama-3.2-3b/{}/{}"
-LLAMA_8B = "release/step_time_llama_8b_2gpu configurations/llama-3.1-8b/{}/{}"
-QWEN = "release/step_time_qwen_2gpu configurations/qwen3-30b-a3b/{}+grouped/{}"
-# Figures quoted in README, and their sources.
-QUOTED = {
-    "159.9": STEPS.format("a_b", "A", "eager", "ms"),
-    "40.6": STEPS.format("a_b", "A", "native", "ms"),
-    "1.00": STEPS.format("a_b", "A", "native", "ratio_to_full_iteration"),
-    "235.1": LLAMA_3B.format("eager", "ms"),
-    "223.2": LLAMA_3B.format("native", "ms"),
-    "477.8": LLAMA_8B.format("eager", "ms"),
-    "468.2": LLAMA_8B.format("native", "ms"),
-    "369.8": QWEN.format("eager", "ms"),
-    "158.7": QWEN.format("native", "ms"),
-    "225.1": GROUPED.format("D", "eager", "ms"),
-    "14.8": GROUPED.format("D", "native", "ms"),
+SMALL, LLAMA, EXPERTS = (f"release/step_time_{name}_2gpu" for name in ("small", "llama", "experts"))
+# Rows of README's table: file, configuration and suffix of variants.
+ROWS = {
+    "A": (SMALL, "A", ""),
+    "D": (SMALL, "D", "+grouped"),
+    "Llama-3.2-3B": (LLAMA, "llama-3.2-3b", ""),
+    "Llama-3.1-8B": (LLAMA, "llama-3.1-8b", ""),
+    "Qwen3-30B-A3B": (EXPERTS, "qwen3-30b-a3b", "+grouped"),
 }
-# Ratios of graphs to another variant, by row and column of README's table.
-RATIOS = {("A", -2): (STEPS.format("a_b", "A", "{}", "reserved_mib"), "eager")}
-SIZED = {"Llama-3.2-3B": LLAMA_3B, "Llama-3.1-8B": LLAMA_8B, "Qwen3-30B-A3B": QWEN}
-for name, where in {"D": GROUPED.replace("{}", "D", 1), **SIZED}.items():
-    RATIOS[name, -2] = where.format("{}", "reserved_mib"), "eager"
-    RATIOS[name, -3] = where.format("{}", "ms"), "full_iteration"
 
 
-@pytest.mark.parametrize(("quoted", "source"), QUOTED.items())
-def test_figure_of_readme_matches_its_source(quoted, source):
-    assert re.search(rf"(?<![\d.]){re.escape(quoted)}(?![\d.])", README)
-    assert format(tables.figure(*source.split(maxsplit=1)), f".{len(quoted.partition('.')[2])}f") == quoted
+def test_release_has_one_commit():
+    commits = {json.loads(file.read_text())["commit"] for file in (tables.RESULTS / "release").glob("*.json")}
+    assert len(commits) == 1
 
 
-@pytest.mark.parametrize(("model", "column"), RATIOS)
-def test_ratio_of_readme_matches_its_source(model, column):
-    source, other = RATIOS[model, column]
-    graphs, base = (tables.figure(*source.format(variant).split(maxsplit=1)) for variant in ("native", other))
+@pytest.mark.parametrize("model", ROWS)
+def test_row_of_readme_matches_its_source(model):
+    file, configuration, suffix = ROWS[model]
+    eager, graphs, whole = (
+        {
+            key: tables.value(file, f"configurations/{configuration}/{name}{suffix}/{key}")
+            for key in ("ms", "reserved_mib")
+        }
+        for name in ("eager", "native", "full_iteration")
+    )
     (row,) = re.findall(rf"^\| {model}: .*\|$", README, re.MULTILINE)
-    assert row.split("|")[column].strip() == f"{graphs / base:.2f}"
+    expected = [f"{eager['ms']:.1f}", f"{graphs['ms']:.1f}", f"{graphs['ms'] / whole['ms']:.2f}"]
+    expected.append(f"{graphs['reserved_mib'] / eager['reserved_mib']:.2f}")
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == expected
 
 
-def test_readme_quotes_no_other_figure_in_its_table():
+def test_readme_quotes_the_table_in_its_introduction():
+    quoted = re.findall(r"from\s+([\d.]+)\s+to\s+([\d.]+) ms", README.partition("## Start")[0])
     rows = [row.split("|") for row in re.findall(r"^\| [A-Z][\w.-]*: .*$", README, re.MULTILINE)]
-    checked = {row[column].strip() for row in rows for model, column in RATIOS if row[1].startswith(f" {model}:")}
-    assert {cell.strip() for row in rows for cell in row[2:5]} <= {"", "not possible", *QUOTED, *checked}
+    assert len(quoted) == 3
+    assert set(quoted) <= {(row[2].strip(), row[3].strip()) for row in rows}
