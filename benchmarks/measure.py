@@ -137,6 +137,9 @@ PARTS = (
         ),
         400,
     ),
+    Part(
+        "step_time_profile", (2,), f"{_trained(('B', ('eager', 'native', 'full_iteration')), steps=20)} --profile", 120
+    ),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
     Part("equality", (1,), f"{_EQUALITY}", 450),
     *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --share {part}/2", 450) for part in (1, 2)),

@@ -1,4 +1,4 @@
-"""Compare training step times: Megatron-FSDP eager, with graphs and with a full-iteration graph; FSDP2.
+"""Compare training step times: Megatron-FSDP eager, with graphs and with a full-iteration graph.
 
     python benchmarks/step_time.py --gpus 2 --train A eager native --train B --output step_time.json
 
@@ -21,7 +21,6 @@ Variants:
                                gradients, and the optimizer updates its usual shard. Ranks still exchange losses, the
                                gradient norm and rerun decisions. With several ranks, the trained model is useless. If
                                the GPU is the bottleneck, the excess of a variant over this time is the cost of sharding
-    fsdp2, fsdp2_graphs        torch's FSDP2, without and with a graph per layer; not in the default set
     eager+fused, ...           a variant with fused weight gradients; not in the default set
     eager+checks, ...          a variant that checks each micro-batch's loss, Megatron's default; not in the default set
     eager+grouped, ...         a variant with grouped experts (--moe-use-grouped-tensor)

@@ -16,6 +16,7 @@ BEFORE = LOG_INTERVAL  # after warm-up and capture; no step logs before the next
 STEPS = 3  # traced
 # Traced steps, an untraced step, and a step with counted Python calls.
 LAST = BEFORE + STEPS + 2
+LISTED = 60  # functions with the longest time, including the functions that they call
 
 
 class StepProfile:
@@ -72,3 +73,6 @@ class StepProfile:
         counted = stats.stats.items()  # type: ignore[attr-defined]
         self.figures["python_calls"] = sum(row[1] for (file, *_), row in counted if file != "~")
         self.figures["builtin_calls"] = sum(row[1] for (file, *_), row in counted if file == "~")
+        took = {f"{Path(file).stem}.{name}": row[3] * 1000 for (file, _, name), row in counted if file != "~"}
+        longest = sorted(took, key=took.__getitem__, reverse=True)[:LISTED]
+        self.figures["python_ms"] = {name: round(took[name], 3) for name in longest}

@@ -1,4 +1,4 @@
-"""Define the variants of a configuration: eager or with graphs, under Megatron-FSDP or FSDP2."""
+"""Define the variants of a configuration: eager or with graphs, under Megatron-FSDP."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,8 +17,6 @@ FSDP = (
     "--fsdp-double-buffer",
     "--fsdp-db-use-persist-buf-on-alloc-fail",
 )
-# FSDP2 requires an untied output layer: compare it with configurations that have one.
-FSDP2 = ("--use-torch-fsdp2", "--ckpt-format", "torch_dcp", "--untie-embeddings-and-output-weights")
 WARMUP_STEPS = 3  # eager steps before capture
 IMPLEMENTATION = "--cuda-graph-impl"
 GROUPED = "--moe-use-grouped-tensor"  # token counts stay on the GPU
@@ -94,8 +92,6 @@ VARIANTS = {
         Variant("native", (*FSDP, *_graphs(TE_GRAPHS))),
         Variant("full_iteration", _FULL, one_graph=True),
         Variant("compute_alone", _RESIDENT, references=(), one_graph=True, communicates=False),
-        Variant("fsdp2", (*FSDP2, *_graphs("none")), references=("fsdp2",)),
-        Variant("fsdp2_graphs", (*FSDP2, *_graphs(TE_GRAPHS)), references=("fsdp2",)),
     )
 }
 # Additions after a plus: fields and flags.
@@ -150,8 +146,7 @@ def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
     """Return the default variants of ``configuration``."""
     if on_cpu:
         return list(ON_CPU)
-    known = [name for name, each in VARIANTS.items() if not set(FSDP2) <= set(each.flags)]
     if not configuration.has_dynamic_shapes:
-        return known
-    several = [name for name in known if not VARIANTS[name].one_graph]
+        return list(VARIANTS)
+    several = [name for name, each in VARIANTS.items() if not each.one_graph]
     return [*several, "eager+grouped", "native+grouped", "full_iteration+grouped"]
