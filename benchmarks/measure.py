@@ -62,21 +62,21 @@ _TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120"
 _EQUALITY = "-m tests.support.trainings.on_gpus --seconds SECONDS --output FILE"
 _ON_FOUR_ONLY = "'two instances' 'TP2 with sequence parallelism' 'EP2 with ETP2' 'EP of all' PP2 'PP2 with VPP2'"
 _ALL = ("eager", "native", "full_iteration", "compute_alone")
-_GROUPED = tuple(f"{name}+grouped" for name in _ALL)
-_EXPERTS = ("eager", "native", *_GROUPED[:3])  # ranks without collectives would exchange no tokens
+_GROUPED = "eager+grouped", "native+grouped", "compute_alone+grouped"
+_EXPERTS = (
+    "eager",
+    "native",
+    *_GROUPED[:2],
+    "full_iteration+grouped",
+)  # ranks without collectives would exchange no tokens
 _PARTS = "native::--cuda-graph-modules attn mlp"
 _PER_LAYER = "native::--cuda-graph-layers-per-graph 1"
-_LLAMA = (*_ALL, _PARTS, "compute_alone+fused")
 _EP1 = "--expert-model-parallel-size 1"
+_QWEN_EP1 = f"qwen3-30b-a3b:{_EP1}"
 _LONG = "--seq-length 8192 --max-position-embeddings 8192"
 # Copy engines gather parameters, and gradients are averaged in the collective instead of a separate kernel.
 _SETTINGS = "+fused:NCCL_CTA_POLICY=2:--use-nccl-ub --ddp-average-in-collective"
-_KINDS = (
-    "A:--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather",
-    "A:--fp8-format hybrid --fp8-recipe tensorwise",
-    "A:--mtp-num-layers 1",
-    "A:--num-layers 8 --hybrid-layer-pattern *-*-*-*-*-*-*-*-",
-)
+_KINDS = "A:--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather", "A:--mtp-num-layers 1"
 
 
 def _trained(*pairs: tuple[str, Sequence[str]], steps: int = 40) -> str:
@@ -91,13 +91,13 @@ PARTS = (
         "step_time_llama",
         (2,),
         _trained(
-            ("llama-3.1-8b", _LLAMA),
+            ("llama-3.1-8b", (*_ALL, _PARTS)),
             (f"llama-3.1-8b:{_LONG}", ("eager", "native")),
-            ("llama-3.2-3b", _LLAMA),
+            ("llama-3.2-3b", (*_ALL, _PARTS)),
             ("llama-3.2-3b:--global-batch-size 16", ("eager", "native")),
             steps=20,
         ),
-        400,
+        350,
     ),
     Part(
         "step_time_experts",
@@ -105,7 +105,7 @@ PARTS = (
         _trained(
             ("deepseek-v3", _EXPERTS),
             ("qwen3-30b-a3b", _EXPERTS),
-            (f"qwen3-30b-a3b:{_EP1}", ("eager+grouped", "native+grouped", "compute_alone+grouped+fused")),
+            (_QWEN_EP1, _GROUPED),
             steps=20,
         ),
         400,
@@ -114,31 +114,34 @@ PARTS = (
         "step_time_settings",
         (2,),
         _trained(
-            ("llama-3.1-8b", [f"native{_SETTINGS}"]),
-            ("llama-3.2-3b", [f"native{_SETTINGS}"]),
-            (f"qwen3-30b-a3b:{_EP1}", [f"native+grouped{_SETTINGS}"]),
+            ("llama-3.1-8b", (f"native{_SETTINGS}", "compute_alone+fused")),
+            ("llama-3.2-3b", (f"native{_SETTINGS}", "compute_alone+fused")),
+            (_QWEN_EP1, (f"native+grouped{_SETTINGS}", "compute_alone+grouped+fused")),
             ("A", ("eager+fused", "native+fused", f"native{_SETTINGS}", f"full_iteration{_SETTINGS}")),
             steps=20,
         ),
-        250,
+        280,
     ),
     Part(
-        "step_time_small",
+        "step_time_dense",
         (2,),
         _trained(
             ("A", (*_ALL, _PARTS)),
-            ("B", (*_ALL, _PARTS)),
             ("B:--num-layers 64", ("eager", "native", _PER_LAYER)),
             *((kind, ("eager", "native")) for kind in _KINDS),
-            (f"C:{_EP1}", _GROUPED),
-            (f"D:{_EP1}", _GROUPED),
+        ),
+        180,
+    ),
+    Part("step_time_b", (2,), f"{_trained(('B', _ALL))} --profile", 120),
+    Part(
+        "step_time_moe",
+        (2,),
+        _trained(
             ("C", (*_EXPERTS, "native+grouped::--moe-token-dispatcher-type allgather")),
             ("D", _EXPERTS),
+            *((f"{name}:{_EP1}", _GROUPED) for name in ("C", "D")),
         ),
-        400,
-    ),
-    Part(
-        "step_time_profile", (2,), f"{_trained(('B', ('eager', 'native', 'full_iteration')), steps=20)} --profile", 120
+        280,
     ),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
     Part("equality", (1,), f"{_EQUALITY}", 450),

@@ -25,7 +25,7 @@ def steps(results: Results) -> Iterator[Row]:
             for suffix in ("", GROUPED):
                 named = {row["variant"]: row for row in rows if "error" not in row}
                 eager, graphs, whole = (named.get(name + suffix, {}) for name in ("eager", "native", "full_iteration"))
-                alone = named.get(f"compute_alone{suffix}+fused", named.get(f"compute_alone{suffix}", {}))
+                alone = named.get(f"compute_alone{suffix}", {})
                 if eager and graphs:
                     yield (
                         _model(configuration, suffix),
@@ -45,17 +45,22 @@ def _ratio(row: Mapping[str, Any], base: Mapping[str, Any]) -> str:
 
 
 def levers(results: Results) -> Iterator[Row]:
-    """Yield one row per variant with graphs, compared with a full-iteration graph with the same settings."""
-    yield "model", "settings", "graphs (ms)", "full iteration (ms)", "graphs / full iteration", "equal steps"
+    """Yield one row per variant with graphs, compared with a full iteration and with compute alone, fused if it is."""
+    yield (
+        *("model", "settings", "graphs (ms)", "full iteration (ms)", "compute alone (ms)"),
+        *("graphs / full iteration", "graphs / compute alone", "equal steps"),
+    )
     for found in results:
         for configuration, rows in found["configurations"].items():
             variants = {row["variant"]: row for row in rows}
             for name, row in variants.items():
                 if name.startswith("native"):
                     whole = variants.get(name.replace("native", "full_iteration"), {})
+                    alone = variants.get(name.partition(":")[0].replace("native", "compute_alone"), {})
+                    equal = f"{row['equal_steps']} of {row['steps']}" if row["reference"] else "-"
                     yield (
-                        *(_model(configuration, GROUPED * (GROUPED in name)), _settings(name), _ms(row), _ms(whole)),
-                        *(_ratio(row, whole), f"{row['equal_steps']} of {row['steps']}" if row["reference"] else "-"),
+                        *(_model(configuration, GROUPED * (GROUPED in name)), _settings(name)),
+                        *(*map(_ms, (row, whole, alone)), _ratio(row, whole), _ratio(row, alone), equal),
                     )
 
 

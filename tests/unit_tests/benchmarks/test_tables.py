@@ -37,17 +37,24 @@ def test_grouped_experts_have_their_own_row():
 
 
 def test_steps_compare_graphs_with_other_variants():
-    fused = ALONE | {"variant": "compute_alone+fused", "ms": 5.02}
-    (row,) = cells("steps", results(EAGER, GRAPHS, GRAPHS | {"variant": steps.PARTS, "ms": 20.0}, WHOLE, ALONE, fused))
-    times = ("40.0", "10.0", "20.0", "8.0", "5.0")
-    assert tuple(row.values())[1:6] == times
-    assert (row["graphs / full iteration"], row["graphs / compute alone"]) == ("1.25", "2.00")
+    (row,) = cells("steps", results(EAGER, GRAPHS, GRAPHS | {"variant": steps.PARTS, "ms": 20.0}, WHOLE, ALONE))
+    assert tuple(row.values())[1:6] == ("40.0", "10.0", "20.0", "8.0", "7.0")
+    assert (row["graphs / full iteration"], row["graphs / compute alone"]) == ("1.25", "1.43")
     assert (row["MFU"], row["memory, eager"], row["equal steps"]) == ("10%", "2000", "29 of 30")
 
 
 def test_a_failed_variant_leaves_its_cells_empty():
     (row,) = cells("steps", results(EAGER, GRAPHS, {"variant": "full_iteration", "error": "out of memory"}))
     assert (row["full iteration (ms)"], row["graphs / full iteration"]) == ("-", "-")
+
+
+def test_levers_compare_equal_settings():
+    fused = [row | {"variant": f"{row['variant']}+fused", "ms": row["ms"] / 2} for row in (WHOLE, ALONE)]
+    settings = "+fused:NCCL_CTA_POLICY=2:--use-nccl-ub"
+    own = [row | {"variant": row["variant"] + settings, "reference": None} for row in (GRAPHS, WHOLE)]
+    (row,) = cells("levers", results(*own, *fused))
+    assert row["settings"] == "fused, user buffers"
+    assert (row["full iteration (ms)"], row["compute alone (ms)"], row["equal steps"]) == ("8.0", "3.5", "-")
 
 
 def test_equality_counts_each_case_once():
@@ -106,11 +113,11 @@ def test_results_page_matches_its_files():
     assert tables.main(["--check"]) == 0
 
 
-SMALL, LLAMA, EXPERTS = (f"release/step_time_{name}_2gpu" for name in ("small", "llama", "experts"))
+DENSE, MOE, LLAMA, EXPERTS = (f"release/step_time_{name}_2gpu" for name in ("dense", "moe", "llama", "experts"))
 # Rows of README's table: file, configuration and suffix of variants.
 ROWS = {
-    "A": (SMALL, "A", ""),
-    "D": (SMALL, "D", "+grouped"),
+    "A": (DENSE, "A", ""),
+    "D": (MOE, "D", "+grouped"),
     "Llama-3.2-3B": (LLAMA, "llama-3.2-3b", ""),
     "Llama-3.1-8B": (LLAMA, "llama-3.1-8b", ""),
     "Qwen3-30B-A3B": (EXPERTS, "qwen3-30b-a3b", "+grouped"),
