@@ -232,7 +232,7 @@ class CaptureState:
         order = pass_order(stage, [1] * len(models))
         warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches)
         owners = [
-            chunk.fsdp.graphs.recorded_passes(partial(agreement.begin, name))
+            chunk.fsdp.graphs.recorded_passes(partial(agreement.begin, name), alone=len(chunks) == 1)
             for chunk, name in zip(chunks, names, strict=True)
         ]
         quantized = [recorded_quantization(stage, model) for model in models]

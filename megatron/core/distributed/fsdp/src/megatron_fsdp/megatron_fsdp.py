@@ -121,6 +121,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         reduces gradients, so it is not called if a backward pass has already reduced them.
         """
         gradients = self.graphs.gradients
+        self.all_gather_pipeline.gathered_across_replicas = False  # the optimizer will change the weights
         if self.graphs.whole_passes is not None and gradients.reduced is None:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             return

@@ -133,11 +133,11 @@ class GradientStorages:
     def preserve(self) -> None:
         """Move gradients in use out of the pool that has adopted them, because a replay would overwrite them."""
         if self._adopted and self._in_use:
-            copies = [storage.clone() for storage, _ in self._storages]
             self._adopted = False
-            self._free()
-            self._allocate()
-            for (storage, _), copy in zip(self._storages, copies, strict=True):
+            for storage, size in self._storages:  # one at a time, for a low peak of memory
+                copy = storage.clone()
+                storage.resize_(0)
+                storage.resize_(size)
                 storage.copy_(copy)
 
     def detach(self) -> None:

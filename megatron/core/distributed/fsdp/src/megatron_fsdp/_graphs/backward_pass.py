@@ -18,8 +18,8 @@ class Gradients:
 
     Attributes:
         awaited: Parameters whose gradients the current backward pass has not accumulated yet.
-        reduced: Whether the latest backward pass outside of whole-model graphs has reduced its gradients; None if there
-            was no such pass since the previous step.
+        reduced: Whether a backward pass outside of whole-model graphs has reduced gradients since the previous step;
+            None if there was no such pass.
         final: Whether the latest backward pass was marked as the last of its step, and thus has reduced all gradients.
     """
 
@@ -89,7 +89,8 @@ class Gradients:
         """Accumulate gradients. If this backward pass reduces gradients, reduce them and return True."""
         fsdp = self._fsdp
         self.final = self._is_final()
-        self.reduced = reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
+        reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
+        self.reduced = reduces or bool(self.reduced)
         self.accumulate(params)
         if reduces:
             across_replicas = fsdp.dist_index.use_hybrid_fsdp and self.final and self._graphs.whole_passes is None

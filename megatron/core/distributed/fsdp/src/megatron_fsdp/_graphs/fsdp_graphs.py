@@ -112,9 +112,9 @@ class FsdpGraphs:
         groups = [fsdp.param_and_grad_buffer.parameter_groups[bucket] for bucket in unit.buckets]
         return all(group.fsdp_unit_id is not None and group.transpose_weight_buffer is None for group in groups)
 
-    def recorded_passes(self, begin: Callable[[str], object]) -> RecordedPasses:
+    def recorded_passes(self, begin: Callable[[str], object], *, alone: bool) -> RecordedPasses:
         """Create the owner of the training graphs of the whole model; see ``RecordedPasses``."""
-        return RecordedPasses(self, begin)
+        return RecordedPasses(self, begin, alone=alone)
 
     def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:
         """Create the owner of the evaluation graph of a whole model that already has training graphs.
@@ -122,7 +122,7 @@ class FsdpGraphs:
         Args:
             begin: Called with the name of each part of the capture; see ``RecordedPasses``.
         """
-        return EvaluatedModel(self, begin)
+        return EvaluatedModel(self, begin, alone=True)
 
     @contextmanager
     def layer_capture(

@@ -33,6 +33,8 @@ class RecordedPasses(GraphOwner):
         graphs: The ``FsdpGraphs`` that owns this object.
         begin: Called with the name of each part of the capture: ``before forward``, then ``forward`` or ``backward``
             for each pass.
+        alone: Whether the pool of the graphs serves this model only, so that the optimizer's gradients can share memory
+            with its activations: replays of another chunk would overwrite them.
 
     Attributes:
         replayed: Whether the last forward pass with gradients was a replay.
@@ -41,8 +43,8 @@ class RecordedPasses(GraphOwner):
 
     _last: Direction = "backward"  # the last phase that is recorded
 
-    def __init__(self, graphs: Any, begin: Callable[[str], object]):
-        self._graphs, self._fsdp = graphs, graphs.fsdp
+    def __init__(self, graphs: Any, begin: Callable[[str], object], *, alone: bool):
+        self._graphs, self._fsdp, self._alone = graphs, graphs.fsdp, alone
         self._backward, self._gradients = graphs.backward, graphs.gradients
         self._begin = begin
         runners = list(graphs.units.values())
@@ -94,7 +96,7 @@ class RecordedPasses(GraphOwner):
         others = gathers.ag_stream, reductions.rs_stream
         backward, records = phase == "backward", torch.cuda.is_current_stream_capturing()
         optimizer_grads = self._fsdp.param_and_grad_buffer.optimizer_grads
-        shares_memory = records and self._last == "backward" and optimizer_grads is not None
+        shares_memory = records and self._alone and self._last == "backward" and optimizer_grads is not None
         with self._graphs.capturing({}):
             try:
                 for stream in others:
