@@ -211,7 +211,7 @@ def test_calls_unlike_captured_ones_run_eagerly(one_rank, holds, loss_outside):
 
 @pytest.mark.parametrize("loss_outside", [False, True])
 def test_outputs_outlive_the_next_replay(one_rank, loss_outside):
-    training = CapturedTraining(graphed(MODEL, loss_outside=loss_outside, dtype="bf16"))
+    training = CapturedTraining(graphed(MODEL, loss_outside=loss_outside))
     kept = []
     training.chunks[0].register_forward_hook(lambda module, args, output: kept.append(output))
     training.step()
