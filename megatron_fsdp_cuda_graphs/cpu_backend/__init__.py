@@ -10,8 +10,9 @@ Collectives complete at launch, but results become visible at ``wait``: until th
 ``install()`` and uses process groups must end with ``leave()``.
 
 The backend tests the correctness of a program under CUDA graphs, not its speed. It rejects operations that a real
-capture forbids, discards results of a capture, and raises if memory of a graph moves. It does not emulate races between
-streams, streams of autograd nodes, reuse of memory between graphs of a pool, NCCL, TransformerEngine or FP8.
+capture forbids, discards results of a capture, and raises if memory of a graph moves. Memory that a graph frees is
+reused: later graphs of its pool fill it with NaN. Races between streams, streams of autograd nodes, NCCL,
+TransformerEngine and FP8 are not emulated.
 """
 
 from .installation import install, installed, leave, uninstall

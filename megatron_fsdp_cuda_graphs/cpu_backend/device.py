@@ -17,9 +17,8 @@ from .memory import host_factory, is_host, is_pinned, mark_host
 from .patches import patch, wrap
 from .streams import NOT_PERMITTED, CaptureError, cuda_error
 
-NAME = "CPU behind torch.cuda"
 PROPERTIES = SimpleNamespace(
-    name=NAME,
+    name="CPU behind torch.cuda",
     major=9,
     minor=0,
     total_memory=1 << 34,
@@ -178,16 +177,7 @@ def _type(call: Callable, tensor: torch.Tensor, dtype: Any = None, non_blocking:
     if dtype is None:
         name = call(tensor)
         return name if is_host(tensor) else name.replace("torch.", "torch.cuda.", 1)
-    if isinstance(dtype, str):
-        dtype = dtype.replace("torch.cuda.", "torch.", 1)
     return call(tensor, dtype, non_blocking, **kwargs)
-
-
-def _one_hot(call: Callable, tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    if num_classes <= 0 or is_host(tensor):
-        return call(tensor, num_classes)
-    # Unlike the CPU operator, CUDA's does not read the values on the host.
-    return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 def _is_cuda(tensor: torch.Tensor) -> bool:
@@ -225,14 +215,10 @@ def _install_device() -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "init": lambda: None,
-        "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "device": Device,
-        "get_device_name": lambda device=None: NAME,
-        "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_properties": lambda device=None: PROPERTIES,
         "check_error": lambda result: None,
         **dict.fromkeys(("utilization", "temperature", "power_draw", "clock_rate"), lambda device=None: 0),
@@ -240,9 +226,8 @@ def _install_device() -> None:
         "cudart": lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
     }.items():
         patch(cuda, name, value)
-    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
     for name, value in {
-        **dict.fromkeys(zero, lambda device=None: 0),
+        "device_memory_used": lambda device=None: 0,
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": memory.statistics,
@@ -279,7 +264,6 @@ def install() -> None:
         (torch.Tensor, "cpu", _cpu),
         (torch.Tensor, "type", _type),
         (torch.Tensor, "tolist numpy", _reading),
-        (torch.nn.functional, "one_hot", _one_hot),
         (torch, "load", _load),
     ):
         for name in names.split():

@@ -67,14 +67,6 @@ class HeldWork(Work):
     # A program can read the outputs after each of these.
     synchronize = block_current_stream = is_completed = is_success = wait  # type: ignore[assignment]
 
-    def get_future(self) -> torch.futures.Future:
-        """Return a completed future of the outputs."""
-        future: torch.futures.Future = torch.futures.Future()
-        outputs = [output for output, _ in self._held]
-        self.wait()
-        future.set_result(outputs)
-        return future
-
 
 def _launch(call: Callable, group: dist.ProcessGroup, written: Any, *args: Any, **kwargs: Any) -> HeldWork:
     if any(getattr(options, "asyncOp", None) is False for options in (*args, *kwargs.values())):

@@ -150,14 +150,6 @@ class Generator(torch._C.Generator, metaclass=_GeneratorFactory):
         return torch._C.Generator(device)
 
 
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    return DEFAULT.get_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    DEFAULT.set_state(new_state)
-
-
 def uninstall() -> None:
     """Copy the host's state back to torch's default generator."""
     DEFAULT.state.set(HOST.get_state())
@@ -170,19 +162,10 @@ def install() -> None:
         patch(owner, "default_generator", HOST)
     patch(torch, "Generator", Generator)
     patch(torch.cuda, "default_generators", (DEFAULT,))
-    for name, value in {
-        "get_rng_state": _get_rng_state,
-        "get_rng_state_all": lambda: [DEFAULT.get_state()],
-        "set_rng_state": _set_rng_state,
-        "set_rng_state_all": lambda new_states: _set_rng_state(new_states[0]),
-        "manual_seed": lambda seed: DEFAULT.manual_seed(seed) and None,
-        "manual_seed_all": lambda seed: DEFAULT.manual_seed(seed) and None,
-        "initial_seed": lambda: DEFAULT.initial_seed(),
-    }.items():
-        for owner in (torch.cuda, torch.cuda.random):
-            patch(owner, name, value)
+    patch(torch.cuda.random, "current_device", lambda: 0)
+    patch(torch.cuda.random, "device_count", lambda: 1)
     from torch.utils import checkpoint
 
     # Activation checkpointing would mistake device tensors for CPU tensors.
     patch(checkpoint, "get_device_states", lambda *args: ([0], [DEFAULT.get_state()]))
-    patch(checkpoint, "set_device_states", lambda ids, states, **_: _set_rng_state(states[0]))
+    patch(checkpoint, "set_device_states", lambda ids, states, **_: DEFAULT.set_state(states[0]) and None)

@@ -234,22 +234,6 @@ def set_stream(stream: Stream | None) -> None:
         _thread.stream = stream
 
 
-class StreamContext:
-    """Context manager that makes a stream current; does nothing for None."""
-
-    def __init__(self, stream: Stream | None):
-        self.stream = stream
-        self.before: Stream | None = None
-
-    def __enter__(self) -> Stream | None:
-        self.before = current_stream()
-        set_stream(self.stream)
-        return self.stream
-
-    def __exit__(self, *_: Any) -> None:
-        set_stream(self.before)
-
-
 def synchronize(device: Any = None) -> None:
     """Replace ``torch.cuda.synchronize``.
 
@@ -273,8 +257,6 @@ def install() -> None:
         "current_stream": current_stream,
         "default_stream": default_stream,
         "set_stream": set_stream,
-        "stream": StreamContext,
-        "StreamContext": StreamContext,
         "synchronize": synchronize,
     }.items():
         patch(torch.cuda, name, value)
