@@ -77,7 +77,7 @@ def test_longer_capture_enforces_the_order(experts, capturing, config):
 def test_capture_joins_the_experts_stream(experts, capturing, monkeypatch):
     joined = []
     current = torch.cuda.current_stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
     monkeypatch.setattr(type(current), "wait_stream", lambda stream, other: joined.append((stream, other)))
     begin(experts)
     assert joined[-1] == (current, experts.stream)
