@@ -15,8 +15,8 @@ reused: later graphs of its pool fill it with NaN. Races between streams, stream
 TransformerEngine and FP8 are not emulated.
 """
 
-from .installation import install, installed, leave, uninstall
+from .installation import install, installed, leave
 from .memory import StaleAddress
 from .streams import CaptureError
 
-__all__ = ["CaptureError", "StaleAddress", "install", "installed", "leave", "uninstall"]
+__all__ = ["CaptureError", "StaleAddress", "install", "installed", "leave"]

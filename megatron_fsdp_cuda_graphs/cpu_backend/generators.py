@@ -150,11 +150,6 @@ class Generator(torch._C.Generator, metaclass=_GeneratorFactory):
         return torch._C.Generator(device)
 
 
-def uninstall() -> None:
-    """Copy the host's state back to torch's default generator."""
-    DEFAULT.state.set(HOST.get_state())
-
-
 def install() -> None:
     """Install separate default generators for the device and the host."""
     HOST.set_state(ENGINE.get_state())

@@ -1,4 +1,4 @@
-"""Install and uninstall the backend, and let the process exit while threads of gloo still run."""
+"""Install the backend, and let the process exit while threads of gloo still run."""
 
 import atexit
 import os
@@ -10,12 +10,12 @@ import torch
 
 from . import patches
 
-_threads_before = 0
+_installed = False
 
 
 def installed() -> bool:
     """Return whether this process runs on the CPU backend."""
-    return bool(patches.APPLIED)
+    return _installed
 
 
 def install() -> None:
@@ -29,7 +29,7 @@ def install() -> None:
         RuntimeError: A GPU is visible.
         ValueError: ``OMP_NUM_THREADS`` is not an integer.
     """
-    global _threads_before
+    global _installed
     if installed():
         return
     if torch.cuda.is_available():
@@ -43,29 +43,9 @@ def install() -> None:
     _hide_compilers()
     for part in (streams, memory, generators, device, tape, distributed):
         part.install()
-    _threads_before = torch.get_num_threads()
+    _installed = True
     torch.set_num_threads(threads)
     patches.rebind_early_names()
-
-
-def uninstall() -> None:
-    """Undo ``install``, for test suites that share a process.
-
-    Invalidates all tensors, graphs, streams and generators created on the backend.
-
-    Raises:
-        RuntimeError: A capture is in progress.
-    """
-    if not installed():
-        return
-    from . import generators, streams
-
-    if streams.current_capture() is not None:
-        raise RuntimeError("the CPU backend cannot be uninstalled during a graph capture: end the capture first")
-    generators.uninstall()
-    torch.set_num_threads(_threads_before)
-    streams.set_stream(streams.default_stream())
-    patches.undo_all()
 
 
 def leave(code: str | int | None = 0) -> NoReturn:
@@ -91,8 +71,7 @@ def _hide_compilers() -> None:
 
     An already imported TransformerEngine is kept, because importing it again may fail without a GPU.
     """
-    patches.patch_entry(os.environ, "TORCHDYNAMO_DISABLE", "1")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo.config" in sys.modules:
         patches.patch(sys.modules["torch._dynamo.config"], "disable", True)
-    if "transformer_engine" not in sys.modules:
-        patches.patch_entry(sys.modules, "transformer_engine", None)
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]

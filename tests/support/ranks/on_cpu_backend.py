@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron_fsdp_cuda_graphs.cpu_backend import install, installed, uninstall
+from megatron_fsdp_cuda_graphs.cpu_backend import install, installed
 
 
 @contextmanager
 def on_cpu_backend() -> Iterator[None]:
-    """Context manager that installs the CPU backend, unless it is already installed, and restores torch on exit."""
+    """Context manager that installs the CPU backend, which stays installed."""
     if installed():
         yield
         return
@@ -24,4 +24,3 @@ def on_cpu_backend() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        uninstall()

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.ranks.forked_ranks import OWN, ForkedRanks
+
+from .gpus import GPUS
 
 COMPARE = Path(__file__).with_name("compare_runs.py")
 FAULTS = Path(__file__).with_name("inject_faults.py")
@@ -64,7 +65,7 @@ def _run(
     script: Path, arguments: Sequence[str], ranks: int, folder: Path, environment: dict[str, str] | None
 ) -> tuple[int, str]:
     """Run ``script`` on ``ranks`` new processes; return the exit status and the end of the output."""
-    if torch.cuda.is_available():
+    if GPUS:
         done = torchrun(script, arguments, ranks, environment)
         return done.returncode, done.stdout[-3000:] + done.stderr[:6000] + done.stderr[-6000:]
     forked = ForkedRanks([str(script), *arguments], folder / "log", ranks, environment)
@@ -142,7 +143,7 @@ def compare_runs(tmp_path_factory) -> Iterator[Callable[..., list[dict[str, Any]
         cases: Sequence[dict[str, Any]], *options: str, ranks: int = 2, environment: dict[str, str] | None = None
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("compare_runs")
-        if not torch.cuda.is_available() and not environment and "--stop-at-error" not in options:
+        if not GPUS and not environment and "--stop-at-error" not in options:
             if ranks not in servers or not servers[ranks].ranks.running():
                 servers[ranks] = Server(tmp_path_factory.mktemp("server"), ranks)
             return servers[ranks].run(cases, options, folder)

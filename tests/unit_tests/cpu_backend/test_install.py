@@ -42,18 +42,6 @@ def test_visible_gpu_raises():
     assert lines[1] == "False True"
 
 
-def test_uninstall_restores_torch():
-    assert output(
-        "import torch, os\nfrom megatron_fsdp_cuda_graphs.cpu_backend import install, uninstall\n"
-        "names = lambda: (torch.zeros, torch.Tensor.to, torch.Tensor.__dict__.get('to'), torch.cuda.Stream,\n"
-        "    torch.default_generator, torch.cuda.is_available(), torch.distributed.all_reduce,\n"
-        "    torch.distributed.DeviceMesh.from_group, os.environ.get('TORCHDYNAMO_DISABLE'))\n"
-        "before, state = names(), torch.get_rng_state()\n"
-        "install(); print(names() == before); torch.rand(3, device='cuda'); uninstall()\n"
-        "print(names() == before, torch.equal(torch.get_rng_state(), state))"
-    ) == ["False", "True True"]
-
-
 @pytest.mark.long
 def test_imported_megatron_gets_the_replacements():
     assert output(
@@ -64,20 +52,9 @@ def test_imported_megatron_gets_the_replacements():
     )[-1:] == ["True"]
 
 
-def test_transformer_engine_is_hidden_until_uninstall(tmp_path):
-    package = tmp_path / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise OSError('no driver')")
-    done = python(
-        "-c",
-        "from megatron_fsdp_cuda_graphs.cpu_backend import install, uninstall\n"
-        "def imports():\n"
-        "    try: import transformer_engine.pytorch\n"
-        "    except (ImportError, OSError) as error: print(type(error).__name__)\n"
-        "install(); imports(); uninstall(); imports()",
-        PYTHONPATH=os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])),
-    )
-    assert done.stdout.split() == ["ModuleNotFoundError", "OSError"], done.stderr
+def test_transformer_engine_is_hidden():
+    code = "from megatron_fsdp_cuda_graphs.cpu_backend import install; install(); import transformer_engine"
+    assert "ModuleNotFoundError: import of transformer_engine halted" in python("-c", code).stderr
 
 
 def test_launcher_runs_a_script_like_python(tmp_path: Path):
