@@ -123,6 +123,22 @@ PARTS = (
         280,
     ),
     Part(
+        "step_time_settings_moe",
+        (2,),
+        _trained(
+            (
+                f"C:{_EP1}",
+                (
+                    "eager+grouped+fused",
+                    "native+grouped+fused",
+                    f"native+grouped{_SETTINGS}",
+                    "compute_alone+grouped+fused",
+                ),
+            ),
+        ),
+        120,
+    ),
+    Part(
         "step_time_dense",
         (2,),
         _trained(

@@ -405,10 +405,9 @@ EXPERT_ROWS = [
         "is not tested with --use-torch-fsdp2 or --tensor-parallel-num-weight-shards: leave it out",
     ),
     _grouped(
-        "with --cuda-graph-impl local and whole MoE layers in graphs",
-        lambda o: o.implementation == "local" and o.graphs("moe"),
-        "with --cuda-graph-impl local needs --cuda-graph-modules attn moe_router moe_preprocess, because local graphs "
-        "of whole MoE layers change logged auxiliary losses: set it, or set --cuda-graph-impl transformer_engine",
+        "with --cuda-graph-impl local",
+        lambda o: o.implementation == "local",
+        "does not work with megatron-core's local graphs: set --cuda-graph-impl transformer_engine",
     ),
     _bounded(
         "without --moe-use-grouped-tensor, alltoall or expert parallelism",

@@ -144,7 +144,7 @@ UNFIT_EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("--moe-single-grouped-weight", {"moe_single_grouped_weight": True}),
     ("inference_optimized", {"transformer_impl": "inference_optimized"}),
     ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
-    ("--cuda-graph-modules attn moe_router", {"cuda_graph_impl": "local", "moe_alltoall_capacity_factor": None}),
+    ("set --cuda-graph-impl transformer_engine", {"cuda_graph_impl": "local", "moe_alltoall_capacity_factor": None}),
     ("needs --moe-use-grouped-tensor", {"moe_use_grouped_tensor": False}),
     ("--expert-model-parallel-size above 1", {"expert_model_parallel_size": 1}),
     ("--rerun-mode validate_results", {"rerun_mode": "disabled"}),
