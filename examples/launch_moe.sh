@@ -78,7 +78,7 @@ graphed)
         --cuda-graph-modules attn moe_router moe_preprocess   # all of a layer before the token dispatch
     )
     ;;
-whole)  # Hopper or newer; measured with EXPERT_PARALLEL=1 on one GPU (docs/results.md)
+whole)  # Hopper or newer (docs/results.md)
     GRAPHS=(
         --cuda-graph-impl transformer_engine
         --cuda-graph-warmup-steps 3

@@ -28,7 +28,7 @@ class StepMetrics:
         grad_norm, grad_norm_hex: Gradient norm before clipping; null if there is none.
         ms: Milliseconds since the previous step was logged, including GPU work; null for the first step.
         reserved_mib: Device memory reserved by the allocator on this rank, in MiB.
-        graphs: Number of graphs on this rank: one per captured model, decoder or layer. In a pipeline, each has
+        graphs: Number of graph pairs on this rank: one per captured model or layer. In a pipeline, each has
             several, for the micro-batches in flight.
         skipped: Whether the optimizer skipped the step.
     """
@@ -93,7 +93,7 @@ class StepMetrics:
         count = 0
         for module in self.graphable:
             count += len(getattr(module, "cuda_graphs", ()))
-            count += len(getattr(vars(module).get("forward"), "slots", ()))  # graphs of a model or decoder
+            count += len(getattr(vars(module).get("forward"), "slots", ()))  # graphs of a model
             manager = getattr(module, "cudagraph_manager", None)
             count += sum(runner.fwd_graph is not None for runner in getattr(manager, "cudagraph_runners", ()))
         return count

@@ -18,7 +18,6 @@ from megatron.core.transformer.moe.equal_splits import capacity_of_peer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 MIB = 2**20
-SIGN = 1
 _BYTES = 2  # of an activation
 
 

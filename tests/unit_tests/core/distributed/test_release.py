@@ -58,7 +58,7 @@ def test_buffers_of_eager_passes_are_freed_again(ranks, side_stream):
 def test_new_seeds_reach_graphs_without_their_helper(ranks, side_stream):
     model = CapturedModel(graphed("model"))
     states = get_all_rng_states()
-    model.helper = None
+    del model.helper
     gc.collect()
     model_parallel_cuda_manual_seed(5, use_cudagraphable_rng=True, force_reset_rng=True)
     assert get_all_rng_states() != states

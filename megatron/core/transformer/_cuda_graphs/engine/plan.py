@@ -186,8 +186,8 @@ def separate(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list
 
     A tensor that aliases another input of its slot is copied, because a replay may receive two different tensors. A
     tensor that aliases an input of another slot in use is also copied, because the forward pass of one slot would
-    overwrite what the backward pass of the other reads, unless its attribute ``constant`` promises equal values.
-    Expanded tensors become dense.
+    overwrite what the backward pass of the other reads. Tensors marked ``constant`` have the same values in every call
+    and are not copied. Expanded tensors become dense.
     """
     last_steps = plan.last_steps()
     apart = list(inputs)

@@ -38,7 +38,7 @@ class RecordedPasses(GraphOwner):
 
     Attributes:
         replayed: Whether the last forward pass with gradients was a replay.
-        repeated: The ``RepeatedWork`` of each optimizer; freed with the graphs, before its communicators are destroyed.
+        repeated: The graph of each optimizer's clipping; freed with the graphs, before its communicators are destroyed.
     """
 
     _last: Direction = "backward"  # the last phase that is recorded
