@@ -51,8 +51,8 @@ def compared(runs: list[Result], reference: Result | None) -> dict[str, Any]:
     """Compare the runs of a variant with ``reference``.
 
     Returns:
-        ``runs``, ``equal``, ``results``: Numbers of runs, of runs equal to the reference, and of distinct results.
-        ``differences``: Errors, and the first difference of each other run.
+        ``runs``, ``equal``, ``results``: Number of runs, number equal to the reference, number of distinct results.
+        ``differences``: Error messages, then the first difference of each run that differs from the reference.
     """
     errors = [run["error"] for run in runs if "error" in run]
     trained = [steps_of(run) for run in runs if "error" not in run]

@@ -34,7 +34,7 @@ TABLES = {table.__name__: table for table in _TABLES}
 
 
 def page() -> str:
-    """Return the page generated from the results."""
+    """Return the results page, rendered from its template."""
     return PLACEHOLDER.sub(_filled, TEMPLATE.read_text())
 
 

@@ -63,7 +63,7 @@ def losses_of(model, tokens):
 
 
 def log_probabilities(model, micro_batches):
-    """Return the log-probabilities of the tokens of each micro-batch, from replays if there are graphs."""
+    """Return the log-probabilities of the tokens of each micro-batch, replaying graphs if there are any."""
     model.eval()
     with torch.no_grad():
         found = [-losses_of(model, tokens) for tokens in micro_batches]

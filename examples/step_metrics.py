@@ -64,10 +64,10 @@ class StepMetrics:
         training.training_log = training_log
 
     def record(self, step: int, losses: dict[str, torch.Tensor], grad_norm: float | None, skipped: bool) -> None:
-        """Append the line of one step.
+        """Append the metrics of one step to the file.
 
         Args:
-            losses: ``{"lm loss": tensor}``, where the float tensor has one element; empty if there is no loss.
+            losses: ``{"lm loss": loss}``, a float tensor with one element; empty if there is no loss.
         """
         torch.cuda.synchronize()
         now = time.perf_counter()

@@ -43,9 +43,9 @@ class Recorder:
         return [[_hex(loss), _hex(norm)] for loss, norm in zip(self._losses, self._norms, strict=True)]
 
     def milliseconds(self, first: int, last: int, *, every: int = 1) -> dict[str, float]:
-        """Return median, mean, minimum and maximum milliseconds of the steps from ``first`` to ``last``.
+        """Return the median, mean, minimum and maximum step time, in milliseconds, from step ``first`` to ``last``.
 
-        Steps are numbered from 1. The first recorded step has no time.
+        Steps are numbered from 1. The first recorded step is not timed, because timing starts at its end.
 
         Args:
             first, last: Range of steps.

@@ -15,10 +15,10 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def pad_packed_seq_params(params: Any, sequences: int, seq_length: int) -> Any:
-    """Append empty sequences to ``params`` until there are ``sequences`` sequences.
+    """Pad ``params`` with empty sequences to a total of ``sequences``.
 
-    The result of attention does not change. Rotary embeddings must be fused: megatron-core's unfused ones treat
-    ``max_seqlen_q == seq_length`` as positions that continue across sequences.
+    The attention output does not change. Rotary embeddings must be fused: with ``max_seqlen_q == seq_length``,
+    megatron-core's unfused ones let positions continue from one sequence to the next.
 
     Args:
         params: The ``PackedSeqParams`` (``thd``) of one micro-batch. ``cu_seqlens_q`` and ``cu_seqlens_kv`` are int32

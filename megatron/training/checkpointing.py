@@ -121,7 +121,7 @@ def _load_base_checkpoint(
 
 
 def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
-    """Remove from the state dict ``optimizer`` the states and the loss scale that ``checkpoint`` lacks.
+    """Return the state dict ``optimizer`` without the optimizer states and the loss scale that ``checkpoint`` lacks.
 
     A checkpoint saved before the first step has no states, and megatron-core saves no loss scale.
     """

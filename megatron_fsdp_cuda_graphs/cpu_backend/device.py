@@ -1,8 +1,11 @@
 """Emulate one CUDA device with CPU tensors.
 
 Replaces all functions of ``torch`` and ``torch.Tensor`` that create or move tensors, so that the emulation covers all
-threads, hooks and tensor subclasses. Without a device, or with the string "cpu", they return host tensors.
-``torch.device("cpu")`` is the emulated device: device tensors have it as ``.device``.
+threads, hooks and tensor subclasses.
+
+Functions that create tensors from sizes or Python data return host tensors if called without a device or with the
+string ``"cpu"``. The object ``torch.device("cpu")`` instead means the emulated device, because it is the ``.device`` of
+every device tensor.
 """
 
 import contextlib

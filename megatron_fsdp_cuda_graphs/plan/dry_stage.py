@@ -128,7 +128,7 @@ def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Within the context, create device tensors with shapes, dtypes and storages, but no memory or values."""
+    """Context manager that creates device tensors on the meta device, which allocates no memory."""
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:

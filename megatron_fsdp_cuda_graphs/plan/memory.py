@@ -79,7 +79,7 @@ def fsdp_memory(helper: Any, args: argparse.Namespace) -> Counter[str]:
 
 
 def graph_pool(helper: Any, planned: Planned, args: argparse.Namespace) -> int:
-    """Return the bytes of the graphs' memory pool. Call ``fsdp_memory`` first, which sets the optimizer's gradients."""
+    """Return the bytes of the graph memory pool. Call ``fsdp_memory`` first: it sets the optimizer's gradients."""
     gradients: Counter[int] = Counter()
     for buffer in fsdp_buffers(helper):
         for main, local in _optimizer_gradients(buffer):

@@ -82,9 +82,9 @@ def texts(file: Path) -> Iterator[str]:
 
 
 def unknown_messages(page: str, known: list[str]) -> list[str]:
-    """Return the messages on ``page`` that the strings in ``known`` do not contain.
+    """Return the messages on ``page`` that occur in no string of ``known``.
 
-    The parts of a message around ``…`` are looked up separately.
+    The parts of a message around ``…`` may occur in different strings.
     """
     explained = EXPLAINED.findall(page)
     return [

@@ -228,7 +228,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _param_name(self, param: torch.nn.Parameter) -> str:
         """Return a parameter's name in checkpoints; see megatron-core.
 
-        Under Megatron-FSDP, names have global layer numbers instead of a pipeline stage's.
+        Under Megatron-FSDP, layer numbers are global, not local to the pipeline stage.
         """
         if self.ddp_config.use_megatron_fsdp and not hasattr(self, "param_to_name"):
             params = by_global_name(self.model_chunks, [dict(chunk.named_parameters()) for chunk in self.model_chunks])

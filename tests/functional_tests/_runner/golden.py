@@ -62,7 +62,9 @@ def _installed(package: str) -> str | None:
 
 
 def differences(found: Metrics, expected: Metrics, rounding: float = 0.0) -> list[str]:
-    """Compare those metrics of ``NUMBERS`` that ``expected`` contains, and return lines that describe differences.
+    """Compare the ``NUMBERS`` metrics present in ``expected``.
+
+    Return one line per difference, at most ``SHOWN`` per metric, then a count of the rest.
 
     Args:
         found, expected: Metrics to compare.

@@ -179,7 +179,10 @@ def hook_on_one_rank(training: Training) -> None:
 
 @control
 def refused_on_one_stage(training: Training) -> None:
-    """Register a hook outside of the layers in the last pipeline stage. All stages must then capture layers."""
+    """Register a hook outside of the layers on the last pipeline stage.
+
+    All stages must then capture layers, not the whole model.
+    """
     _hook_on_last_rank(training, "output_layer")
 
 

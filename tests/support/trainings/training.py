@@ -413,7 +413,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
 
     Args:
         case: The case to train.
-        graphs: Capture after ``case.warmup`` steps.
+        graphs: Whether to capture after ``case.warmup`` steps.
         at_capture: Called in place of the capture; with ``case.local``, called before the first step.
     """
     training = _training(case)(case, graphs)

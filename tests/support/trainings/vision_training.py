@@ -113,7 +113,7 @@ def _side(case: Case) -> int:
 
 
 def classifier(config: Any, side: int, transformer_engine: bool = False) -> torch.nn.Module:
-    """Return a ``vision_model`` with a linear classifier, which computes the loss of square images."""
+    """Return a ``vision_model`` with a linear classifier, which computes the loss on square images."""
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 

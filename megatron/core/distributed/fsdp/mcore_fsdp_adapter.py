@@ -27,7 +27,9 @@ class FullyShardedDataParallel(_upstream.FullyShardedDataParallel):
 
 
 def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
-    """Return a mesh of the ranks that share parameters with this rank: int64 ``[data parallel, tensor parallel]``.
+    """Return the mesh of ranks over which this rank's parameters are sharded.
+
+    The mesh is int64 ``[data parallel, tensor parallel]``.
 
     Args:
         dp_cp_group: The group over which parameters are sharded; for experts, the expert-data-parallel group.

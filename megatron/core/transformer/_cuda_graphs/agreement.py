@@ -138,7 +138,7 @@ class CaptureAgreement:
         self._where = "before the first layer"
 
     def begin(self, where: str, phase: str = "") -> None:
-        """Set the pass that error messages name: ``where``, with an optional ``phase`` such as ``forward``."""
+        """Set the pass to report in error messages: ``where``, with an optional ``phase`` such as ``forward``."""
         self._where = f"{where}, {phase}" if phase else where
 
     def naming(self, hooks: Mapping[str, Any], name: str) -> dict[str, Any]:

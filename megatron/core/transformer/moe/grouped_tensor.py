@@ -81,7 +81,10 @@ def _behind(offsets: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _zero_unused(rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool) -> torch.Tensor:
-    """If there are ``unused_rows``, zero them in place, and their gradients in backward. Return ``rows``."""
+    """If ``unused_rows``, zero the rows after the last offset in place, and their gradients in backward.
+
+    Return ``rows``.
+    """
     return rows.masked_fill_(_behind(offsets, len(rows)).unsqueeze(1), 0) if unused_rows else rows
 
 

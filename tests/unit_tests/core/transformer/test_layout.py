@@ -136,7 +136,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_files_import_while_te_wrappers_are_imported() -> None:
     """Check that no file imports models at import time, because TransformerEngine's wrappers import cuda_graphs.
 
-    Models imported before these wrappers are complete silently run without TransformerEngine.
+    If models are imported before these wrappers finish importing, they silently run without TransformerEngine.
     """
     prefixes = ("megatron.core.models", "megatron.core.extensions")
     origins = [(name, i) for name in (*FILES, *FSDP_FILES) for i in _all_imports(name, inside_functions=False)]

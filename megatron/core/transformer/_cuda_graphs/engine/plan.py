@@ -97,8 +97,8 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
 
     Args:
         order: ``c`` for the forward pass of model chunk ``c``, counted from 1; ``-c`` for its backward pass;
-            ``-c - 0.5`` for the weight gradients delayed by its backward pass. All micro-batches of a chunk have this
-            entry, or none has.
+            ``-c - 0.5`` for the weight gradients delayed by its backward pass. Include it for all micro-batches of a
+            chunk or for none.
         num_layers_per_chunk: Number of callables of each chunk; None to divide the callables evenly.
 
     Raises:

@@ -20,7 +20,7 @@ Condition = Callable[[Options], object]
 
 
 class Verdict(enum.Enum):
-    """Result of combining flags with CUDA graphs."""
+    """How a combination of flags is handled."""
 
     REFUSED = "refused"
     NO_EFFECT = "no effect"

@@ -103,7 +103,10 @@ def test_deprecated_backward_hook_is_refused():
 
 
 def called_with(register, *offered):
-    """Register a hook with ``register``, call it with a module and ``offered``, and return what follows the module."""
+    """Register a hook with ``register`` and call it with a module and ``offered``.
+
+    Return the arguments that it received after the module.
+    """
     module = torch.nn.Linear(2, 2)
     seen: list = []
     register(module, runs_outside_graphs(lambda *args: seen.append(args)))

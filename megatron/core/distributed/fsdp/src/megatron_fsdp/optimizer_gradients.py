@@ -97,7 +97,7 @@ class GradientStorages:
     """
 
     def __init__(self, grads: Iterable[tuple[Hashable, Any]]):
-        """Move the local tensors of ``grads``, pairs ``(bucket, DTensor)``, to one storage per bucket."""
+        """Move the local tensors of ``grads``, pairs ``(bucket, DTensor)``, to one storage per bucket and dtype."""
         together: dict[Any, list[Any]] = defaultdict(list)
         for bucket, grad in grads:
             together[bucket, grad._local_tensor.dtype].append(grad)

@@ -263,7 +263,7 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
             self.all_gather_params([param for group in groups for param in group.params])
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
-        """Gather a bucket; in a graph, wait for its gather across HSDP replicas first. See megatron-core."""
+        """Gather a bucket; when recording a graph, after its gather across HSDP replicas. See megatron-core."""
         if self.recording:
             torch.cuda.current_stream().wait_event(self.across_replicas[bucket_id])
         super().async_bucket_gather(bucket_id, bwd)

@@ -162,7 +162,7 @@ class BackwardPass:
         module_names: The name of each module in the model; filled during hook registration.
         trainable: All parameters that require gradients, in order; filled during hook registration.
         runners: Maps each module whose backward pass has begun to its runner, or to the replayed ``RecordedPasses``.
-        takers: Maps parameters to the runner that collects their gradients; other gradients accumulate at once.
+        takers: Maps parameters to the runner that collects their gradients; other gradients accumulate immediately.
         collected: Maps each runner to the parameters whose gradients it has collected but not accumulated yet.
     """
 

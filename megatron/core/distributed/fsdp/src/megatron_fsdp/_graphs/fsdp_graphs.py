@@ -113,7 +113,7 @@ class FsdpGraphs:
         return all(group.fsdp_unit_id is not None and group.transpose_weight_buffer is None for group in groups)
 
     def recorded_passes(self, begin: Callable[[str], object], *, alone: bool) -> RecordedPasses:
-        """Create the owner of the training graphs of the whole model; see ``RecordedPasses``."""
+        """Create the ``RecordedPasses`` that owns the whole-model training graphs."""
         return RecordedPasses(self, begin, alone=alone)
 
     def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:

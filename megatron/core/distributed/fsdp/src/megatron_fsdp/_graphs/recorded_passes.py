@@ -143,7 +143,11 @@ class RecordedPasses(GraphOwner):
             self._grads = Snapshot(ADVICE, *places(grads, reductions.buffer.mp_policy.grad_comm_dtype))
 
     def gather_first_unit(self, phase: Direction) -> None:
-        """Start gathering the first unit of a pass early; that unit's hook would gather the second unit first."""
+        """Start gathering the first unit of a pass before its hook runs, without prefetching.
+
+        In backward, the hook would gather the prefetched second unit first, because megatron-core gathers in bucket
+        order.
+        """
         self._fsdp.all_gather_and_wait_parameters_ready(
             self._first[phase].params, prefetch=False, wait_bucket_ready=False, bwd=phase == "backward"
         )
@@ -173,9 +177,9 @@ class RecordedPasses(GraphOwner):
         self.start_gather()
 
     def before_forward(self) -> None:
-        """Gather the parameters outside of units, and check their addresses and the double buffer's.
+        """Gather the parameters outside of units, and check that they and the double buffer have not moved.
 
-        Gradients that no optimizer step has consumed stay valid.
+        Gradients that the optimizer still needs are preserved.
 
         Raises:
             ChangedSinceCaptureError: An address changed since capture, or the double buffer is in use.

@@ -108,10 +108,10 @@ class EagerRunner:
                 fp8_discard_transpose_cache(param)
 
     def _collected(self) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters whose gradients are queued until ``after_backward``; other gradients are added at once.
+        """Return the parameters whose gradients are queued until ``after_backward``.
 
-        Eager passes queue gradients only if the module has graphs, to reduce them in the same order as replays on other
-        ranks.
+        Other gradients are accumulated immediately. Eager passes queue gradients only if the module has graphs, to
+        reduce them in the same order as replays on other ranks.
         """
         return self.params if self._backward.expects_gradients and self._graphs.hold(self.module) else ()
 
