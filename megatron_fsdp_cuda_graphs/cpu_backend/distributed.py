@@ -130,7 +130,7 @@ def _backend(name: str | None) -> str | None:
         return "gloo"
     if kinds == {"fake"}:
         return "fake"
-    raise ValueError(f"backend={name!r} does not exist on the CPU backend: use gloo (or nccl, which becomes gloo)")
+    raise ValueError(f"backend={name!r} does not exist on the CPU backend: use gloo (or nccl, which is mapped to gloo)")
 
 
 def _init_process_group(call: Callable, backend: str | None = None, *args: Any, **kwargs: Any) -> None:

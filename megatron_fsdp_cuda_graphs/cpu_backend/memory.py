@@ -182,7 +182,10 @@ def pool_of(handle: PoolHandle | None) -> Pool:
     pool = _pools.get(key)
     if pool is None:
         if key in _with_graphs:
-            raise RuntimeError(f"it->second->use_count > 0 INTERNAL ASSERT FAILED: no graph of pool {key} is left")
+            raise RuntimeError(
+                f"it->second->use_count > 0 INTERNAL ASSERT FAILED: all graphs of pool {key} were deleted; use a "
+                "new pool"
+            )
         pool = _pools[key] = Pool(key)
     return pool
 

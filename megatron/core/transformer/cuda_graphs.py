@@ -310,7 +310,7 @@ class TECudaGraphHelper:
             RuntimeError: A rank has exited, or did not answer in time, before the capture began.
         """
         if self._state.status is Status.RELEASED:
-            raise CallOrderError("CUDA graphs are released: call restore to capture them again")
+            raise CallOrderError("CUDA graphs were released: call restore() to recapture them")
         if self._state.status is Status.CAPTURED:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"

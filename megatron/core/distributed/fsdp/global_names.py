@@ -74,6 +74,6 @@ def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, 
             if merged.setdefault(rename(name), value) is not value:
                 raise ValueError(
                     f"{rename(name)} is in two chunks of this pipeline stage, but a checkpoint can hold only one of "
-                    "them: remove --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+                    "them: remove --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank"
                 )
     return merged

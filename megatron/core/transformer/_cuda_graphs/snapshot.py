@@ -527,9 +527,9 @@ def refuse_changed_attributes(roots: Iterable[torch.nn.Module]) -> Iterator[None
         for own, key, _, copied, kind in before:
             if _differ(own.get(key), copied):
                 raise UnsupportedError(
-                    f"each forward pass changes {key} of {kind}, but a replay would not: keep data in a buffer on the "
-                    "device and change it in place, assign attributes that hold functions before the capture, or set "
-                    "--cuda-graph-modules to other parts of layers"
+                    f"each forward pass changes {key} of {kind}, but a replay would not: store the data in a device "
+                    "buffer and update it in place, set function-valued attributes once before the capture, or capture "
+                    "other parts of layers (--cuda-graph-modules)"
                 )
     except BaseException:
         for own, key, value, copied, _ in before:

@@ -209,8 +209,8 @@ class GraphedCallable:
         for index, (tensor, version) in enumerate(zip(self.inputs, versions, strict=True)):
             if version_of(tensor) != version:
                 raise UnsupportedError(
-                    f"{self.name} writes {self._expected.name_of(index)} in place, but a replay would write only its "
-                    "own copy: clone it first"
+                    f"{self.name} writes {self._expected.name_of(index)} in place, but a replay would modify only its "
+                    "static input: clone it first"
                 )
         self._hooks.run("forward_hooks", self.func, self.args, output)
         outputs, structure = tree_flatten(output)
@@ -455,9 +455,7 @@ class GraphedCallable:
             raise TypeError(f"{self.name} was captured with the keyword {missing.args[0]!r}: pass it") from None
         for key in kwargs if len(kwargs) > len(self._keywords) else ():
             if key not in self._keywords and isinstance(kwargs[key], torch.Tensor):
-                raise TypeError(
-                    f"{self.name} was captured without the keyword {key!r}: leave it out, or capture with it"
-                )
+                raise TypeError(f"{self.name} was captured without the keyword {key!r}: omit it, or recapture with it")
         if self._structure is not None or not self._expected.accepts(inputs):
             inputs = self._match(inputs)
         return self.replay(inputs, kwargs.get("is_first_microbatch"))
@@ -475,7 +473,8 @@ class GraphedCallable:
         if structure != expected:
             captured, called = (tree_unflatten(range(len(inputs)), spec) for spec in (expected, structure))
             raise TypeError(
-                f"{self.name} was captured with inputs nested as {captured}, but called with {called}: nest them alike"
+                f"{self.name} was captured with inputs of structure {captured}, but called with {called}: pass the "
+                "same structure"
             )
         return inputs
 
@@ -520,15 +519,15 @@ class GraphedCallable:
         if self.backward_graph is None:
             raise RuntimeError(
                 f"{self.name} has no backward graph: it was reset, or captured without grad or in evaluation mode. "
-                "Capture it again"
+                "Recapture it"
             )
         self.order.backward(self.name, self.backward_turn, round_of_forward)
         _copy_in(self._grad_places, grads)
         if self._has_leaf and not torch._C._will_engine_execute_node(node.next_functions[-1][0]):
             raise RuntimeError(
                 f"{self.name}: torch.autograd.grad or backward(inputs=...) requested only some gradients, but a replay "
-                "adds the gradients of all its parameters. Call backward() on the whole loss, or train without graphs "
-                "(--cuda-graph-impl none)"
+                "accumulates the gradients of all parameters that the graph uses. Call backward() on the whole loss, "
+                "or train without graphs (--cuda-graph-impl none)"
             )
         self.owner.before_backward()
         self._launch(self.backward_graph, "backward")
@@ -637,7 +636,8 @@ class ReplayNode(torch.autograd.Function):
         graphed, after_backward, round_ = ctx.replayed
         if torch.is_grad_enabled():  # create_graph=True
             raise RuntimeError(
-                f"{graphed.name}: CUDA graphs do not support create_graph=True: run it eagerly for second derivatives"
+                f"{graphed.name}: CUDA graphs do not support create_graph=True. Run the callable eagerly for second "
+                "derivatives"
             )
         return None, None, *graphed.replay_backward(grads, after_backward, round_, ctx)
 

@@ -111,10 +111,11 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | N
     for chunk in range(1, num_chunks + 1):
         forward, backward, weights = (counts[kind, chunk] for kind in Pass)
         if not forward == backward == num_microbatches > 0 or weights not in (0, num_microbatches):
+            expected = num_microbatches or 1
             raise ValueError(
                 f"_order {[*order]} has {forward} forward, {backward} backward and {weights} weight-gradient passes of "
-                f"chunk {chunk}: like chunk 1, it needs {num_microbatches or 1} forward passes, as many backward "
-                "passes, and as many weight-gradient passes or none"
+                f"chunk {chunk}: expected {expected} forward passes (the same for all chunks), {expected} backward "
+                f"passes, and {expected} or 0 weight-gradient passes"
             )
     if num_layers_per_chunk is None:
         num_layers_per_chunk = [num_callables // num_chunks] * num_chunks

@@ -127,8 +127,8 @@ def refuse_host_draws() -> Iterator[None]:
     drawn = next((name for name, state in before.items() if not _are_equal(state, now[name])), "")
     if drawn:
         raise UnsupportedError(
-            f"the captured code, or another thread, draws random numbers on the host ({drawn}), and each replay "
-            "would repeat them: draw and use them on the device (torch.rand(..., device='cuda')), or set "
+            f"the captured code, or another thread, draws random numbers on the host ({drawn}), which each replay "
+            "would repeat: draw and use them on the device (torch.rand(..., device='cuda')), or set "
             "--cuda-graph-modules to other parts of layers"
         )
 

@@ -145,7 +145,7 @@ def test_inputs_nested_differently_are_refused():
     a, b = device_tensor(3, seed=1), device_tensor(3, seed=2)
     graphed = capture(lambda pair: pair["a"] - pair["b"], ({"a": a, "b": b},))
     assert torch.equal(graphed({"a": b, "b": a}), b - a)
-    with pytest.raises(TypeError, match=r"nested as \({'a': 0, 'b': 1},\), but called with \(\[0, 1\],\)"):
+    with pytest.raises(TypeError, match=r"of structure \({'a': 0, 'b': 1},\), but called with \(\[0, 1\],\)"):
         graphed([a, b])
 
 
