@@ -29,7 +29,7 @@ def test_rerun_step_replays_the_same_result(tmp_path):
     run.ended()
     log = run.log.read_text()
     assert "exit code 16" in log, run.log_tail()
-    assert re.search("the whole model: 1 forward.*Unexpected result", log, re.DOTALL), run.log_tail()
+    assert re.search("Captured the whole model.*Unexpected result", log, re.DOTALL), run.log_tail()
     (unexpected,) = re.findall(r"Unexpected result ([0-9.]+) on rank", log)
     (again,) = re.findall(r"First rerun: .*\(([0-9.]+) = ", log)
     assert again == unexpected

@@ -30,15 +30,15 @@ def report_capture(stage: Stage, graphs: CaptureState, started: float) -> None:
     pools = {PoolMemory.of(slot.forward_graph) for slot in slots}
     lines = [
         f"Captured {'the whole model' if graphs.models else f'{len(stage.layers)} layers'} in "
-        f"{time.time() - started:.2f} s: {len(slots)} pairs of CUDA graphs, "
-        f"{sum(pool.size() for pool in pools) / 2**20:,.1f} MiB"
+        f"{time.time() - started:.2f} s (pairs of CUDA graphs: {len(slots)}, memory: "
+        f"{sum(pool.size() for pool in pools) / 2**20:,.1f} MiB)"
     ]
     lines += [f"eager: {what}, because {why}" for what, why in eager_parts(stage, graphs.scope)]
     logger.info("\n  ".join(lines))
 
 
 def eager_parts(stage: Stage, scope: CaptureScope) -> Iterator[tuple[str, str]]:
-    """Yield ``(part, reason)`` for the model and its layers, as far as they have no graph of their own."""
+    """Yield ``(part, reason)`` for the model and for each layer without its own graph."""
     if scope.holds is Holds.MODEL:
         return
     if scope.not_model:

@@ -76,7 +76,7 @@ def test_report_lists_why_the_model_is_not_captured():
 def test_report_counts_pairs_and_their_memory(caplog, holds, pairs, what):
     with caplog.at_level("INFO"):
         CapturedTraining(graphed(holds)).delete()
-    pattern = rf"Captured {what} in [\d.]+ s: {pairs} pairs of CUDA graphs, ([\d.]+) MiB(\n.*)?"
+    pattern = rf"Captured {what} in [\d.]+ s \(pairs of CUDA graphs: {pairs}, memory: ([\d.]+) MiB\)(\n.*)?"
     (found,) = filter(None, (re.fullmatch(pattern, message) for message in caplog.messages))
     assert float(found[1]) > 0
 
